@@ -19,6 +19,8 @@ from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtur
 from tokencache.api.queue import SessionQueue
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.engine.announced_weights import AnnouncedWeights
+from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -41,7 +43,7 @@ async def store(request):
 
 
 def queue_of(made):
-    return SessionQueue(Ledger(made, PrefixCache(made, max_bytes=0)))
+    return SessionQueue(Ledger(made, PrefixCache(made, max_bytes=0)), AnnouncedWeights(Pool(None, ()), made))
 
 
 async def finish(made, *names, group="", reward=None):
@@ -51,6 +53,11 @@ async def finish(made, *names, group="", reward=None):
             await made.add_reward(name, Reward(reward))
         await made.offer(name, (await made.session(name)).epoch, 1.0)
         await made.finish(name)
+
+
+async def take(queue, asked):
+    """The deliveries that a consumer takes."""
+    return (await queue.take(asked))[0]
 
 
 def names_of(deliveries):
@@ -67,9 +74,9 @@ class TestDeliveries:
     async def test_a_session_is_taken_sealed_and_gone_when_it_is_acknowledged(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")
-        (one,) = await queue.take(Take("c1"))
+        (one,) = await take(queue, Take("c1"))
         assert ([info.id for info in one.sessions], one.attempt, one.sessions[0].sealed) == (["a"], 1, True)
-        (two,) = await queue.take(Take("c2"))
+        (two,) = await take(queue, Take("c2"))
         assert names_of([two]) == [["b"]]
         assert await queue.counts() == {"candidates": 0, "ready": 0, "taken": 2, "consumers": {"c1": 1, "c2": 1}}
         assert await queue.acknowledge(Acknowledge([one.id])) == 1
@@ -82,17 +89,17 @@ class TestDeliveries:
     async def test_a_consumer_that_is_killed_gets_its_delivery_again(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")
-        (one,) = await queue.take(Take("c1"))
-        assert names_of(await queue.take(Take("c2"))) == [["b"]]
-        (again,) = await queue.take(Take("c1"))  # it names no delivery that it has
+        (one,) = await take(queue, Take("c1"))
+        assert names_of(await take(queue, Take("c2"))) == [["b"]]
+        (again,) = await take(queue, Take("c1"))  # it names no delivery that it has
         assert (again.id, again.attempt, names_of([again])) == (one.id, 2, [["a"]])
-        assert await queue.take(Take("c1", holding=[one.id])) == []
+        assert await take(queue, Take("c1", holding=[one.id])) == []
 
     async def test_the_delivery_of_a_dead_consumer_goes_to_another_one(self, store):
         queue = queue_of(store)
         await finish(store, "a")
-        (lost,) = await queue.take(Take("c1", lease=SHORT))
-        (one,) = await queue.take(Take("c2", wait=5))
+        (lost,) = await take(queue, Take("c1", lease=SHORT))
+        (one,) = await take(queue, Take("c2", wait=5))
         assert (names_of([one]), one.attempt, one.id != lost.id) == ([["a"]], 2, True)
         assert await refusal(queue.acknowledge(Acknowledge([lost.id]))) == (409, "delivery_expired")
         assert await refusal(queue.extend(Extend([lost.id]))) == (409, "delivery_expired")
@@ -102,22 +109,22 @@ class TestDeliveries:
     async def test_a_delivery_that_is_released_is_free_at_once(self, store):
         queue = queue_of(store)
         await finish(store, "a")
-        (one,) = await queue.take(Take("c1"))
+        (one,) = await take(queue, Take("c1"))
         await queue.release(Deliveries([one.id]))
         await queue.release(Deliveries([one.id]))
-        assert names_of(await queue.take(Take("c2"))) == [["a"]]
+        assert names_of(await take(queue, Take("c2"))) == [["a"]]
 
     async def test_a_group_is_delivered_when_it_is_whole(self, store):
         queue = queue_of(store)
         await finish(store, "a1", "a2", group="a")
         await finish(store, "b1", group="b")
         await finish(store, "lone", "lonely")
-        assert await queue.take(Take("c", group_size=3)) == []
+        assert await take(queue, Take("c", group_size=3)) == []
         await finish(store, "b2", "b3", "b4", group="b")
-        (one,) = await queue.take(Take("c", group_size=3))
+        (one,) = await take(queue, Take("c", group_size=3))
         assert (one.group, names_of([one])) == ("b", [["b1", "b2", "b3"]])
         await store.set_labels("lone", LabelChanges(group="a"))
-        (two,) = await queue.take(Take("c", group_size=3, holding=[one.id]))
+        (two,) = await take(queue, Take("c", group_size=3, holding=[one.id]))
         assert (two.group, sorted(info.id for info in two.sessions)) == ("a", ["a1", "a2", "lone"])
 
     async def test_filters(self, store):
@@ -126,21 +133,21 @@ class TestDeliveries:
         await finish(store, "rewarded", reward=0.0)
         await store.define("other", SessionSettings(harness="hermes"), Labels("g", tags=("t",)))
         await store.offer("other", (await store.session("other")).epoch, 1.0)
-        assert await queue.take(Take("c", harness="hermes")) == []  # it is offered, but not finished
+        assert await take(queue, Take("c", harness="hermes")) == []  # it is offered, but not finished
         await store.finish("other")
         for filters in ({"rewarded": True}, {"group": "g"}, {"tag": "t"}, {"harness": "hermes"}):
             wanted = "rewarded" if "rewarded" in filters else "other"
-            (one,) = await queue.take(Take("c", **filters))
+            (one,) = await take(queue, Take("c", **filters))
             assert names_of([one]) == [[wanted]]
             await queue.release(Deliveries([one.id]))
-        assert await queue.take(Take("c", tag="none")) == []
+        assert await take(queue, Take("c", tag="none")) == []
 
     async def test_a_deleted_session_leaves_the_queue(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")
         await store.delete("a", reuse=True)
         await store.define("a", SessionSettings(), Labels())  # another rollout of the same name
-        (one,) = await queue.take(Take("c", limit=5))
+        (one,) = await take(queue, Take("c", limit=5))
         assert names_of([one]) == [["b"]]
         assert await queue.length() == 1
         await store.delete("b", reuse=True)
@@ -151,19 +158,19 @@ class TestDeliveries:
     async def test_deliveries_of_another_store_are_refused(self, store):
         foreign = queue_of(MemoryStore())
         await finish(foreign._store, "a")
-        (one,) = await foreign.take(Take("c"))
+        (one,) = await take(foreign, Take("c"))
         queue = queue_of(store)
         for ids in ([one.id], ["nonsense"]):
             assert await refusal(queue.acknowledge(Acknowledge(ids))) == (422, "unknown_delivery")
             assert await refusal(queue.release(Deliveries(ids))) == (422, "unknown_delivery")
             assert await refusal(queue.extend(Extend(ids))) == (422, "unknown_delivery")
-            assert await refusal(queue.take(Take("c", holding=ids))) == (422, "unknown_delivery")
+            assert await refusal(take(queue, Take("c", holding=ids))) == (422, "unknown_delivery")
 
     async def test_several_deliveries_at_once(self, store):
         queue = queue_of(store)
         await finish(store, *(f"s{n}" for n in range(5)))
-        assert [len(one) for one in names_of(await queue.take(Take("c", limit=3)))] == [1, 1, 1]
-        assert len(await queue.take(Take("c2", limit=3))) == 2
+        assert [len(one) for one in names_of(await take(queue, Take("c", limit=3)))] == [1, 1, 1]
+        assert len(await take(queue, Take("c2", limit=3))) == 2
 
 
 class TestWaiting:
@@ -182,7 +189,7 @@ class TestWaiting:
                 assert (found.get("deliveries") or found["finished"])[0]
 
     async def test_another_replica_finds_it_by_looking(self, store):
-        waiting = asyncio.create_task(queue_of(store).take(Take("c", wait=30)))
+        waiting = asyncio.create_task(take(queue_of(store), Take("c", wait=30)))
         awaited = asyncio.create_task(queue_of(store).wait(Await(["s"], 30)))
         await asyncio.sleep(0)
         assert (await awaited) == ([], ["s"])
@@ -196,10 +203,10 @@ class TestWaiting:
         queue = queue_of(store)
         begun = await store.begin("s", "call", [])
         await finish_defined(store, "s")
-        assert await queue.take(Take("c")) == []
+        assert await take(queue, Take("c")) == []
         assert (await queue.counts())["ready"] == 0
         await store.seal("s", force=True, at=1.0)
-        (one,) = await queue.take(Take("c"))
+        (one,) = await take(queue, Take("c"))
         assert [incident.kind for incident in one.sessions[0].incidents] == ["sealed-early"]
         await store.settle("s", begun.epoch, "call")
 
@@ -211,9 +218,9 @@ class TestWaiting:
             await store.begin(session, f"call of {session}", [], replica=replica)
             await finish_defined(store, session)
         queue = queue_of(store)
-        (one,) = await queue.take(Take("c", wait=5))
+        (one,) = await take(queue, Take("c", wait=5))
         assert (names_of([one]), [incident.kind for incident in one.sessions[0].incidents]) == ([["a"]], ["replica-lost"])
-        assert await queue.take(Take("c", wait=0.2, holding=[one.id])) == []
+        assert await take(queue, Take("c", wait=0.2, holding=[one.id])) == []
 
 
 async def finish_defined(made, name):
@@ -271,7 +278,7 @@ class Consumer:
         self.held = {}
 
     async def take(self, *, lease=600.0):
-        for one in await self.queue.take(Take(self.name, lease=lease, group_size=self.group_size, holding=list(self.held))):
+        for one in await take(self.queue, Take(self.name, lease=lease, group_size=self.group_size, holding=list(self.held))):
             self.held[one.id] = tuple(info.id for info in one.sessions)
 
     async def acknowledge(self):

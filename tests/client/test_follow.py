@@ -7,7 +7,16 @@ import pytest
 from tests.client.both import KINDS, Wrapped
 from tests.client.test_client import chat, left
 from tests.proxy.kit import proxied
-from tokencache.client import AsyncClient, DeliveryExpiredError, ExistsError, OtherSettingsError, TooManyReadyError, UnfinishedError
+from tokencache.batching import max_lag, select
+from tokencache.client import (
+    AsyncClient,
+    DeliveryExpiredError,
+    ExistsError,
+    OtherSettingsError,
+    RefusedError,
+    TooManyReadyError,
+    UnfinishedError,
+)
 
 
 async def rollouts(client, *names, group="", reward=None):
@@ -51,6 +60,44 @@ async def test_a_consumer_that_is_killed_continues_under_its_name(client):
     assert await left(client) == ["b"]
     counts = await client.queue()
     assert (counts.candidates, counts.taken) == (0, 0)
+
+
+async def test_sessions_of_old_or_unknown_versions_stay_in_the_queue(client, caplog):
+    with pytest.raises(RefusedError, match=r"announce it with client\.set_weights"):
+        await anext(client.follow("trainer", max_lag=1, timeout=0))
+    await rollouts(client, "before")
+    for version in ("7", "8", "9"):
+        await client.set_weights(version)
+        await rollouts(client, f"with-{version}")
+    young = [one async for one in client.follow("trainer", max_lag=1, timeout=0)]
+    assert [one.sessions[0].session for one in young] == ["with-8", "with-9"]
+    assert "1 lag more than 1 policy versions, the lag of 1 is not known" in caplog.text
+    assert (await client.queue()).ready == 2
+    rest = [one async for one in client.follow("another", timeout=0)]
+    assert [one.sessions[0].session for one in rest] == ["before", "with-7"]
+    figures = [one.trajectories[0].figures for one in (*rest, *young)]
+    assert [(one.oldest_version, one.newest_version, sum(one.versions.values())) for one in figures] == [
+        ("", "", 0),
+        *((str(number), str(number), one.trainable_tokens) for number, one in zip((7, 8, 9), figures[1:], strict=True)),
+    ]
+
+
+async def test_sequences_of_old_versions_are_left_out_of_a_trajectory(client):
+    await client.set_weights("7")
+    session = await client.create("a")
+    await chat(session, turns=1)
+    for version in ("8", "9"):
+        await client.set_weights(version)
+        await chat(session, turns=1)
+    await session.finish()
+    whole = await session.fetch()
+    assert [one.oldest_version for one in whole.sequences] == ["7", "8", "9"]
+    young = await session.fetch(max_lag=1)
+    assert [one.id for one in young.sequences] == [one.id for one in whole.sequences[1:]]
+    assert (young.figures.stale.dropped, young.figures.stale.current) == (1, "9")
+    rows = select([whole], max_lag(1, "9"))
+    assert [row.sequence.id for row in rows.kept] == [one.id for one in young.sequences]
+    assert rows.dropped[0].reason == "lags 2 policy versions behind 9, 1 are allowed"
 
 
 async def test_other_formats_and_limits_of_length(client):

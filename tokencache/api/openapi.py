@@ -105,6 +105,7 @@ _EXISTS = {
 }
 _OTHER_STORE = {422: "A delivery is another store's, or a member is invalid."}
 _EXPIRED = {**_OTHER_STORE, 409: "The lease of a delivery ended, and its sessions were released or given to another consumer."}
+_NO_VERSION = {422: "`max_lag` is given, and no policy version was ever announced (`weights_unknown`)."}
 _WEIGHTS_ERRORS = {404: "There is no such engine.", 409: "Another owner is updating the weights (`weights_conflict`)."}
 _DRIFT = Parameter(
     "drift",
@@ -174,7 +175,7 @@ OPERATIONS = (
         "Return the sequences of a session for training.",
         {"anyOf": [Trajectory, _ANY_OBJECT]},
         description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
-        "the native format, and `off` in others. `figures.overlong` reports what the limits of length did.",
+        "the native format, and `off` in others. `figures.overlong` and `figures.stale` report what the limits of length and lag did.",
         query=(
             Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}),
             Parameter(
@@ -184,8 +185,14 @@ OPERATIONS = (
             ),
             _DRIFT,
             *_LENGTHS,
+            Parameter(
+                "max_lag",
+                "Leave out the sequences with trainable tokens of a policy version that lags more than this behind the one announced last, "
+                "or whose lag is not known.",
+                _COUNT,
+            ),
         ),
-        errors=_NO_SESSION,
+        errors={**_NO_SESSION, **_NO_VERSION},
     ),
     Operation(
         "getDrift",

@@ -15,22 +15,31 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from cachetools import LRUCache
+
 from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
 from tokencache.core.session import SessionStage
+from tokencache.core.weights import WeightsState
+from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
 from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
+from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two looks at the queue."""
 _CHUNK = 200
 """Sessions whose states are read at once."""
+_MOST_COUNTED = 65_536
+"""Sessions whose policy versions are remembered. They do not change while a session is in the queue."""
 _MOST_FINISHED = 100
 """Finished sessions that one answer names."""
+_STALE, _UNKNOWN = "stale", "unknown_lag"
+"""Members of an answer that count sessions which a limit of lag left in the queue."""
 _DELETING_SECONDS = 60.0
 """A delivery cannot expire for so long while its sessions are deleted."""
 
@@ -61,20 +70,33 @@ class _Candidate(NamedTuple):
 class SessionQueue:
     """The queue of finished sessions, as consumers use it."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._store = ledger, ledger.store
+    def __init__(self, ledger: Ledger, weights: AnnouncedWeights) -> None:
+        self._ledger, self._store, self._weights = ledger, ledger.store, weights
         self._lost = LostCalls(ledger.store)
+        self._sampled: LRUCache[str, tuple[VersionCounts, int]] = LRUCache(_MOST_COUNTED)
 
-    async def take(self, asked: Take) -> list[TakenDelivery]:
+    async def take(self, asked: Take) -> tuple[list[TakenDelivery], dict[str, int]]:
         """Take ready sessions, or wait until there are some. Returns no delivery if the time is up.
 
+        Returns also, with a limit of lag, how many ready sessions it left in the queue: `stale`, those that lag more; `unknown_lag`, those
+        whose lag is not known.
+
         Raises:
-            HarnessError: a delivery in `holding` is of another store.
+            HarnessError: a delivery in `holding` is of another store, or `max_lag` is given and no policy version was ever announced.
         """
         await self._check(asked.holding)
         for delivery in asked.holding:
             await self._store.extend(delivery, asked.wait + asked.lease)
-        return await self._until(asked.wait, lambda: self._take(asked))
+        left: dict[str, int] = {}
+
+        async def look() -> list[TakenDelivery]:
+            limit = None
+            if asked.max_lag is not None:
+                limit = lag_limit(await self._weights.read(), asked.max_lag)
+                left.update({_STALE: 0, _UNKNOWN: 0})
+            return await self._take(asked, limit, left)
+
+        return await self._until(asked.wait, look), left
 
     async def acknowledge(self, asked: Acknowledge) -> int:
         """Take deliveries out of the queue, and delete their sessions if that is asked. Returns the number of sessions deleted.
@@ -156,7 +178,7 @@ class SessionQueue:
             await wait_for(change, min(pause, left))
         raise AssertionError("delays never end")
 
-    async def _take(self, asked: Take) -> list[TakenDelivery]:
+    async def _take(self, asked: Take, limit: LagLimit | None, left: dict[str, int]) -> list[TakenDelivery]:
         entries = await self._store.queue()
         own: dict[str, list[QueueEntry]] = {}
         for entry in entries:
@@ -171,7 +193,7 @@ class SessionQueue:
         waiting: dict[str, list[_Candidate]] = {}  # of each group, fewer than a delivery needs
         for first in range(0, len(free), _CHUNK):
             for candidate in await self._candidates(free[first : first + _CHUNK]):
-                if not _wanted(asked, candidate.info) or not await self._is_ready(candidate.info):
+                if not await self._may_take(asked, candidate.info, limit, left):
                     continue
                 group = candidate.info.labels.group
                 one = waiting.setdefault(group, [])
@@ -183,6 +205,22 @@ class SessionQueue:
                 if len(found) == asked.limit:
                     return found
         return found
+
+    async def _may_take(self, asked: Take, info: SessionInfo, limit: LagLimit | None, left: dict[str, int]) -> bool:
+        """Whether a session is ready and passes the filters of a consumer. `left` counts the ready ones that only the limit stops."""
+        if not _wanted(asked, info) or not await self._is_ready(info):
+            return False
+        if limit is None:
+            return True
+        if info.epoch not in self._sampled:
+            turns = await self._store.turns(info.id)
+            self._sampled[info.epoch] = count_versions(turns), sum(turn.completion_tokens for turn in turns)
+        counts, tokens = self._sampled[info.epoch]
+        lag = limit.lag(counts.versions, tokens)
+        if lag is not None and lag <= limit.most:
+            return True
+        left[_UNKNOWN if lag is None else _STALE] += 1
+        return False
 
     async def _lease(self, candidates: Sequence[_Candidate], asked: Take, delivery: str) -> list[TakenDelivery]:
         """Lease sessions and seal them. Returns the delivery, or nothing if that is not possible any more."""
@@ -231,6 +269,18 @@ class SessionQueue:
             if not delivery.startswith(f"{tag}-"):
                 message = f"delivery {delivery[:80]!r} is not of this store: the store was replaced, or the id is damaged"
                 raise HarnessError(message, status=422, kind="unknown_delivery")
+
+
+def lag_limit(state: WeightsState, most: int) -> LagLimit:
+    """Return a limit of lag behind the version that was announced last.
+
+    Raises:
+        HarnessError: none was ever announced (422).
+    """
+    if not state.revision:
+        message = "max_lag needs the current policy version, and none was announced; announce it with client.set_weights(version)"
+        raise HarnessError(message, status=422, kind="weights_unknown", param="max_lag")
+    return LagLimit(most, state.current, state.history)
 
 
 def is_ready(info: SessionInfo) -> bool:

@@ -9,6 +9,8 @@ from aiohttp import web
 from tokencache.api.http import not_found
 from tokencache.core.incidents import Incident
 from tokencache.core.session import Reward
+from tokencache.core.weights import Announced
+from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
@@ -20,9 +22,15 @@ from tokencache.trajectories.rollout import Records, incidents_of, is_complete
 class SessionReader:
     """Reads sessions for handlers."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, weights: AnnouncedWeights) -> None:
         self._store = ledger.store
         self._ledger = ledger
+        self._weights = weights
+
+    @property
+    def announced(self) -> Sequence[Announced]:
+        """The policy versions that trainers announced, the newest last."""
+        return self._weights.known.history
 
     async def info(self, request: web.Request) -> SessionInfo:
         """Read the state of the session that the path of a request names.
@@ -51,7 +59,7 @@ class SessionReader:
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
         except KeyError:
             raise no_session(info.id) from None
-        return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id))
+        return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id), announced=self.announced)
 
 
 def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:

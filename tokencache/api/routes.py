@@ -12,14 +12,15 @@ from aiohttp import web
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
-from tokencache.api.http import choice, flag, json_response, not_found, read_body
+from tokencache.api.http import choice, flag, json_response, not_found, number, read_body
 from tokencache.api.lifecycle import LifecycleRoutes
 from tokencache.api.listing import listed
 from tokencache.api.openapi import BASE, DRIFT_MODES, document, register
-from tokencache.api.queue import SessionQueue, TakenDelivery
+from tokencache.api.queue import SessionQueue, TakenDelivery, lag_limit
 from tokencache.api.reader import SessionReader, state_object
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import Reward
+from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
@@ -37,12 +38,19 @@ _PUBLIC = frozenset({"/healthz", "/readyz"})
 
 
 def add_trainer_routes(
-    app: web.Application, auth: AdminAuth, ledger: Ledger, profiles: HarnessProfiles, pool: Pool, *, max_ready: int
+    app: web.Application,
+    auth: AdminAuth,
+    ledger: Ledger,
+    profiles: HarnessProfiles,
+    pool: Pool,
+    *,
+    weights: AnnouncedWeights,
+    max_ready: int,
 ) -> None:
     """Add the trainer's routes to an application. `max_ready` as in `LifecycleRoutes`."""
     worker = ExportWorker()
-    queue = SessionQueue(ledger)
-    api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT))
+    queue = SessionQueue(ledger, weights)
+    api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT), weights)
     lifecycle = LifecycleRoutes(ledger, profiles, queue, max_ready=max_ready)
 
     async def worker_running(_app: web.Application) -> AsyncIterator[None]:
@@ -108,11 +116,12 @@ async def _openapi(_request: web.Request) -> web.StreamResponse:
 
 
 class _TrainerApi:
-    def __init__(self, ledger: Ledger, queue: SessionQueue, worker: ExportWorker, meter: DriftMeter) -> None:
+    def __init__(self, ledger: Ledger, queue: SessionQueue, worker: ExportWorker, meter: DriftMeter, weights: AnnouncedWeights) -> None:
         self._store = ledger.store
         self._ledger = ledger
         self._queue = queue
-        self._reader = SessionReader(ledger)
+        self._reader = SessionReader(ledger, weights)
+        self._weights = weights
         self._worker = worker
         self._meter = meter
 
@@ -132,6 +141,7 @@ class _TrainerApi:
         wanted = format_named(request.query.get("format", "native"))
         mode = choice(request, "drift", DRIFT_MODES, "sequences" if wanted.name == "native" else "off")
         lengths = lengths_of(request.query)
+        lag = lag_limit(await self._weights.read(), number(request, "max_lag", 0)) if request.query.get("max_lag") else None
         text = flag(request, "text")
         if text and wanted.name != "native":
             raise HarnessError(
@@ -141,7 +151,7 @@ class _TrainerApi:
         records = await self._reader.records(info, contexts=text or wanted.reads_contexts or mode != "off")
         if mode != "off":
             records = await self._meter.measure(records, mode)
-        body = await self._worker.run(records.token_count, partial(export, text=text), records, wanted, lengths)
+        body = await self._worker.run(records.token_count, partial(export, lag=lag, text=text), records, wanted, lengths)
         return web.Response(body=body, content_type="application/json")
 
     async def drift(self, request: web.Request) -> web.StreamResponse:
@@ -160,9 +170,9 @@ class _TrainerApi:
         return json_response(await self._queue.counts())
 
     async def take(self, request: web.Request) -> web.StreamResponse:
-        form = '{"consumer": "<name>", "limit"?, "group_size"?, "wait"?, "lease"?, "rewarded"?, "group"?, "tag"?, "harness"?, "holding"?}'
-        found = await self._queue.take(await read_body(request, Take, form, invalid=_INVALID))
-        return json_response({"deliveries": [self._delivery(one) for one in found]})
+        form = '{"consumer": "<name>", "limit"?, "group_size"?, "wait"?, "lease"?, …}'
+        found, left = await self._queue.take(await read_body(request, Take, form, invalid=_INVALID))
+        return json_response({"deliveries": [self._delivery(one) for one in found], **left})
 
     async def acknowledge(self, request: web.Request) -> web.StreamResponse:
         asked = await read_body(request, Acknowledge, '{"deliveries": ["<id>", …], "delete"?: bool}', invalid=_INVALID)

@@ -17,13 +17,16 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 `no_side_calls`           drops calls beside the rollout, such as one that makes a title
 `no_discarded_retries`    drops answers that the harness discarded
 `at_least(n)`             drops rows with fewer than n trainable tokens
+`max_lag(n, current)`     drops rows with tokens of a policy version that lags more than n versions behind the current one
 ========================  ==========================================================================================================
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from tokencache.core.weights import Announced
 from tokencache.trajectories.values import Sequence, Trajectory
+from tokencache.trajectories.versions import LagLimit
 
 Rule = Callable[[Trajectory, Sequence], str]
 """Returns why a row is dropped; `""` to keep it."""
@@ -121,6 +124,29 @@ def at_least(trainable_tokens: int) -> Rule:
         return "" if own >= trainable_tokens else f"has {own} trainable tokens, {trainable_tokens} are required"
 
     return at_least
+
+
+def max_lag(most: int, current: str, history: Iterable[Announced] = ()) -> Rule:
+    """Return a rule that drops rows with trainable tokens of a policy version that lags too much, or whose lag is not known.
+
+    Args:
+        most: how many versions a token may lag behind the current one.
+        current: the current version. `client.weights()` returns it, and the history.
+        history: the announced versions, the newest last. Needed only for versions that are not whole numbers.
+    """
+    limit = LagLimit(most, str(current), tuple(history))
+
+    def max_lag(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+        own = sum(sequence.loss_mask)
+        lag = limit.lag(sequence.versions, own)
+        if lag is not None:
+            return "" if lag <= most else f"lags {lag} policy versions behind {current}, {most} are allowed"
+        certain = sum(sequence.versions.values())
+        if certain < own:
+            return f"the policy version of {own - certain} trainable tokens is not certain"
+        return f"how old the policy versions {', '.join(sequence.versions)} are is not known"
+
+    return max_lag
 
 
 def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:

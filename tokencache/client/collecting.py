@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from tokencache.client.session_operations import is_over, written
 from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
 
+log = logging.getLogger(__name__)
+
 LONGEST_POLL = 20.0
 """Seconds for which one request may wait for a session to finish."""
 OUTAGE_SECONDS = 300.0
@@ -31,6 +34,8 @@ class _Finished(msgspec.Struct):
 
 class _Taken(msgspec.Struct):
     deliveries: list[DeliveryState]
+    stale: int = 0
+    unknown_lag: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +211,7 @@ class FollowOptions(ExportOptions, total=False):
     group: str | None
     tag: str | None
     harness: str | None
+    max_lag: int | None
 
 
 def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions]) -> ItemSteps[DeliveryData]:
@@ -215,18 +221,23 @@ def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions])
 
 def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemSteps[DeliveryData]:
     asked: dict[str, Any] = {"consumer": consumer}
-    for name in ("group_size", "rewarded", "lease", "group", "tag", "harness"):
+    for name in ("group_size", "rewarded", "lease", "group", "tag", "harness", "max_lag"):
         if (value := options.get(name)) is not None:
             asked[name] = value
     form, timeout = options.get("format", "native"), options.get("timeout")
-    lengths = cast("ExportOptions", {name: options[name] for name in ExportOptions.__annotations__ if name in options})  # type: ignore[literal-required]
+    names = ExportOptions.__annotations__.keys() - {"max_lag"}  # a delivery has passed it, and keeps all its sequences
+    lengths = cast("ExportOptions", {name: options[name] for name in names if name in options})  # type: ignore[literal-required]
     held: set[str] = set()
     last = time.monotonic()
+    left_behind = (0, 0)
     while True:
         left = math.inf if timeout is None else last + timeout - time.monotonic()
         patience = min(LONGEST_POLL, max(0.0, left))
         body = written({**asked, "wait": patience, "holding": sorted(held)})
         taken = yield from call(Request("POST", f"{BASE}/queue/take", body=body, wait=patience), _Taken)
+        if left_behind != (left_behind := (taken.stale, taken.unknown_lag)):
+            words = "consumer %s leaves ready sessions in the queue: %d lag more than %s policy versions, the lag of %d is not known"
+            log.warning(words, consumer, taken.stale, asked.get("max_lag"), taken.unknown_lag)
         for delivery in taken.deliveries:
             held.add(delivery.id)
             yield Item((yield from _fetched(proxy, delivery, form, lengths, held)))

@@ -132,6 +132,8 @@ class Client(ProxyAddress):
                 that are not acknowledged yet.
             timeout: stop after so many seconds without a delivery; `None`: never.
             group, tag, harness: take only sessions that have them.
+            max_lag: take only sessions none of whose sampled tokens lags more than that many policy versions behind the one announced
+                last. Sessions that lag more, or whose lag is not known, stay in the queue; a warning in the log counts them.
 
         Raises:
             UnreachableError: there is no proxy, or the outage took too long.

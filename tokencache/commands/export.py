@@ -25,7 +25,7 @@ from tokencache.commands.sink import FileError, Sink
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
 from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
-from tokencache.trajectories.values import OverlongFigures
+from tokencache.trajectories.values import OverlongFigures, StaleFigures
 
 CONCURRENCY = 4
 """Sessions that are fetched at a time, and rollouts that are in memory."""
@@ -37,7 +37,7 @@ _NAMES_SHOWN = 5
 class FetchedRollout(msgspec.Struct, frozen=True):
     """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `tokens`: number of tokens of its sequences.
 
-    `overlong`: what the limits of length did; `None` without limits.
+    `overlong`, `stale`: what the limits of length and lag did; `None` without limits.
     """
 
     session: str
@@ -46,6 +46,7 @@ class FetchedRollout(msgspec.Struct, frozen=True):
     final: bool
     tokens: int
     overlong: OverlongFigures | None
+    stale: StaleFigures | None
 
 
 class Export(msgspec.Struct, kw_only=True):
@@ -62,7 +63,8 @@ class Export(msgspec.Struct, kw_only=True):
         deleted, kept: sessions that were deleted after the export; those that may still change, and so were neither sealed nor deleted.
         whole: whether the file is complete and has its name.
         partial: the file with the data of an unfinished export.
-        lengths: limits for the length of sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened.
+        lengths: limits for sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened. `stale`,
+            `unknown_lag`: number of sequences that were left out because they lag too much, or because their lag is not known.
     """
 
     names: Sequence[str]
@@ -84,6 +86,8 @@ class Export(msgspec.Struct, kw_only=True):
     dropped: int = 0
     cut: int = 0
     masked: int = 0
+    stale: int = 0
+    unknown_lag: int = 0
     size: int = 0
     whole: bool = False
     partial: Path | None = None
@@ -128,6 +132,9 @@ class Export(msgspec.Struct, kw_only=True):
             self.dropped += fetched.overlong.dropped
             self.cut += fetched.overlong.cut
             self.masked += fetched.overlong.masked
+        if fetched.stale is not None:
+            self.stale += fetched.stale.dropped
+            self.unknown_lag += fetched.stale.unknown
         self.size += len(fetched.rollout)
         return True
 
@@ -166,13 +173,15 @@ class Export(msgspec.Struct, kw_only=True):
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
         tokens = figures.trainable_tokens + figures.masked_tokens
-        return FetchedRollout(name, rollout, complete, state.sealed and not state.open_calls, tokens, figures.overlong)
+        final = state.sealed and not state.open_calls
+        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale)
 
 
 class _Figures(msgspec.Struct, frozen=True):
     trainable_tokens: int = 0
     masked_tokens: int = 0
     overlong: OverlongFigures | None = None
+    stale: StaleFigures | None = None
 
 
 class _Labels(msgspec.Struct, frozen=True):
@@ -230,6 +239,10 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         str | None,
         typer.Option("--overlong", metavar="POLICY", help="What happens to longer sequences: drop, cut (after a whole turn) or mask."),
     ] = None,
+    max_lag: Annotated[
+        int | None,
+        typer.Option("--max-lag", metavar="N", min=0, help="Leave out sequences that lag more policy versions, or an unknown number."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
@@ -258,6 +271,8 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         )
         if text:
             lengths["text"] = True
+        if max_lag is not None:
+            lengths["max_lag"] = max_lag
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
             names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
@@ -319,6 +334,10 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     ):
         if count:
             _print(console, f"{plural(count, 'sequence')} longer than the limit: {words}", "yellow")
+    if export.stale:
+        _print(console, f"{plural(export.stale, 'sequence')} left out: older than --max-lag allows", "yellow")
+    if export.unknown_lag:
+        _print(console, f"{plural(export.unknown_lag, 'sequence')} left out: how old their policy versions are is not known", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.skipped, "incomplete and left out", "yellow"),

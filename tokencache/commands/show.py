@@ -54,8 +54,8 @@ def show_session(  # noqa: PLR0917 - one parameter per option
     The tree shows which turn continues which, and why a rollout split. Each
     line is one turn: how it starts or continues its sequence, the new tokens
     of its prompt, the sampled tokens, the finish reason, and, if present, a
-    reason, marks (aborted, no-logprobs, ...), an incident, and the rules that
-    were applied to recognize the history. With --json: the same as an object,
+    reason, the policy versions that sampled it, marks (aborted, no-logprobs,
+    ...), an incident, and the rules that were applied to recognize the history. With --json: the same as an object,
     without tokens and messages.
 
     tokencache show r17
@@ -114,6 +114,10 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
     if figures.untrainable_tokens:
         counts.append(("sampled without log probabilities", figures.untrainable_tokens))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
+    if figures.versions or figures.mixed_tokens:
+        unknown = figures.trainable_tokens - sum(figures.versions.values()) - figures.mixed_tokens
+        uncertain = {"mixed": figures.mixed_tokens, "not known": unknown}
+        yield Text(f"policy versions: {_counted(figures.versions | {name: n for name, n in uncertain.items() if n})} trainable tokens")
     starts = Counter(sequence.start for sequence in rollout.sequences)
     for noun, kinds in (("sequences start as", starts), ("applied rules", figures.forgiven), ("incidents", figures.incidents)):
         if kinds:
@@ -130,6 +134,7 @@ class _Tree:
     def __init__(self, rollout: Trajectory, *, unfold: bool) -> None:
         self._unfold = unfold
         self._with_incident = {incident.turn for incident in rollout.incidents}
+        self._all_versions = {*rollout.figures.versions, *(["mixed"] if rollout.figures.mixed_tokens else [])}
         self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
         self._branches: dict[str, list[TrainingSequence]] = {}
         """The sequences that branch off a turn, by turn id; under `""` those that branch off none."""
@@ -172,7 +177,7 @@ class _Tree:
         for plain, run in groupby(numbered, key=lambda at: self._is_plain(at[1], first=at[0] == 1, last=at[0] == len(s.turns))):
             turns = list(run)
             if plain and len(turns) >= MIN_FOLDED and not self._unfold:
-                yield Text.assemble((f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns]))
+                yield Text.assemble((f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns], self._versions([turn for _, turn in turns])))
                 continue
             for n, turn in turns:
                 yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn, s.start if n == 1 else "continue"))
@@ -180,7 +185,8 @@ class _Tree:
 
     def _is_plain(self, turn: TurnSpan, *, first: bool, last: bool) -> bool:
         """Whether a turn only continues the session."""
-        noteworthy = turn.reason or turn.marks or turn.turn in self._with_incident or turn.turn in self._branches
+        changed = len(turn.weight_versions) > 1 or turn.pieces
+        noteworthy = turn.reason or turn.marks or changed or turn.turn in self._with_incident or turn.turn in self._branches
         return not (noteworthy or first or last or turn.finish_reason not in _USUAL_FINISH)
 
     def _turn(self, n: int, turn: TurnSpan, label: str) -> list[Part]:
@@ -197,18 +203,33 @@ class _Tree:
             parts.append((f"  {' '.join(turn.marks)}", "red"))
         if turn.turn in self._with_incident:
             parts.append(("  incident", "red"))
+        if turn.pieces:
+            parts.append((f"  {len(turn.pieces)} pieces", "yellow"))
         if turn.forgiven:
             parts.append((f"  rules {', '.join(turn.forgiven)}", "cyan"))
+        if versions := self._versions([turn]):
+            parts.append((f"  {versions}", "magenta"))
         return parts
 
+    def _versions(self, turns: Sequence[TurnSpan]) -> str:
+        """Return the policy versions of turns, and those of their prompts that are others; `""` if the whole rollout has only one."""
+        sampled = [str(span.get("version", "?")) for turn in turns for span in turn.weight_versions if isinstance(span, dict)]
+        prompts = [turn.prompt_version for turn in turns if turn.prompt_version]
+        if len(self._all_versions | {*prompts}) <= 1:
+            return ""
+        others = [name for name in dict.fromkeys(prompts) if name not in sampled]
+        prompt = f", prompt {' '.join(others)}" if others else ""
+        return f"version {' '.join(dict.fromkeys(sampled)) or 'not known'}{prompt}"
 
-def _folded(turns: Sequence[TurnSpan]) -> list[Part]:
+
+def _folded(turns: Sequence[TurnSpan], versions: str) -> list[Part]:
     rules = _counted(Counter(rule for turn in turns for rule in turn.forgiven))
     return [
         ("   ⋮ ", "dim"),
         f"{f'{len(turns)} turns':<16} {'continue':<8}",
         *_tokens(turns),
         (f"  rules {rules}", "cyan") if rules else "",
+        (f"  {versions}", "magenta") if versions else "",
     ]
 
 

@@ -41,6 +41,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
         overlong: `cut` or `masked` if it was longer than the limit of an export (`trajectories.lengths`), otherwise `""`.
         experts: the files with the routed experts of its tokens (`core.experts`).
+        versions, mixed_tokens, oldest_version, newest_version: the policy versions of its trainable tokens (`trajectories.versions`).
     """
 
     id: str
@@ -56,11 +57,20 @@ class TokenSequence(msgspec.Struct, frozen=True):
     root: str = ""
     overlong: str = ""
     experts: list[ExpertPart] = []
+    versions: dict[str, int] = {}
+    mixed_tokens: int = 0
+    oldest_version: str = ""
+    newest_version: str = ""
 
     @property
     def response_start(self) -> int:
         """The index of the first sampled token; the number of tokens if none was sampled."""
         return next((span.completion[0] for span in self.turns if span.turn.completion_tokens), len(self.token_ids))
+
+    @property
+    def trained(self) -> list[Turn]:
+        """The turns whose completions have mask 1."""
+        return [span.turn for span in self.turns if any(self.loss_mask[span.completion[0] : span.completion[0] + 1])]
 
     @property
     def trainable(self) -> int:

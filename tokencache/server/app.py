@@ -133,10 +133,10 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._auth(self._metrics))
-        add_viewer_routes(app, self._auth, self.ledger, self.pool)
+        add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights)
         add_engine_routes(app, self._auth, self.membership, self.pool)
         add_weight_routes(app, self._auth, self.weights, self.pool)
-        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, max_ready=self.settings.max_ready)
+        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, weights=self.weights, max_ready=self.settings.max_ready)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
         return app

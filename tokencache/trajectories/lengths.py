@@ -34,15 +34,17 @@ MOST = 2**31
 
 
 class ExportOptions(TypedDict, total=False):
-    """How a trajectory is written: limits for the length of its sequences, and whether the native format holds the requests (`text`).
+    """How a trajectory is written: limits for its sequences, and whether the native format holds the requests (`text`).
 
-    A limit that is `None` does not apply. With a limit, `overlong` is required.
+    A limit that is `None` does not apply. With a limit of length, `overlong` is required. `max_lag` leaves out the sequences with trainable
+    tokens of a policy version that lags more than that behind the current one, or whose lag is not known.
     """
 
     max_length: int | None
     max_prompt_length: int | None
     max_response_length: int | None
     overlong: str | None
+    max_lag: int | None
     text: bool
 
 

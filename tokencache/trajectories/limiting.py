@@ -1,11 +1,12 @@
-"""Applies limits of length (`lengths`) to the sequences of a rollout."""
+"""Applies limits of length (`lengths`) and of lag (`versions`) to the sequences of a rollout."""
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
-from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of
-from tokencache.trajectories.values import OverlongFigures
+from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of, with_versions
+from tokencache.trajectories.values import OverlongFigures, StaleFigures
+from tokencache.trajectories.versions import LagLimit
 
 
 def limit(rollout: Rollout, lengths: Lengths) -> Rollout:
@@ -13,7 +14,8 @@ def limit(rollout: Rollout, lengths: Lengths) -> Rollout:
 
     Weights and figures are those of the sequences that remain, except that `figures.drift` describes the whole rollout.
     """
-    kept = [one for sequence in rollout.sequences if (one := _limited(sequence, lengths)) is not None]
+    limited = (_limited(sequence, lengths) for sequence in rollout.sequences)
+    kept = [with_versions(one, rollout.announced) for one in limited if one is not None]
     left = {span.turn.id for sequence in kept for span in sequence.turns}
     trainable = sum(sequence.trainable for sequence in kept)
     overlong = OverlongFigures(
@@ -27,13 +29,40 @@ def limit(rollout: Rollout, lengths: Lengths) -> Rollout:
     )
     if not (overlong.dropped or overlong.cut or overlong.masked):
         return msgspec.structs.replace(rollout, figures=msgspec.structs.replace(rollout.figures, overlong=overlong))
+    return _only(rollout, kept, overlong=overlong)
+
+
+def limit_lag(rollout: Rollout, most: LagLimit) -> Rollout:
+    """Leave out the sequences whose trainable tokens lag more than that behind the current policy version, or whose lag is not known.
+
+    A sequence without trainable tokens stays: it is context. Weights and figures are those of the sequences that remain.
+    """
+    lags = {sequence.id: most.lag(sequence.versions, sequence.trainable) for sequence in rollout.sequences}
+    kept = [sequence for sequence in rollout.sequences if (own := lags[sequence.id]) is not None and own <= most.most]
+    lost = [sequence for sequence in rollout.sequences if sequence not in kept]
+    unknown = sum(lags[sequence.id] is None for sequence in lost)
+    stale = StaleFigures(
+        max_lag=most.most,
+        current=most.current,
+        dropped=len(lost) - unknown,
+        unknown=unknown,
+        trainable_tokens_lost=sum(sequence.trainable for sequence in lost),
+        turns=[span.turn.id for sequence in lost for span in sequence.turns],
+    )
+    return _only(rollout, kept, stale=stale)
+
+
+def _only(rollout: Rollout, kept: list[TokenSequence], **reports: OverlongFigures | StaleFigures) -> Rollout:
+    """Return a rollout with some sequences only. `reports` go into its figures."""
     turns = [span.turn for sequence in kept for span in sequence.turns]
-    figures = figures_of_sequences(turns, rollout.incidents, kept, rollout.figures.drift)
+    old = rollout.figures
+    figures = figures_of_sequences(turns, rollout.incidents, kept, old.drift, rollout.announced)
+    figures = msgspec.structs.replace(figures, overlong=old.overlong, stale=old.stale)
     return msgspec.structs.replace(
         rollout,
         sequences=tuple(kept),
         weights=weights_of(kept),
-        figures=msgspec.structs.replace(figures, overlong=overlong),
+        figures=msgspec.structs.replace(figures, **reports),
     )
 
 

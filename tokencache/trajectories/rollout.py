@@ -16,8 +16,10 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.lineage import TokenSequence, sequences
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
+from tokencache.core.weights import Announced
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.values import DriftFigures, Figures
+from tokencache.trajectories.versions import VersionCounts, count_versions
 
 
 class Records(msgspec.Struct, frozen=True):
@@ -28,6 +30,7 @@ class Records(msgspec.Struct, frozen=True):
         contexts: the packed request of each turn, by turn id. Empty if no format needs the messages.
         owed: incidents that the store could not save yet.
         drift: the measured drift of turns, by turn id. `unmeasured`: why a turn could not be measured, by turn id.
+        announced: the policy versions that trainers announced, the newest last. They tell the order of versions that are names.
     """
 
     info: SessionInfo
@@ -37,6 +40,7 @@ class Records(msgspec.Struct, frozen=True):
     owed: Sequence[Incident] = ()
     drift: Mapping[str, Drift] = {}
     unmeasured: Mapping[str, str] = {}
+    announced: Sequence[Announced] = ()
 
     @property
     def token_count(self) -> int:
@@ -56,6 +60,7 @@ class Rollout(msgspec.Struct, frozen=True):
         stage: where the session is in its life cycle.
         labels: what the trainer noted about the session.
         reward: the newest reward of the session; an empty one if it has none.
+        announced: as in `Records`.
     """
 
     session: str
@@ -71,6 +76,7 @@ class Rollout(msgspec.Struct, frozen=True):
     stage: SessionStage
     labels: Labels
     reward: Reward
+    announced: Sequence[Announced] = ()
 
     def sequence_reward(self, sequence: TokenSequence) -> float | None:
         """Return the reward of a sequence for trainers that take one for each: its own, otherwise that of the session."""
@@ -88,7 +94,7 @@ def rollout(records: Records) -> Rollout:
     built: list[TokenSequence] = []
     contexts: dict[str, Context] = {}
     try:
-        built = sequences(turns, records.tokens)
+        built = [with_versions(sequence, records.announced) for sequence in sequences(turns, records.tokens)]
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
@@ -107,10 +113,24 @@ def rollout(records: Records) -> Rollout:
             incidents,
             built,
             _drift_figures(built, records) if records.drift or records.unmeasured else None,
+            records.announced,
         ),
         stage=info.state,
         labels=info.labels,
         reward=info.reward or Reward(),
+        announced=records.announced,
+    )
+
+
+def with_versions(sequence: TokenSequence, announced: Sequence[Announced]) -> TokenSequence:
+    """Count the policy versions of the trainable tokens of a sequence. `announced`: as in `Records`."""
+    counts = count_versions(sequence.trained, announced)
+    return msgspec.structs.replace(
+        sequence,
+        versions=counts.versions,
+        mixed_tokens=counts.mixed,
+        oldest_version=counts.oldest,
+        newest_version=counts.newest,
     )
 
 
@@ -139,7 +159,11 @@ def weights_of(sequences: Sequence[TokenSequence]) -> tuple[float, ...]:
 
 
 def figures_of_sequences(
-    turns: Sequence[Turn], incidents: Sequence[Incident], sequences: Sequence[TokenSequence], drift: DriftFigures | None
+    turns: Sequence[Turn],
+    incidents: Sequence[Incident],
+    sequences: Sequence[TokenSequence],
+    drift: DriftFigures | None,
+    announced: Sequence[Announced],
 ) -> Figures:
     """Count the turns, tokens and incidents of a rollout from its sequences. If its records are torn, there are turns without sequences."""
     return figures_of(
@@ -149,6 +173,7 @@ def figures_of_sequences(
         tokens=sum(len(sequence.token_ids) for sequence in sequences),
         sampled=sum(span.turn.completion_tokens for sequence in sequences for span in sequence.turns),
         trainable=sum(sequence.trainable for sequence in sequences),
+        versions=count_versions((turn for sequence in sequences for turn in sequence.trained), announced),
         drift=drift,
     )
 
@@ -161,6 +186,7 @@ def figures_of(
     tokens: int,
     sampled: int,
     trainable: int,
+    versions: VersionCounts,
     drift: DriftFigures | None = None,
 ) -> Figures:
     """Count the turns, tokens and incidents of a rollout.
@@ -172,6 +198,7 @@ def figures_of(
         tokens: number of tokens of all sequences.
         sampled: number of tokens that were sampled.
         trainable: number of tokens with mask 1.
+        versions: their policy versions.
         drift: its drift, if that was measured.
     """
     return Figures(
@@ -184,6 +211,10 @@ def figures_of(
         matches=dict(Counter(turn.match for turn in turns)),
         forgiven=dict(Counter(rule for turn in turns for rule in turn.applied_rules)),
         incidents=count_incidents(incidents),
+        versions=versions.versions,
+        mixed_tokens=versions.mixed,
+        oldest_version=versions.oldest,
+        newest_version=versions.newest,
         drift=drift,
     )
 

@@ -12,7 +12,7 @@ from tokencache.core.drift import Drift
 from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import ToolCall
-from tokencache.core.turn import Anchor
+from tokencache.core.turn import Anchor, ReplyPiece
 from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 
@@ -36,6 +36,7 @@ __all__ = [
     "Sequence",
     "Served",
     "SessionState",
+    "StaleFigures",
     "ToolCall",
     "Trajectory",
     "TurnRequest",
@@ -86,6 +87,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         version_source: who reported them (`core.weights.VersionSource`); `""` if nothing is known.
         prompt_version: the version that computed the prompt's keys and values; `mixed` if that is not certain, `""` if not known.
         kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
+        pieces: the parts of a reply that the engine broke off and that was continued; otherwise empty. `again`: why a reply that was broken
+            off was not continued.
         experts: the file of its routed experts, below the root of `--experts`; `""` if there is none. `experts_start`: the token of the
             sequence with the file's first row; -1 if that is not known.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
@@ -118,6 +121,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     version_source: str = ""
     prompt_version: str = ""
     kv: str = ""
+    pieces: list[ReplyPiece] = []
+    again: str = ""
     sampling: dict[str, Any] = {}
     replaced: dict[str, Any] = {}
     logprob_kind: str = ""
@@ -153,6 +158,9 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
         reward: the reward that the trainer gave to this sequence; `None` if it gave none.
         experts: the files with the routed experts of its tokens, in order; `batching.load_experts` joins them. Empty if none are stored.
+        versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
+            Trainable tokens in neither have no known version.
+        oldest_version, newest_version: of `versions`; `""` if there are none, or if their order is not known.
     """
 
     id: str
@@ -172,6 +180,10 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     overlong: str = ""
     reward: float | None = None
     experts: list[ExpertPart] = []
+    versions: dict[str, int] = {}
+    mixed_tokens: int = 0
+    oldest_version: str = ""
+    newest_version: str = ""
 
 
 class DriftFigures(msgspec.Struct, frozen=True):
@@ -215,6 +227,24 @@ class OverlongFigures(msgspec.Struct, frozen=True):
     turns: list[str] = []
 
 
+class StaleFigures(msgspec.Struct, frozen=True):
+    """What the requested limit of lag (`max_lag`) did to a rollout.
+
+    Attributes:
+        max_lag: how many versions tokens may lag behind `current`, the current policy version; that is `""` if it is not known.
+        dropped: sequences that were left out because they lag more. `unknown`: those that were left out because their lag is not known.
+        trainable_tokens_lost: trainable tokens that were left out.
+        turns: ids of the turns that were left out.
+    """
+
+    max_lag: int
+    current: str
+    dropped: int = 0
+    unknown: int = 0
+    trainable_tokens_lost: int = 0
+    turns: list[str] = []
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Counts over a rollout.
 
@@ -223,8 +253,12 @@ class Figures(msgspec.Struct, frozen=True):
         trainable_tokens: tokens with mask 1. `masked_tokens`: all other tokens of the sequences.
         untrainable_tokens: masked tokens that were sampled, but have no log probabilities or are in a sequence that is too long.
         matches, forgiven, incidents: number of turns for each kind of match and each applied rule; number of incidents of each kind.
+        versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
+            Trainable tokens in neither have no known version.
+        oldest_version, newest_version: of `versions`; `""` if there are none, or if their order is not known.
         drift: `None` if nothing was measured.
         overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
+        stale: the same for a limit of lag.
     """
 
     calls: int
@@ -236,8 +270,13 @@ class Figures(msgspec.Struct, frozen=True):
     matches: dict[str, int]
     forgiven: dict[str, int]
     incidents: dict[str, int]
+    versions: dict[str, int] = {}
+    mixed_tokens: int = 0
+    oldest_version: str = ""
+    newest_version: str = ""
     drift: DriftFigures | None = None
     overlong: OverlongFigures | None = None
+    stale: StaleFigures | None = None
 
 
 class EngineWeightsInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -136,9 +136,9 @@ class _Located(NamedTuple):
 
 
 def _left_out(trajectory: Trajectory) -> Collection[str]:
-    """Return the ids of the turns that a limit of length left out."""
-    overlong = trajectory.figures.overlong
-    return frozenset(overlong.turns) if overlong else frozenset()
+    """Return the ids of the turns that a limit left out."""
+    limits = (trajectory.figures.overlong, trajectory.figures.stale)
+    return {turn for figures in limits if figures is not None for turn in figures.turns}
 
 
 def _locate(trajectory: Trajectory) -> dict[str, _Located]:
@@ -362,6 +362,8 @@ def _figures(t: Trajectory) -> Iterator[CheckFailure]:
             "trainable_tokens": (t.figures.trainable_tokens, total),
             "masked_tokens": (t.figures.masked_tokens, sum(len(s.token_ids) for s in t.sequences) - total),
             "untrainable_tokens": (t.figures.untrainable_tokens, sampled - total),
+            "versions": (t.figures.versions, dict(sum((Counter(s.versions) for s in t.sequences), Counter()))),
+            "mixed_tokens": (t.figures.mixed_tokens, sum(s.mixed_tokens for s in t.sequences)),
             "matches": (t.figures.matches, dict(Counter(turn.match for turn in turns))),
             "forgiven": (t.figures.forgiven, dict(Counter(rule for turn in turns for rule in turn.forgiven))),
         }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import BaseModel, ConfigDict
 
@@ -44,7 +45,21 @@ def test_every_output_has_the_fields_of_verl(shape):
     for one in outputs:
         assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
         assert one.reward_score is None
-        assert set(one.extra_fields) == {"tokencache"}
+        assert set(one.extra_fields) <= {"tokencache", "min_global_steps", "max_global_steps"}
+
+
+def test_global_steps_are_the_oldest_and_newest_version_if_all_are_known_numbers():
+    def steps(versions, mixed=0):
+        made = ROLLOUTS["linear"]
+        (sequence,) = made.sequences
+        ends = {"oldest_version": min(versions, default=""), "newest_version": max(versions, default="")}
+        counted = msgspec.structs.replace(sequence, versions=versions, mixed_tokens=mixed, **ends)
+        (one,) = verl(msgspec.structs.replace(made, sequences=(counted,)))["outputs"]
+        return {name: value for name, value in one["extra_fields"].items() if name != "tokencache"}
+
+    tokens = ROLLOUTS["linear"].sequences[0].trainable
+    assert steps({"7": tokens - 1, "8": 1}) == {"min_global_steps": 7, "max_global_steps": 8}
+    assert steps({"7": tokens - 1}, mixed=1) == steps({"7": tokens - 1}) == steps({"v7": tokens}) == steps({}) == {}
 
 
 def test_the_reward_is_that_of_the_sequence_or_of_the_session():

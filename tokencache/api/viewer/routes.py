@@ -29,6 +29,7 @@ from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn
+from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
@@ -54,9 +55,9 @@ _HEADERS = {
 }
 
 
-def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, pool: Pool) -> None:
+def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, pool: Pool, weights: AnnouncedWeights) -> None:
     """Add the viewer to an application: its page and its data."""
-    api = _ViewerApi(ledger, pool)
+    api = _ViewerApi(ledger, pool, weights)
     handlers = {
         "listSummaries": api.summaries,
         "compareGroup": api.group,
@@ -103,10 +104,10 @@ def _file(body: bytes, content_type: str) -> Handler:
 
 
 class _ViewerApi:
-    def __init__(self, ledger: Ledger, pool: Pool) -> None:
+    def __init__(self, ledger: Ledger, pool: Pool, weights: AnnouncedWeights) -> None:
         self._store = ledger.store
         self._ledger = ledger
-        self._reader = SessionReader(ledger)
+        self._reader = SessionReader(ledger, weights)
         self._list = SessionList(ledger)
         self._texts = TokenTexts(pool)
         self._groups = GroupComparison(ledger.store, self._texts)
@@ -130,7 +131,7 @@ class _ViewerApi:
     async def outline(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
         turns = await self._store.turns(info.id)
-        return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.unsaved(info.id)))
+        return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.unsaved(info.id), self._reader.announced))
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])

@@ -18,10 +18,12 @@ from tokencache.core.incidents import Incident
 from tokencache.core.lineage import lineages
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn, TurnMark
+from tokencache.core.weights import Announced
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
 from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, is_complete
+from tokencache.trajectories.versions import count_versions
 
 _FRESH_SECONDS = 1.0
 _KEPT_FACTOR = 20
@@ -181,7 +183,7 @@ def _sorted(found: list[SessionSummary], sort: str) -> list[SessionSummary]:
     return sorted(there, key=lambda one: getattr(one, name), reverse=sort.startswith("-")) + missing
 
 
-def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) -> dict[str, Any]:
+def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], announced: Sequence[Announced] = ()) -> dict[str, Any]:
     """Write the outline of a session as JSON values.
 
     The sequences and the figures (except drift) are those of an export.
@@ -190,6 +192,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) 
         info: the state of the session.
         turns: its turns, in the order in which they were recorded.
         owed: incidents that the store could not save yet.
+        announced: the policy versions that trainers announced, the newest last.
     """
     incidents = incidents_of(info, owed)
     found = lineages(turns)
@@ -202,6 +205,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident]) 
         tokens=sum(line[-1].prompt_tokens + line[-1].completion_tokens for line in found),
         sampled=sum(turn.completion_tokens for turn in turns),
         trainable=sum(turn.completion_tokens for turn in turns if is_scored(turn)),
+        versions=count_versions((turn for turn in turns if is_scored(turn)), announced),
     )
     return {
         **state_object(info, owed),

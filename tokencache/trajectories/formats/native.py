@@ -127,6 +127,10 @@ def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> di
         "overlong": sequence.overlong,
         "reward": reward.sequences.get(sequence.id),
         "experts": [msgspec.to_builtins(part) for part in sequence.experts],
+        "versions": sequence.versions,
+        "mixed_tokens": sequence.mixed_tokens,
+        "oldest_version": sequence.oldest_version,
+        "newest_version": sequence.newest_version,
     }
 
 
@@ -158,6 +162,8 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "weight_versions": turn.versions,
         "version_source": turn.version_source,
         "prompt_version": turn.prompt_version,
+        "pieces": [msgspec.to_builtins(piece) for piece in turn.pieces],
+        "again": turn.again,
         "kv": turn.kv,
         "sampling": turn.sampling,
         "replaced": turn.replaced,

@@ -17,8 +17,9 @@ from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verifiers import verifiers
 from tokencache.trajectories.formats.verl import verl
 from tokencache.trajectories.lengths import Lengths
-from tokencache.trajectories.limiting import limit
+from tokencache.trajectories.limiting import limit, limit_lag
 from tokencache.trajectories.rollout import Records, Rollout, rollout
+from tokencache.trajectories.versions import LagLimit
 
 
 class Format(NamedTuple):
@@ -70,12 +71,14 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, text: bool = False) -> bytes:
-    """Write the recorded turns of a session in a format, as JSON text. `lengths` limits the length of its sequences.
+def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, lag: LagLimit | None = None, text: bool = False) -> bytes:
+    """Write the recorded turns of a session in a format, as JSON text. `lengths` and `lag` limit which of its sequences are written.
 
     With `text`, the native format holds the requests too, and `records` must have contexts.
     """
     whole = rollout(records)
+    if lag is not None:
+        whole = limit_lag(whole, lag)
     return write(limit(whole, lengths) if lengths else whole, wanted, text=text)
 
 

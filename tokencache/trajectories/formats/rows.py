@@ -36,6 +36,8 @@ TURN_LABELS = (
     "model",
     "harness",
     "weight_versions",
+    "version_source",
+    "prompt_version",
     "sampling",
     "replaced",
     "logprob_kind",

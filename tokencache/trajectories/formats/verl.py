@@ -11,12 +11,14 @@ Source: verl 0.9.1 on PyPI (github.com/verl-project/verl), `verl/experimental/ag
                                 one. For a list of outputs verl uses the score of the last one for all
 `num_turns`            int      "including user, assistant, tool": each turn here counts a reply and the messages before it
 `metrics`              object   `generate_sequences`: total seconds of the calls. The others keep the defaults of verl
-`extra_fields`         object   our labels under `tokencache`. verl makes a column of each name
+`extra_fields`         object   our labels under `tokencache`, and `min_global_steps` and `max_global_steps`: the oldest and newest
+                                policy version, if all trainable tokens have one and all are whole numbers. verl makes a column
+                                of each name
 =====================  =======  ================================================================================================
 
 An agent loop returns one output, or a list of them (`verl/trainer/ppo/v1/agent_loop_tq.py`): `AgentLoopOutput(**one)` for each of the
-`outputs` here. The trainer fills in `min_global_steps` and `max_global_steps`: the engine's weight versions
-(`tokencache.turns[].weight_versions`) may differ from the steps of verl.
+`outputs` here. verl expects its training step in `min_global_steps` and `max_global_steps`: the policy versions are these steps if the
+trainer announces them so (`PUT /tokencache/v1/weights`). Where they are missing, its own value stays.
 
 verl does not cut outputs. Its own agent loops shorten the response to `rollout.response_length` (`tool_agent_loop.py`) and the prompt to
 `rollout.prompt_length` (`_cap_text_prompt_length`) before they return. `AgentLoopWorker` then only pads to these lengths
@@ -27,6 +29,7 @@ TransferQueue stores outputs at any length. So request `max_prompt_length` and `
 
 from typing import Any
 
+from tokencache.core.lineage import TokenSequence
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -46,5 +49,13 @@ def _output(row: Row) -> dict[str, Any]:
         "reward_score": row.reward,
         "num_turns": 2 * len(turns),
         "metrics": {"generate_sequences": sum(span.turn.seconds for span in turns)},
-        "extra_fields": {"tokencache": row.labels},
+        "extra_fields": {"tokencache": row.labels, **_global_steps(row.sequence)},
     }
+
+
+def _global_steps(sequence: TokenSequence) -> dict[str, int]:
+    """Return the steps of the oldest and newest policy version; empty if those of some trainable tokens are not known."""
+    known = sequence.trainable == sum(sequence.versions.values())
+    if not known or not sequence.versions or not all(version.isdecimal() for version in sequence.versions):
+        return {}
+    return {"min_global_steps": int(sequence.oldest_version), "max_global_steps": int(sequence.newest_version)}
