@@ -105,3 +105,12 @@ def test_control_characters_do_not_reach_the_terminal():
     text = shown(msgspec.structs.replace(rollout, incidents=(nasty,)), width=200)
     assert "[red] ]0;owned  next [/]" in text
     assert "\x1b" not in text
+
+
+def test_policy_versions_are_shown_with_the_turns_where_there_are_several():
+    heading, _, tree = shown(ROLLOUTS["linear"], width=200).partition("\n\n")
+    assert "policy versions: 7 " in heading
+    assert "version" not in tree
+    text = shown(ROLLOUTS["cut-off"], width=200)
+    assert "policy versions: 7 8, 8 3 trainable tokens" in text
+    assert [line.partition("version ")[2].strip() for line in text.splitlines() if "sampled" in line] == ["7", "7 8"]

@@ -177,7 +177,9 @@ class _Tree:
         for plain, run in groupby(numbered, key=lambda at: self._is_plain(at[1], first=at[0] == 1, last=at[0] == len(s.turns))):
             turns = list(run)
             if plain and len(turns) >= MIN_FOLDED and not self._unfold:
-                yield Text.assemble((f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns], self._versions([turn for _, turn in turns])))
+                yield Text.assemble(
+                    (f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns], self._versions([turn for _, turn in turns]))
+                )
                 continue
             for n, turn in turns:
                 yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn, s.start if n == 1 else "continue"))
