@@ -578,3 +578,16 @@ async def test_ids_without_texts_if_the_engine_is_away(look):
         ids = (await rig.exported("s"))["sequences"][0]["token_ids"]
         assert await page.locator(".t").all_text_contents() == [str(one) for one in ids]
         await page.goto("about:blank")
+
+
+async def test_policy_versions_of_a_session_and_of_a_turn(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        for version in ("7", "8"):
+            async with rig.http.put(f"{rig.url}/tokencache/v1/weights", json={"version": version}) as answer:
+                assert answer.status == 200
+            await rig.say("s", [user(f"Hello with version {version}.")])
+        page = await look("#/session/s", url=rig.url)
+        await expect(page.locator(".tiles")).to_contain_text("policy version7 to 8")
+        (first, _) = (await outline(rig, "s"))["turns"]
+        page = await look(f"#/session/s/turn/{first['id']}", url=rig.url)
+        await expect(page.locator(".facts-list")).to_contain_text(f"7: tokens 0 to {first['completion_tokens']} (from: trainer)")

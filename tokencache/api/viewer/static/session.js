@@ -122,10 +122,21 @@ export class SessionPage {
       ["sequences", count(figures.sequences), ""],
       ["trainable tokens", count(figures.trainable_tokens), `${share(figures.trainable_tokens, all)} of ${count(all)}`],
       ["masked tokens", count(figures.masked_tokens), figures.untrainable_tokens ? `${count(figures.untrainable_tokens)} sampled, unscored` : ""],
+      this.versionTile(sum),
       ["applied rules", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
       ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "data is missing" : ""],
       this.driftTile(),
     ].filter(Boolean);
+  }
+
+  /** The policy versions that sampled the trainable tokens. */
+  versionTile(sum) {
+    const { versions, mixed_tokens: mixed, oldest_version: oldest, newest_version: newest, trainable_tokens: all } = this.outline.figures;
+    const names = Object.keys(versions);
+    if (!names.length && !mixed) return null;
+    const unknown = all - sum(versions) - mixed;
+    const notes = [mixed ? `${many(mixed, "token")} mixed` : "", unknown ? `${many(unknown, "token")} not known` : ""];
+    return ["policy version", oldest === "" ? many(names.length, "version") : oldest === newest ? oldest : `${oldest} to ${newest}`, notes.filter(Boolean).join(", ")];
   }
 
   driftTile() {

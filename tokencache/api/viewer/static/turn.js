@@ -56,7 +56,10 @@ export class TurnPanel {
         ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
         ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " requested by the harness"] : null],
         ["log probs", turn.logprob_kind],
-        ["weights", turn.weight_versions.length ? h("code", {}, quoted(turn.weight_versions)) : null],
+        ["weights", turn.weight_versions.length ? weights(turn) : null],
+        ["prompt's weights", turn.prompt_version && [turn.prompt_version, turn.kv && ` (keys and values: ${turn.kv})`]],
+        ["pieces", turn.pieces.length ? turn.pieces.map(piece) : null],
+        ["not continued", turn.again],
         ["experts", turn.experts],
         ["marks", turn.marks.length ? turn.marks.map((mark) => badge(mark, "mark")) : null],
         ["rules", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
@@ -78,6 +81,17 @@ export class TurnPanel {
     if (!turn.echoes.length) return [note("The new messages of this request contain no reply of the model.")];
     return [...changed.reverse().map((echo) => comparison(echo, other)), plain];
   }
+}
+
+/** The policy version that sampled each part of the reply, and who reported it. */
+function weights(turn) {
+  const spans = turn.weight_versions.map((one) => `${one.version}: tokens ${one.start} to ${one.end}`);
+  return [spans.join(", "), turn.version_source && ` (from: ${turn.version_source})`];
+}
+
+/** A part of a reply that was continued. */
+function piece(one) {
+  return h("div", {}, `tokens ${one.start} to ${one.end}, ended: ${one.ended}, ${one.engine} `, idText(one.call, "the call's id"));
 }
 
 function facts(rows) {
