@@ -32,6 +32,10 @@ link            a summary or an answer that returned as text in another call, an
 prefix forest   sequences as token tries: a shared prefix occurs once, and each sampled token has one owner
 mark            a fact about a turn that a trainer must know
 incident        an event in a session that a trainer must know about
+policy version  the trainer's name for a state of the weights
+span            a range of a completion's tokens that one policy version sampled; `mixed` where that is not certain
+piece           the part of a reply that one request to an engine sampled, if it was broken off and continued
+lag             how many policy versions a token is behind the one announced last
 hole            an incident by which something that the model sampled is missing from the record
 finished        declared over by its owner (of a session): it accepts no new calls
 sealed          finished and fixed (of a session): what is recorded does not change any more
