@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--template", action="append", default=[], help="of tests/engine/template/more_kinds.py; all if none is named")
+    parser.add_argument("--history", choices=["supply", "follow"], default="supply", help="as of the proxy's option")
     parser.add_argument("--session", type=int, help="replay this session alone")
     parser.add_argument("--show", type=int, default=5, help="how many findings of each class are shown")
     parser.add_argument("--misses", action="store_true", help="show replies that were owed and missed, too")
@@ -24,9 +25,9 @@ def main() -> int:
     logging.disable(logging.CRITICAL)
     began = time.perf_counter()
     if asked.session is not None:
-        tally = replay(asked.seed, asked.session, asked.template)
+        tally = replay(asked.seed, asked.session, asked.template, asked.history)
     else:
-        tally = run(asked.turns, asked.seed, processes=asked.processes, templates=asked.template)
+        tally = run(asked.turns, asked.seed, processes=asked.processes, templates=asked.template, history=asked.history)
     seconds = time.perf_counter() - began
     for line in tally.trace:
         print(line)

@@ -57,12 +57,16 @@ class Entry:
 
 
 class Span(NamedTuple):
-    """A turn's tokens within a prompt: the place of the message, the number of the turn, the first token and the one after the last."""
+    """A turn's tokens within a prompt: the place of the message, the number of the turn, the first token and the one after the last.
+
+    `offset` is the number of the turn's tokens before these: its thinking, where the session follows the template.
+    """
 
     place: int
     turn: int
     start: int
     end: int
+    offset: int = 0
 
 
 @dataclass
@@ -82,6 +86,11 @@ class SampledTurn:
     last: int | None
     """The turn whose tokens are the last reply before it."""
     handle: str = ""
+
+    @property
+    def thought(self) -> str:
+        """Its reasoning."""
+        return self.reply.get("reasoning") or ""
 
     @functools.cached_property
     def words(self) -> tuple[Any, ...]:

@@ -42,10 +42,15 @@ CONTEXT_FREE = frozenset({"unreadable-history", "media"})
 NOT_PLACED = frozenset(
     {
         *("opener-unknown", "sentinel-lost", "sentinel-twice", "reply-not-rendered", "empty-tail", "no-stop-id-behind-the-reply"),
+        *("visible-part-unknown", "thinking-dropped"),
         *("tail-not-proven", "past-changes", "new-messages-reach-back", "template-refuses", "unplaced-replies"),
     }
 )
 """Reasons of a prompt in which recognised replies are missing because their place in the rendering cannot be proven."""
+
+
+HIDES_CALLS = frozenset({"Llama-3", "SmolLM3", "Granite 3.3", "gpt-oss", "Hunyuan-A13B"})
+"""Templates that show no calls, or not all of them."""
 
 
 def _since(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
@@ -66,6 +71,7 @@ class Oracle:
         self._issued: dict[str, set[int]] = defaultdict(set)
         self._call = 0
         self.template = reading_of(stack)
+        self._follows = stack.history == "follow"
 
     def lose_store(self) -> None:
         """The store loses all turns; the client continues with them."""
@@ -106,6 +112,8 @@ class Oracle:
             return None
         spans = self._spans(called, entries)
         self._tokens(called, spans)
+        if self._follows:
+            self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
         for span in spans:
             self._judge_span(span, entries, scope, supplied)
@@ -157,17 +165,43 @@ class Oracle:
                 after = taken[-1].place if taken else -1
                 fits = [i for i, e in enumerate(entries) if e.is_reply and i > after and e.loose == self.turns[number].words]
                 place = next((i for i in fits if entries[i].turn == number), fits[0] if fits else after + 1)
-            taken.append(Span(place, number, anchor.start, anchor.end))
+            taken.append(Span(place, number, anchor.start, anchor.end, anchor.offset))
         return taken
 
     def _tokens(self, called: Called, spans: Sequence[Span]) -> None:
         """Compare the recorded spans with the tokens of the prompt."""
         for span in spans:
-            said = self.turns[span.turn].completion
+            said = self.turns[span.turn].completion[span.offset :]
             there = called.prompt[span.start : span.end]
-            # A stop token other than the template's is replaced.
-            if there not in (said, said[:-1]):
+            # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
+            rest = self.stack.renderer.words.decode(said[len(there) :][:-1])
+            left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
+            if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
+
+    def _thinking(self, called: Called, spans: Sequence[Span]) -> None:
+        """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there."""
+        marks = {span.place: f"Zq{span.place}wy" for span in spans if self.turns[span.turn].thought}
+        if not marks:
+            return
+        messages = list(called.messages)
+        for span in spans:
+            messages[span.place] = {**self.turns[span.turn].reply, "reasoning": marks.get(span.place), "role": "assistant"}
+            messages[span.place] |= {"tool_calls": calls} if (calls := called.messages[span.place].get("tool_calls")) else {}
+        try:
+            shown = called.text(messages)
+        except RefusedError as why:
+            self._find("no rendering", f"the replies with their thinking cannot be rendered: {why}")
+            return
+        decode = self.stack.renderer.words.decode
+        for span in spans:
+            said = self.turns[span.turn]
+            if span.place not in marks or said.thought not in decode(said.completion):
+                continue
+            kept, wanted = span.offset == 0, marks[span.place] in shown
+            if kept is not wanted:
+                does = "shows" if wanted else "omits"
+                self._find("unfaithful", f"the template {does} the thinking of message {span.place}, the prompt does not ({called.plan.match})")
 
     # the turn of each message
 
@@ -275,7 +309,8 @@ class Oracle:
             if not evidence or place < settled:
                 continue
             self.tally.counts["owed"] += 1
-            if place not in supplied and plan.reason in NOT_PLACED:
+            hidden = self._follows and (self.stack.kind.name in HIDES_CALLS or not any(entry.loose[1:]))
+            if place not in supplied and (hidden or plan.reason in NOT_PLACED):
                 self.tally.counts["not placed"] += 1
                 self.tally.missed[f"{self.stack.kind.name}, {plan.match}: {plan.reason}"] += 1
             elif place not in supplied:
@@ -346,8 +381,10 @@ class Oracle:
 
     def _faithful(self, called: Called, spans: Sequence[Span]) -> str:
         """Compare the prompt outside of the spans with the template's rendering; return the prompt's text."""
+        openings = [self.turns[span.turn].opening for span in spans]
+        parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
         try:
-            wanted = self.template.pieces(called, spans, [self.turns[span.turn].opening for span in spans])
+            wanted = self.template.pieces(called, spans, openings, parts)
         except (LookupError, RefusedError) as why:
             kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
             self._find(kind, f"no rendering of the request shows the replies: {why}")
@@ -371,6 +408,12 @@ class Oracle:
                 break
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
+
+    def _written_otherwise(self, called: Called, span: Span) -> bool:
+        """Whether a reply without thinking stands after another opening than its generation prompt, as the template writes it in a history."""
+        opening = self.turns[span.turn].opening.text
+        before = self.stack.renderer.words.decode(called.prompt[: span.start])
+        return self._follows and bool(opening) and not before.endswith(opening)
 
     # the record
 

@@ -64,8 +64,8 @@ class TemplateReading(NamedTuple):
         """What the template writes before a reply, where it has no head of replies; only the last messages are rendered."""
         return self._opening(called, _small(called.messages[:place]), called.messages[place]).written or ""
 
-    def pieces(self, called: Called, spans: Sequence[Span], openings: Sequence[ReplyOpening]) -> list[str]:
-        """What is written before, between and after the recognised replies.
+    def pieces(self, called: Called, spans: Sequence[Span], openings: Sequence[ReplyOpening], parts: Sequence[bool]) -> list[str]:
+        """What is written before, between and after the recognised replies. Of `parts`, the opening is that of a history, too.
 
         Raises:
             LookupError: a reply is not shown.
@@ -77,7 +77,7 @@ class TemplateReading(NamedTuple):
             messages[span.place] = _marked(messages[span.place], mark)
         shown = called.text(messages)
         out, at = [], 0
-        for span, mark, opening in zip(spans, marks, openings, strict=True):
+        for span, mark, opening, part in zip(spans, marks, openings, parts, strict=True):
             first, last = shown.find(mark, at), shown.rfind(mark) + len(mark)
             written = opening.written if self.head else self._headless(called, span.place)
             known = written is not None and first >= 0 and shown.endswith(written, at, first)
@@ -87,9 +87,9 @@ class TemplateReading(NamedTuple):
                 later = [message for message in messages[span.place :] if message["role"] == "system"]  # these are written at the beginning
                 alone = called.text([*messages[: span.place], *later], generation=False)
                 before, begin = (alone, len(alone)) if alone.startswith(shown[:at]) else (shown, begin if known else -1)
-            if first < 0 or begin < at:
+            if first < 0 or (begin < at and not part):
                 raise LookupError(f"{span.place}: {shown[max(at, first - 60) : first]!r}")
-            out.append(before[at:begin] + opening.text)
+            out.append(shown[at:first] if part else before[at:begin] + opening.text)
             called_it = shown.startswith("Z", last)
             ends = ("<|call|>",) if self.style == "harmony" and called_it else self.ends
             at = _end(shown, ends, last, called=called_it)

@@ -139,8 +139,10 @@ class VisibleReplies:
             until = rendered.find(next(filter(None, following), ""), start)
             if until < 0 or not rendered.startswith(pieces[n], at):
                 raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
-            in_front = not frame.in_calls[n] and rendered.startswith(front, at)
-            openings = [front[len(pieces[n]) :]] if in_front else []
+            opening = front[len(pieces[n]) :]
+            calls_first = any(_named_in(opening, call) for call in reply.served.calls)
+            in_front = not (frame.in_calls[n] or calls_first) and rendered.startswith(front, at)
+            openings = [opening] if in_front else []
             if thinks or await self._is_whole(request, reply, openings, rendered[at + len(pieces[n]) : until]):
                 found.append(_whole(reply))
             else:
