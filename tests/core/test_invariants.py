@@ -9,7 +9,7 @@ from tests.core.forest import Forest, grow, line
 from tests.core.world import decode, play
 from tokencache.core import ids, invariants
 from tokencache.core.lineage import sequences
-from tokencache.core.turn import Tokens
+from tokencache.core.turn import Anchor, Tokens
 
 
 def told(found, *words):
@@ -310,6 +310,43 @@ def test_linear_broken_by_a_turn_that_stores_its_whole_prompt():
     forest.change("t2", base=None, shared=0, delta=ids.head(forest.prefix["t2"], 13))
     assert invariants.extension(forest.turns, forest.tokens) == []
     assert invariants.linear(forest.turns, forest.tokens, session="r1") == ["session r1: turn t2: stores 13 prompt tokens, 3 are new"]
+
+
+# anchored
+
+
+def respliced(**fields):
+    """Two turns of a line, and one whose prompt has the end of the first reply and the whole second."""
+    forest = line(2)
+    first, second = Anchor("t0", 1, 2, 1, 1), Anchor("t1", 3, 5, 3)
+    prompt = [7, 9, 8, 101, 9, 6]
+    forest.add(prompt, [55, 9])
+    turn = forest.turns[-1]
+    forest.turns[-1] = msgspec.structs.replace(turn, match="resplice", anchors=fields.get("anchors", (first, second)))
+    return forest
+
+
+def test_anchored():
+    forest = respliced()
+    assert invariants.anchored(forest.turns, forest.tokens) == []
+    assert invariants.audit(forest.turns, forest.tokens) == []
+
+
+@pytest.mark.parametrize(
+    ("anchors", "word"),
+    [
+        ((Anchor("t0", 1, 2, 1, 0),), "is not what that turn sampled from token 0 on"),
+        ((Anchor("t0", 1, 3, 1, 1),), "is not what that turn sampled from token 1 on"),
+        ((Anchor("t1", 2, 4, 3),), "is not what that turn sampled from token 0 on"),
+        ((Anchor("t1", 3, 5, 3), Anchor("t0", 4, 5, 1, 1)), "is not between"),
+        ((Anchor("t1", 3, 9, 3),), "is not between"),
+        ((Anchor("t9", 3, 5, 3),), "is not recorded"),
+    ],
+)
+def test_anchored_broken(anchors, word):
+    forest = respliced(anchors=anchors)
+    told(invariants.anchored(forest.turns, forest.tokens, session="r1"), "session r1: turn t2", word)
+    assert invariants.audit(forest.turns, forest.tokens)
 
 
 # all together

@@ -23,10 +23,11 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.stack import RefusedError
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import Message, call_ids, safe
+from tests.system.adversary.words import Message, call_ids, safe, text_of
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from tests.system.adversary.stack import Called, Stack
 
+_END_OF_THINKING = re.compile(r"</(seed:)?think>|<\|END_THINKING\|>")
 _DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
 """An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media"})
@@ -180,7 +182,19 @@ class Oracle:
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
 
     def _thinking(self, called: Called, spans: Sequence[Span]) -> None:
-        """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there."""
+        """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there.
+
+        Of a reply without its thinking, nothing else is missing at the beginning.
+        """
+        decode = self.stack.renderer.words.decode
+        for span in spans:
+            said = self.turns[span.turn]
+            before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
+            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought)[2] if said.thought else before.removeprefix(UNASKED))
+            if span.offset and (left_out.strip() or not after.lstrip().startswith(text_of(said.reply).strip())):
+                self._find(
+                    "unfaithful", f"message {span.place} is shown from {after[:20]!r} on, after {before[-20:]!r} ({called.plan.match})"
+                )
         marks = {span.place: f"Zq{span.place}wy" for span in spans if self.turns[span.turn].thought}
         if not marks:
             return
@@ -193,7 +207,6 @@ class Oracle:
         except RefusedError as why:
             self._find("no rendering", f"the replies with their thinking cannot be rendered: {why}")
             return
-        decode = self.stack.renderer.words.decode
         for span in spans:
             said = self.turns[span.turn]
             if span.place not in marks or said.thought not in decode(said.completion):
@@ -201,7 +214,9 @@ class Oracle:
             kept, wanted = span.offset == 0, marks[span.place] in shown
             if kept is not wanted:
                 does = "shows" if wanted else "omits"
-                self._find("unfaithful", f"the template {does} the thinking of message {span.place}, the prompt does not ({called.plan.match})")
+                self._find(
+                    "unfaithful", f"the template {does} the thinking of message {span.place}, the prompt does not ({called.plan.match})"
+                )
 
     # the turn of each message
 
@@ -410,7 +425,7 @@ class Oracle:
         return decode(called.prompt)
 
     def _written_otherwise(self, called: Called, span: Span) -> bool:
-        """Whether a reply without thinking stands after another opening than its generation prompt, as the template writes it in a history."""
+        """Whether a reply without thinking follows another opening than its generation prompt: the one that the template writes in a history."""
         opening = self.turns[span.turn].opening.text
         before = self.stack.renderer.words.decode(called.prompt[: span.start])
         return self._follows and bool(opening) and not before.endswith(opening)

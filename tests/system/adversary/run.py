@@ -23,7 +23,9 @@ CALLS, BLOCK = 25, 20
 """Calls of a session, and sessions that share a proxy and what it learns of its template."""
 
 
-async def block(number: int, seed: int, sessions: Sequence[int], templates: Sequence[str], history: History, *, only: int | None = None) -> Tally:
+async def block(
+    number: int, seed: int, sessions: Sequence[int], templates: Sequence[str], history: History, *, only: int | None = None
+) -> Tally:
     """Run one block of sessions; with `only`, judge nothing but that session (the others are run all the same)."""
     chooser = random.Random(f"{seed} block {number}")
     stack = Stack(chooser.choice(templates), seed=chooser.getrandbits(32))

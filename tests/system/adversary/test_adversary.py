@@ -25,6 +25,7 @@ from tokencache.core.messages import digest, split_think
 from tokencache.dialects.chat import vocabulary
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.tails import Tails
+from tokencache.engine.template.visible import ShownPart, VisibleReplies
 from tokencache.proxy import client_ids
 from tokencache.proxy import planner as planning
 from tokencache.proxy.ledger import Ledger
@@ -42,6 +43,14 @@ def test_there_is_no_violation(template):
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
     assert tally.counts["turns"] > FEW / 3
     assert {"root", "continue", "branch", "resplice"} <= set(tally.matches)
+
+
+@pytest.mark.parametrize("template", ["Qwen3", "Qwen3.5 think", "GLM-4.5", "Nemotron-3", "Kimi-K2-Thinking", "EXAONE 4.0"])
+def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
+    tally = run(FEW // 2, SEED, templates=[template], history="follow")
+    assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
+    assert tally.reasons["resplice: thinking-dropped"] > FEW / 20
+    assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 10
 
 
 def test_replies_that_can_be_identified_are_supplied():
@@ -62,9 +71,9 @@ def test_a_session_is_replayed_as_it_was():
 # --- the oracle finds injected faults -----------------------------------------------------------------------------------------------------
 
 
-def finds(kind, turns=FEW, templates=USUAL):
+def finds(kind, turns=FEW, templates=USUAL, history="supply"):
     """Whether the adversary finds a violation of this kind in the changed product."""
-    return any(run(turns, seed, templates=templates).counts[kind] for seed in range(8))
+    return any(run(turns, seed, templates=templates, history=history).counts[kind] for seed in range(8))
 
 
 def test_it_finds_a_verdict_that_accepts_any_reasoning(monkeypatch):
@@ -128,6 +137,35 @@ def test_it_finds_a_planner_that_loses_a_token(monkeypatch):
 def test_it_finds_a_planner_that_believes_every_turn_settled(monkeypatch):
     monkeypatch.setattr(EditedHistories, "is_settled", lambda *_: True)
     assert finds("unfaithful", templates=["GLM-4.5"])
+
+
+def test_it_finds_thinking_that_should_be_omitted(monkeypatch):
+    async def none_omitted(*_):
+        return set()
+
+    monkeypatch.setattr(VisibleReplies, "_omitted", none_omitted)
+    assert finds("unfaithful", templates=["Qwen3"], history="follow")
+
+
+def test_it_finds_thinking_that_should_be_kept(monkeypatch):
+    async def all_omitted(*_):
+        return set(range(99))
+
+    as_served = planning.as_served
+    monkeypatch.setattr(VisibleReplies, "_omitted", all_omitted)
+    monkeypatch.setattr(planning, "as_served", lambda raw, served: as_served(raw, msgspec.structs.replace(served, reasoning=None)))
+    assert finds("unfaithful", templates=["Qwen3"], history="follow")
+
+
+def test_it_finds_a_visible_part_that_begins_late(monkeypatch):
+    part = VisibleReplies._part
+
+    async def late(*arguments):
+        found = await part(*arguments)
+        return found and ShownPart(found.offset + 1, max(found.tokens - 1, 0), whole=False)
+
+    monkeypatch.setattr(VisibleReplies, "_part", late)
+    assert finds("unfaithful", templates=["Qwen3"], history="follow")
 
 
 def test_it_finds_a_recorder_that_drops_turns(monkeypatch):

@@ -21,7 +21,7 @@ async def check_round_trip(store: Store) -> None:
         reason="context-edited",
         origin="t0",
         applied_rules=("args-json", "whitespace"),
-        anchors=(Anchor("t0", 0, 5),),
+        anchors=(Anchor("t0", 0, 5), Anchor("t0", 3, 4, 1, 1)),
         base="t0",
         shared=5,
         prompt_tokens=6,
