@@ -1,23 +1,29 @@
 """Sessions that follow the template: each prompt is the plain rendering as text, and what it shows of replies has the sampled ids."""
 
+import itertools
 import json
 import random
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from tests.batching.made import as_trajectory, rows_of
 from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, with_system
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import TOOLS, result
 from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.stack import Engine, RefusedError
-from tokencache.core import invariants
+from tests.trajectories.rollouts import of_forest
+from tokencache.batching.forest import build_forest
+from tokencache.core import ids, invariants
 from tokencache.engine.template import visible
 from tokencache.engine.template.visible import ShownPart, VisibleReplies
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.trajectories.verify import verify
 
 THINKING = ("Qwen3", "Qwen3.5 think", "Qwen3.5 nothink", "GLM-4.5", "Nemotron-3", "Kimi-K2-Thinking", "Nemotron Super 1.5", "EXAONE 4.0")
 """Templates that show the thinking of replies, if at all, only after the last question, and their texts everywhere."""
@@ -298,3 +304,42 @@ async def test_another_process_writes_the_same_prompt(name):
     here, there = [await stack.call("s", body, says("More.")) for stack in (talk.stack, replica_of(talk.stack))]
     assert (here.prompt, here.plan.anchors) == (there.prompt, there.plan.anchors)
     assert len(here.plan.anchors) == 3
+
+
+# --- what a trainer gets -------------------------------------------------------------------------------------------------------
+
+
+async def trajectory_of(history):
+    """The trajectory of a session with three questions, each with two calls of a tool."""
+    talk = Talk(stack_for("Qwen3", history=history), user("Look."))
+    for question in range(3):
+        for _ in range(2):
+            await talk.ask(says("I look once more.", "bash", think="Where may it be? I think that I should look there, too."))
+            talk.messages.append({**result(), "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"]})
+        await talk.ask(says(f"Answer {question}.", think="That is all of it."))
+        talk.messages.append(user("And the next one?"))
+    turns = await talk.stack.store.turns("s")
+    tokens = await talk.stack.store.tokens("s", [turn.id for turn in turns])
+    return as_trajectory(of_forest(SimpleNamespace(turns=turns, tokens=tokens)))
+
+
+async def test_sequences_begin_at_each_question_and_share_what_they_have_in_common():
+    """Rows repeat what is visible of earlier questions; in the prefix forest that costs a half of it, and each token is trained once."""
+    follows, supplies = await trajectory_of("follow"), await trajectory_of("supply")
+    assert verify(follows) == verify(supplies) == []
+    assert [sequence.start for sequence in follows.sequences] == ["root", "resplice", "resplice"]
+    assert [sequence.start for sequence in supplies.sequences] == ["root"]
+    trained = [sum(sum(sequence.loss_mask) for sequence in one.sequences) for one in (follows, supplies)]
+    assert trained[0] == trained[1]
+    forest, rows = build_forest(rows_of(follows)), [sequence.token_ids for sequence in follows.sequences]
+    shared = [ids.common_head(ids.pack(before), ids.pack(after)) for before, after in itertools.pairwise(rows)]
+    assert len(forest.token_ids) == sum(map(len, rows)) - sum(shared)
+    first_replies = [sequence.turns[0].anchors[3 * n].start for n, sequence in enumerate(follows.sequences[1:])]
+    assert shared == first_replies, "up to the first thinking that a question omits"
+
+
+async def test_an_offset_that_was_changed_is_found():
+    follows = await trajectory_of("follow")
+    turn = follows.sequences[1].turns[0]
+    turn.anchors[0] = msgspec.structs.replace(turn.anchors[0], offset=turn.anchors[0].offset + 1)
+    assert [(failure.check, failure.turn) for failure in verify(follows)] == [("anchors", turn.turn)]

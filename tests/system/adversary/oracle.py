@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from tests.system.adversary.stack import Called, Stack
 
-_END_OF_THINKING = re.compile(r"</(seed:)?think>|<\|END_THINKING\|>")
+_END_OF_THINKING = re.compile(r"</(seed:)?think>|<\|END_THINKING\|>|<\|end\|><\|start\|>assistant|<\|channel\|>final<\|message\|>")
 _DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
 """An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media"})
@@ -425,7 +425,7 @@ class Oracle:
         return decode(called.prompt)
 
     def _written_otherwise(self, called: Called, span: Span) -> bool:
-        """Whether a reply without thinking follows another opening than its generation prompt: the one that the template writes in a history."""
+        """Whether a reply without thinking follows another opening than its generation prompt, as the template writes it in a history."""
         opening = self.turns[span.turn].opening.text
         before = self.stack.renderer.words.decode(called.prompt[: span.start])
         return self._follows and bool(opening) and not before.endswith(opening)
