@@ -190,7 +190,7 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn]
             before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
-            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought)[2] if said.thought else before.removeprefix(UNASKED))
+            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought or UNASKED)[2])
             if span.offset and (left_out.strip() or not after.lstrip().startswith(text_of(said.reply).strip())):
                 self._find(
                     "unfaithful", f"message {span.place} is shown from {after[:20]!r} on, after {before[-20:]!r} ({called.plan.match})"
