@@ -201,8 +201,10 @@ class VisibleReplies:
         text = await self._short(request, body)
         if not shown or not (reply.served.text or reply.served.calls):
             return ShownPart(ids.count(reply.completion), 0, whole=False)
+        thought = reply.served.thought
+        thinking_end = text.find(thought) + len(thought) if thought in text else 0
         for sampled in dict.fromkeys((text, text.rstrip(BLANK))):
-            if sampled.endswith(shown):
+            if sampled.endswith(shown) and len(sampled) - len(shown) >= thinking_end:
                 end = await self._token_at(request, body, len(sampled))
                 offset = await self._token_at(request, body, len(sampled) - len(shown))
                 if end is None or offset is None:
