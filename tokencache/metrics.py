@@ -17,6 +17,9 @@ REGISTRY = CollectorRegistry()
 
 CALLS = Counter("tokencache_calls", "Model calls in sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)
 TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt was built.", ["match", "reason"], registry=REGISTRY)
+TURN_VERSIONS = Counter(
+    "tokencache_turn_versions", "Recorded turns, by who reported the policy version of their tokens.", ["source"], registry=REGISTRY
+)
 TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], registry=REGISTRY)
 PROMPT_TOKENS, COMPLETION_TOKENS = TOKENS.labels("prompt"), TOKENS.labels("completion")
 APPLIED_RULES = Counter("tokencache_forgiven", "Rules that were applied to recognise a reply.", ["rule"], registry=REGISTRY)

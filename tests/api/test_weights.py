@@ -51,7 +51,9 @@ async def test_before_any_announcement_the_version_is_unknown():
     async with replicas(SimulatedEngine()) as (send, urls):
         known = await send("GET")
         assert (known["version"], known["phase"]) == ("", "unknown")
-        assert known["engines"] == [{"url": urls[0], "version": "", "phase": "unknown"}]
+        (engine,) = known["engines"]
+        assert (engine["url"], engine["version"], engine["phase"], engine["source"]) == (urls[0], "", "unknown", "")
+        assert "PUT /tokencache/v1/weights" in engine["hint"]
 
 
 async def test_a_version_is_known_to_all_replicas_at_once():

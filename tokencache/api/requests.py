@@ -147,12 +147,17 @@ class NewVersion(msgspec.Struct, frozen=True):
         engines: base URLs of the engines that have it; empty for all.
         phase: `ready`: they have it now. `updating`: they are being replaced, so new calls wait until `ready`.
         owner: who announces it. While an owner is updating, others are refused.
+        mode: with `updating`: how you pause the engines yourself, before any weight changes: `abort`, `keep` or `wait` (vLLM's `/pause`).
+            So replies that end before `ready` have the version before. Without it, these have the version `mixed`.
+        clear_cache: with `mode`: whether that pause empties the prefix cache, and computes frozen requests again.
         timeout: with `updating`: seconds after which the update ends by itself.
     """
 
     version: int | str = ""
     engines: list[str] = []
     phase: Literal["ready", "updating"] = "ready"
+    mode: PauseMode = "none"
+    clear_cache: bool = False
     owner: str = ""
     timeout: _UpdateSeconds = 600.0
 

@@ -11,11 +11,13 @@ from tokencache.api.auth import AdminAuth
 from tokencache.api.http import json_response, read_body
 from tokencache.api.openapi import register
 from tokencache.api.requests import FinishedUpdate, NewUpdate, NewVersion
-from tokencache.core.weights import Update, UpdateConflictError, WeightsPhase, WeightsState
+from tokencache.core.weights import RESERVED, Update, UpdateConflictError, VersionSource, WeightsPhase, WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
+from tokencache.engine.health import EngineMonitor
 from tokencache.engine.pool import Pool
 from tokencache.engine.weight_updates import WeightUpdates
 from tokencache.errors import HarnessError
+from tokencache.proxy.policy_version import UNKNOWN_HINT
 from tokencache.trajectories.values import EngineWeightsInfo, WeightsInfo
 
 _CONFLICT, _NOT_FOUND, _UNPROCESSABLE, _CREATED = 409, 404, 422, 201
@@ -48,7 +50,9 @@ class _WeightsApi:
         engines, now = self._known(given.engines), time.time()
         with _refusals():
             if given.phase == "updating":
-                update = Update(secrets.token_hex(8), given.owner, now, now + given.timeout, engines)
+                mode = "" if given.mode == "none" else given.mode
+                clears = bool(mode) and given.clear_cache
+                update = Update(secrets.token_hex(8), given.owner, now, now + given.timeout, engines, mode=mode, clears_cache=clears)
                 return json_response(self._info(await self._updates.begin(update)))
             version, lost = str(given.version), await self._announced.silent(engines)
             state = await self._announced.change(
@@ -91,11 +95,7 @@ class _WeightsApi:
 
     def _info(self, state: WeightsState) -> WeightsInfo:
         update = state.under_way
-        engines = [
-            EngineWeightsInfo(url=monitor.url, version=known.version, phase=known.phase)
-            for monitor in self._pool.monitors
-            for known in [state.of(monitor.url)]
-        ]
+        engines = [engine_weights(state, monitor) for monitor in self._pool.monitors]
         ready = WeightsPhase.READY if state.current else WeightsPhase.UNKNOWN
         return WeightsInfo(
             version=state.current,
@@ -107,6 +107,18 @@ class _WeightsApi:
             until=update.until if update is not None else None,
             history=list(state.history),
         )
+
+
+def engine_weights(state: WeightsState, monitor: EngineMonitor) -> EngineWeightsInfo:
+    """Describe what is known of an engine's weights, from what is announced and the label that the engine reported last."""
+    known, label = state.of(monitor.url), monitor.engine.weight_label
+    version, source = known.version, VersionSource.TRAINER
+    if not known.update and not known.updating and label not in RESERVED:
+        version, source = label, VersionSource.ENGINE
+    phase = known.phase if known.updating or not version else WeightsPhase.READY
+    if phase is WeightsPhase.UNKNOWN:
+        return EngineWeightsInfo(url=monitor.url, version="", phase=phase, hint=UNKNOWN_HINT)
+    return EngineWeightsInfo(url=monitor.url, version=version, phase=phase, source=source if version else "")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class TurnMark(Described):
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
     MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
     HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"
-    STALE_KV = "stale-kv", "the weights changed during the reply and the engine kept the keys and values of the older ones"
+    STALE_KV = "stale-kv", "the weights changed during the reply, and the engine kept, or may have kept, keys and values of the older ones"
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -19,6 +19,7 @@ from cachetools import LRUCache
 
 from tokencache import metrics
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.turn import TurnMark
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
@@ -110,6 +111,8 @@ class Ledger:
         """
         for turn in (entry.turn for entry in recorded.entries):
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
+            source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
+            metrics.counter(metrics.TURN_VERSIONS, source).inc()
             metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
             for rule in turn.applied_rules:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -14,7 +15,7 @@ from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
-from tokencache.api.weights import add_weight_routes
+from tokencache.api.weights import add_weight_routes, engine_weights
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.announced_weights import AnnouncedWeights
@@ -185,7 +186,9 @@ class Proxy:
             return web.json_response({"ready": ready}, status=status)
         engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
-        return web.json_response({"ready": ready, "engine": first, "engines": engines, "store": store}, status=status)
+        weights = [msgspec.to_builtins(engine_weights(self.weights.known, monitor)) for monitor in self.pool.monitors]
+        found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store}
+        return web.json_response(found, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})

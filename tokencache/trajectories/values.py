@@ -280,11 +280,21 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class EngineWeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the weights of one engine: `phase` is `ready`, `updating` or `unknown`, `version` is `""` if it is not known."""
+    """What is known of the weights of one engine.
+
+    Attributes:
+        url: its base URL.
+        version: the version; `""` if it is not known.
+        phase: `ready`, `updating` or `unknown`.
+        source: who reports the version: `trainer`, or `engine` (its own `/weight_info`); `""` if it is not known.
+        hint: what to do if it is not known.
+    """
 
     url: str
     version: str
     phase: str
+    source: str = ""
+    hint: str = ""
 
 
 class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
