@@ -13,18 +13,20 @@ from typing import NamedTuple
 import pytest
 import redis.asyncio
 
+from tests.core.forest import line
 from tests.proxy.kit import proxied, user
 from tests.store import conftest
 from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtures
 from tokencache.api.queue import SessionQueue
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
+from tokencache.core.weights import WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.store.base import RemoveOutcome
+from tokencache.store.base import Entry, RemoveOutcome
 from tokencache.store.memory import MemoryStore
 
 API = "/tokencache/v1"
@@ -141,6 +143,24 @@ class TestDeliveries:
             assert names_of([one]) == [[wanted]]
             await queue.release(Deliveries([one.id]))
         assert await take(queue, Take("c", tag="none")) == []
+
+    async def test_a_group_waits_for_sessions_that_are_young_enough(self, store):
+        """Sessions without a turn lag by nothing; those with a turn of no known version count, and stay."""
+        queue, forest = queue_of(store), line(1)
+        await finish(store, "a1", "a2", group="a")
+        await store.define("a3", SessionSettings(), Labels("a"))
+        begun = await store.begin("a3", "c", [])
+        (turn,) = forest.turns
+        await store.commit("a3", begun.epoch, "c", [Entry(turn, forest.tokens[turn.id], (), b"")], [])
+        await store.offer("a3", begun.epoch, 1.0)
+        await store.finish("a3")
+        assert await refusal(queue.take(Take("c", max_lag=1))) == (422, "weights_unknown")
+        assert await store.replace_weights(WeightsState().announce("7", 1.0))
+        assert await queue.take(Take("c", group_size=3, max_lag=1)) == ([], {"stale": 0, "unknown_lag": 1})
+        (two,), left = await queue.take(Take("c", group_size=2, max_lag=1))
+        assert (names_of([two]), left) == ([["a1", "a2"]], {"stale": 0, "unknown_lag": 0})
+        (rest,), left = await queue.take(Take("c", holding=[two.id]))
+        assert (names_of([rest]), left) == ([["a3"]], {})
 
     async def test_a_deleted_session_leaves_the_queue(self, store):
         queue = queue_of(store)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -392,3 +393,21 @@ async def test_an_interrupted_export_reports_what_was_written(shell, tmp_path):
     assert f"stopped: {path}.part holds 1 of 5 sessions; nothing was deleted" in result.decode()
     assert not path.exists()
     assert (await shell.rig.info("a"))["turns"] == 2
+
+
+async def test_export_leaves_old_versions_out_and_says_so(shell, tmp_path):
+    result = await shell("export", "--all", "--to", str(tmp_path / "none.jsonl"), "--max-lag", "1", code=1)
+    assert "there is no session" in result.stderr
+    await shell.rig.say("unknown", [user("hi")])
+    refused = await shell("export", "--all", "--to", str(tmp_path / "none.jsonl"), "--max-lag", "1", code=1)
+    assert "none was announced" in " ".join(refused.stderr.split())
+    for version in ("7", "9"):
+        await shell("weights", "set", version)
+        await shell.rig.say(f"with-{version}", [user("hi")])
+    result = await shell("export", "--all", "--to", str(tmp_path / "a.jsonl"), "--max-lag", "1")
+    words = " ".join(result.stderr.split())
+    assert "1 sequence left out: older than --max-lag allows" in words
+    assert "1 sequence left out: how old their policy versions are is not known" in words
+    rollouts = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert {one["session"]: len(one["sequences"]) for one in rollouts} == {"unknown": 0, "with-7": 0, "with-9": 1}
+    await shell("verify", str(tmp_path / "a.jsonl"), far=False)

@@ -112,6 +112,17 @@ async def test_files_of_a_session_grow_with_its_tokens_and_join_to_the_whole(ski
         assert unequal(main, tmp_path) == unequal(branch, str(tmp_path)) == []
 
 
+async def test_a_sequence_that_is_cut_has_the_rows_that_remain(tmp_path):
+    async with proxied(engine(), experts=str(tmp_path)) as rig:
+        await conversation(rig, 3)
+        (whole,) = await sequences(rig)
+        end = whole.turns[1].completion[1]
+        cut = await rig.get(f"/tokencache/v1/sessions/s/trajectories?max_length={end}&overlong=cut")
+        (sequence,) = msgspec.convert(cut, Trajectory).sequences
+        assert (sequence.tokens, sequence.overlong, len(sequence.experts)) == (end, "cut", 2)
+        assert unequal(sequence, tmp_path) == []
+
+
 async def test_wrong_rows_are_found(tmp_path):
     """The comparison above can fail: rows of another turn in a file's place."""
     async with proxied(engine(), experts=str(tmp_path)) as rig:
@@ -225,6 +236,8 @@ async def test_an_object_store():
         store = open_files(url)
         assert isinstance(store, ObjectFiles)
         assert rows(store._files.cat_file(f"{store._root}/{turn['experts']}")) == turn["prompt_tokens"] + turn["completion_tokens"] - 1
+        (sequence,) = await sequences(rig)
+        assert unequal(sequence, url) == []
         async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s") as answer:
             assert answer.status == 200
         assert not store._files.exists(f"{store._root}/{turn['experts']}")
