@@ -66,6 +66,10 @@ class Reading(NamedTuple):
     state: WeightsState = WeightsState()
 
 
+UNREPORTED = Reading()
+"""No source reports a version."""
+
+
 class PieceVersions(NamedTuple):
     """The versions of the tokens that one request to an engine sampled, or of a whole reply.
 
@@ -87,6 +91,8 @@ class PieceVersions(NamedTuple):
 
     def marks(self) -> list[TurnMark]:
         """The marks of the turn."""
+        if self is NOTHING_KNOWN:
+            return []
         found = {
             TurnMark.MIXED_WEIGHTS: any(span.version == MIXED for span in self.spans),
             TurnMark.HYBRID_KV: self.hybrid,
@@ -121,6 +127,8 @@ class VersionReading:
             tokens: number of sampled tokens.
         """
         before, after = self.before, self._after
+        if after is before is UNREPORTED and not reported:  # most calls of a proxy to which nobody announces anything
+            return NOTHING_KNOWN
         same = (before.version, before.update) == (after.version, after.update) and before.version != MIXED
         if same and after.updating:
             same = after.state.update is not None and bool(after.state.update.mode)
@@ -153,7 +161,7 @@ class VersionReading:
         return before.source == VersionSource.TRAINER and before.update > 0 and after.state.harmless_since(before.update)
 
 
-UNREAD = VersionReading(Reading(), NO_SALT)
+UNREAD = VersionReading(UNREPORTED, NO_SALT)
 """The readings of a request that was not sent."""
 
 
@@ -214,7 +222,7 @@ class PolicyVersions:
         if model is not None and model.capability.adapter:
             return Reading(await _adapter(engine, model.capability.model), VersionSource.ADAPTER)
         self._log_unknown(url)
-        return Reading()
+        return UNREPORTED
 
     async def begin(self, engine: Engine, model: Model | None, request: SaltedRequest) -> VersionReading:
         """Read what is known now of an engine's weights, for a request that is about to be sent to it, and make its salt.
