@@ -13,7 +13,7 @@ rewards itself (`session.set_reward`), or if the trainer computes them.
 
 import pkgutil
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.integrations.rows import RowPolicy, choose_rows
 from tokencache.trajectories.lengths import ExportOptions
 
+S = TypeVar("S")
 Play: TypeAlias = Callable[[AsyncSession, Mapping[str, Any]], Awaitable[float | None]]
 """Runs the harness for one sample of the data set. Returns the reward."""
 
@@ -43,6 +44,26 @@ def load_play(play: Play | str) -> Play:
         raise TypeError(f"play: {play!r} is not a function. Write package.module:function")
     chosen: Play = found
     return chosen
+
+
+async def play_and_finish(
+    play: Callable[[AsyncSession, S], Awaitable[float | None]], session: AsyncSession, sample: S, seconds: float = 60.0
+) -> None:
+    """Run the harness, finish the session with its reward, and wait up to `seconds` for calls that are still in flight.
+
+    If `play` raises, the session is finished without a reward and stays on the proxy, and the exception is passed on.
+
+    Raises:
+        WaitTimeoutError: a call is still in flight after `seconds`.
+        ClientError: the proxy refused a request.
+    """
+    try:
+        reward = await play(session, sample)
+    except BaseException:
+        await session.finish()
+        raise
+    await session.finish(reward)
+    await session.wait(timeout=seconds)
 
 
 class FinishedRollout(NamedTuple):
@@ -112,13 +133,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
             ClientError: the proxy refused a request.
         """
         session = await client.create(harness=self.harness, sampling=sampling, group=group)
-        try:
-            reward = await self.play(session, sample)
-        except BaseException:
-            await session.finish()
-            raise
-        await session.finish(reward)
-        await session.wait(timeout=self.timeout)
+        await play_and_finish(self.play, session, sample, self.timeout)
         await session.seal()
         limits = lengths or ExportOptions()
         trajectory = await session.trajectory(drift="off", **limits)

@@ -23,6 +23,7 @@ import httpx2
 
 from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.client.operations import SessionOptions
+from tokencache.integrations.rollouts import play_and_finish
 from tokencache.integrations.rows import RowPolicy, check_policy, choose_rows
 
 log = logging.getLogger(__name__)
@@ -120,13 +121,7 @@ class TrlRollouts:
         return {name: [row[name] for row in rows] for name in TrlRow.__annotations__}  # type: ignore[literal-required]
 
     async def _one(self, session: AsyncSession, prompt: Any) -> TrlRow:
-        try:
-            reward = await self._play(session, prompt)
-        except BaseException:
-            await session.finish()  # it stays in the proxy, without a reward
-            raise
-        await session.finish(reward)
-        await session.wait()
+        await play_and_finish(self._play, session, prompt)
         row = row_of(await session.trajectory(drift="off"), self._rows)
         if self._delete:
             await session.delete()
