@@ -64,6 +64,9 @@ async def test_a_version_is_announced_and_read(rig, client):
     await called(client.set_weights, phase="updating", owner="one")
     with pytest.raises(WeightsConflictError, match="'one' is updating"):
         await called(client.set_weights, 8, owner="two")
+    await called(client.set_weights, phase="updating", owner="one", mode="keep", clear_cache=True)
+    update = (await rig.store.weights()).update
+    assert (update.mode, update.clears_cache, update.paused) == ("keep", True, False)
     known = await called(client.set_weights, 8, owner="one", engines=[rig.up])
     assert [(engine.url, engine.version) for engine in known.engines] == [(rig.up, "8")]
     with pytest.raises(NotFoundError, match="no engine http://nowhere:1"):

@@ -65,6 +65,8 @@ def set_weights(
     *,
     engines: Sequence[str] = (),
     phase: Literal["ready", "updating"] = "ready",
+    mode: PauseMode = "none",
+    clear_cache: bool = False,
     owner: str = "",
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Steps[WeightsInfo]:
@@ -78,6 +80,9 @@ def set_weights(
         version: the version that the engines have now, a number or a name. Required with `ready`.
         engines: the base URLs of those engines; empty for all.
         phase: `ready`: they have the version now. `updating`: their weights are being replaced, so new calls wait until `ready`.
+        mode: with `updating`: how you pause the engines yourself, before any weight changes: `abort`, `keep` or `wait`. Replies that end
+            before `ready` then have the version before; otherwise they are `mixed`.
+        clear_cache: with `mode`: whether that pause empties the prefix cache (`/pause` of vLLM does, unless it is told not to).
         owner: who announces it. While an owner is updating, others are refused.
         timeout: with `updating`: seconds after which new calls stop waiting. The version is then unknown.
 
@@ -87,7 +92,7 @@ def set_weights(
         RefusedError: the version cannot be used.
     """
     members: dict[str, Any] = {"phase": phase, "engines": list(engines), "owner": owner}
-    members |= {"timeout": timeout} if phase == "updating" else {}
+    members |= {"timeout": timeout, "mode": mode, "clear_cache": clear_cache} if phase == "updating" else {}
     members |= {} if version is None else {"version": version}
     return (yield from call(Request("PUT", _PATH, body=written(members)), WeightsInfo))
 
