@@ -17,6 +17,7 @@ from tokencache.core.rules import RULES
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Level
+from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
 from tokencache.proxy.sessions import SessionSources
@@ -130,8 +131,8 @@ class Settings(BaseSettings):
     )
     derender: Annotated[str, Shown("URL")] = Field(
         "",
-        description="Base URL of a `vllm launch render` sidecar that parses replies for --engine completions. Without it the engine "
-        "itself parses them.",
+        description="Base URL of a `vllm launch render` sidecar that makes messages of token ids, for --engine completions and for "
+        "continued replies. Without it the engine itself does that.",
     )
     tokenizer: Annotated[Path | None, Shown("FOLDER")] = Field(
         None,
@@ -146,6 +147,12 @@ class Settings(BaseSettings):
         False,
         description="Request whole replies from the engine, and stream them to the harness. A reply that the engine aborts is then "
         "always sampled again (docs/several-engines.md).",
+    )
+    aborted: AbortedPolicy = Field(
+        "continue",
+        description="What happens to a reply that the engine breaks off, as at weight updates: it is continued from its last token "
+        "(continue), sampled anew if the harness received nothing of it (again), or passed on (pass). continue needs derender: vLLM's "
+        "--enable-scale-out, or --derender. Otherwise it is again (docs/weights.md).",
     )
     hold: float = Field(
         120.0,

@@ -58,6 +58,9 @@ ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later ha
 ENGINE_CALLS = Counter("tokencache_engine_calls", "Model calls in sessions sent to an engine.", ["engine"], registry=REGISTRY)
 RETRIED_CALLS = Counter("tokencache_repeats", "Calls that retry an earlier call, by how they were served.", ["how"], registry=REGISTRY)
 QUEUED_CALLS = Counter("tokencache_held", "Times that a call was queued because no engine accepted it.", ["why"], registry=REGISTRY)
+CONTINUED = Counter(
+    "tokencache_continued", "Replies that an engine broke off and that were continued, by how they ended.", ["ended"], registry=REGISTRY
+)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 

@@ -114,7 +114,9 @@ class Store:
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
     response = Response(None, chat, Exchange("/", {}, None, 1.0))
-    return CallAttempt(CallRequest("s", chat, response, b"", b""), Services(None, store, None, None, 0), Budget(), may_resample=False)
+    return CallAttempt(
+        CallRequest("s", chat, response, b"", b""), Services(None, store, None, None, 0, "continue"), Budget(), may_resample=False
+    )
 
 
 async def test_a_write_is_finished_before_the_call_is_cancelled():

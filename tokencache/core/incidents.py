@@ -190,6 +190,12 @@ class IncidentKind(StrEnum):
         "no engine could be reached; nothing was sampled",
         "Start an engine. The harness got an error.",
     )
+    WORDS_DIFFER = (
+        "words-differ",
+        "",
+        "a reply was continued after the engine had broken it off, and the client received other words than those of its tokens",
+        "Check that the engine and the render sidecar have the same parsers.",
+    )
     HELD = (
         "held",
         "",

@@ -84,6 +84,7 @@ class Capability(msgspec.Struct, frozen=True):
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
         stop_ids: those candidates at which the engine stopped in a test.
         local_tokenizer: whether the local tokenizer makes small renderings.
+        derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
     """
@@ -103,6 +104,7 @@ class Capability(msgspec.Struct, frozen=True):
     turn_ends: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     local_tokenizer: bool = False
+    derenders: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
     why: str = ""
@@ -209,7 +211,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     blank = await _blank(requests, model, offered)
     possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
-    return _changed(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops)
+    derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
+    return _changed(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops, derenders=derenders)
 
 
 _changed = msgspec.structs.replace

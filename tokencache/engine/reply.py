@@ -138,6 +138,11 @@ class Choice:
             calls=tuple(ToolCall(*self.calls[i]) for i in sorted(self.calls)),
         )
 
+    def replace_message(self, message: ReplyMessage) -> None:
+        """Set the message in place of what was collected."""
+        self.content, self.reasoning, self.calls = [], [], {}
+        self.add_message(message)
+
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         before = len(self.ids)
@@ -147,7 +152,7 @@ class Choice:
             self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
         if bytes(choice.prompt_token_ids) != long_values.FIRST_MARK:
             self.prompt = self.prompt or non_null(choice.prompt_token_ids)
-        self._add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
+        self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
@@ -161,9 +166,10 @@ class Choice:
         self.ids += choice.token_ids
         if choice.logprobs is not None:
             self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
-        self._add_message(choice.delta, before)
+        self.add_message(choice.delta, before)
 
-    def _add_message(self, message: ReplyMessage, before: int) -> None:
+    def add_message(self, message: ReplyMessage, before: int = 0) -> None:
+        """Add a message, or a delta; `before` is the number of ids before it."""
         content, thought = message.content, message.reasoning or message.reasoning_content
         if content:
             self.content.append(content)
@@ -177,6 +183,21 @@ class Choice:
                 parts[0] = call.id or parts[0]
                 parts[1] += call.name
                 parts[2] += call.arguments
+
+    def take_back(self, message: ReplyMessage) -> None:
+        """Remove the delta that was added last."""
+        content, thought = message.content, message.reasoning or message.reasoning_content
+        if content:
+            self.content.pop()
+        if thought:
+            self.reasoning.pop()
+        if content or thought:
+            self.steps.pop()
+        for index, call in message.calls():
+            parts = self.calls[index]
+            parts[1], parts[2] = parts[1].removesuffix(call.name), parts[2].removesuffix(call.arguments)
+            if call.id and not (parts[1] or parts[2]):
+                del self.calls[index]
 
 
 class Reply:
@@ -306,16 +327,49 @@ class Reply:
         """The HTTP status (4xx) of an error that is the whole reply, otherwise 0: vLLM detects some errors only after it has sent a 200."""
         if not self.error or self.choices:
             return 0
+        return self.error_code if 400 <= self.error_code < 500 else 0  # noqa: PLR2004 - the client's fault
+
+    @property
+    def error_code(self) -> int:
+        """The HTTP status of an error that the engine reported within its reply; 500 if it names none."""
         try:
-            code = msgspec.json.decode(self.error, type=_Error).code
+            return msgspec.json.decode(self.error, type=_Error).code
         except ValueError:
-            return 0
-        return code if 400 <= code < 500 else 0  # noqa: PLR2004 - the client's fault
+            return 500
 
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish reason: then the reply is complete, whatever the stream still contains."""
         return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
+
+    @property
+    def cut(self) -> str:
+        """How the engine broke the reply off after it had sampled: `abort` or `error`; `""` if it did not (yet)."""
+        if not any(choice.ids for choice in self.choices.values()):
+            return ""
+        if self.aborted:
+            return "abort"
+        return "error" if self.error and not self.finished else ""
+
+    def take_back_message(self, data: bytes) -> None:
+        """Remove the words of the chunk that was added last (the JSON that `add` returned). Its ids and the end of the reply stay."""
+        for choice in _CHUNK.decode(data).choices:
+            if choice.delta is not None:
+                self.choices[choice.index].take_back(choice.delta)
+
+    def give_back_message(self, data: bytes) -> None:
+        """Add the words of a chunk again that `take_back_message` removed."""
+        for choice in _CHUNK.decode(data).choices:
+            if choice.delta is not None:
+                known = self.choices[choice.index]
+                known.add_message(choice.delta, len(known.ids))
+
+    def reopen(self) -> None:
+        """Take back the end of a reply that was broken off, because another request continues it."""
+        self.error = b""
+        for choice in self.choices.values():
+            choice.finish_reason = choice.stop_reason = None
+            choice.versions = []
 
     @property
     def begun(self) -> bool:

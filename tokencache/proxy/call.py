@@ -11,10 +11,12 @@ per call.) If the client has received nothing yet, its call may instead continue
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -31,21 +33,24 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
+from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, ParsedCompletion, Target
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
+from tokencache.proxy.continuation import AbortedPolicy, Continuation, ContinuationError, reason_against, tokens_left
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
+from tokencache.proxy.gathered_reply import GatheredReply, as_stream
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
-from tokencache.proxy.response import CLIENT_LEFT, ReplyForwarder, Response, whole_response
+from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
 from tokencache.proxy.routed_experts import request_experts
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
@@ -85,6 +90,7 @@ class Services(NamedTuple):
         plan: plans a call for an engine (`planner`).
         versions: reads the policy version of each request's engine.
         hold: seconds for which a call may wait for an engine.
+        aborted: what happens to a reply that an engine broke off.
     """
 
     pool: Pool
@@ -92,6 +98,7 @@ class Services(NamedTuple):
     plan: Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
     versions: PolicyVersions
     hold: float
+    aborted: AbortedPolicy
 
 
 class Opening(NamedTuple):
@@ -127,8 +134,10 @@ class CallAttempt:
         self._driver: Driver
         self._request: EngineRequest
         self._posts = 0
+        self._posted = ""
+        self._continues = self._gathers = False
         self._documents: dict[str, bytes] = {}
-        self._started = time.time()
+        self._started = self._waiting_since = time.time()
         self._ended: asyncio.Event | None = None
 
     def _advance(self, event: Event) -> None:
@@ -342,8 +351,13 @@ class CallAttempt:
         self._documents = dict(documents)
         if spent := self._budget_spent():
             return await self._stop(spent)
-        async with self._response.keep_alive():
-            answer = await self._send_to_engines()
+        try:
+            async with self._response.keep_alive():
+                answer = await self._send_to_engines()
+        except EngineError as why:
+            if why.passing or not (self._continues and self._may_resample):
+                raise
+            return await self._drop()  # the engine died before it answered: nothing that it sampled is known
         try:
             self._reply.prompt.sent = self._outcome.plan.sent
             self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
@@ -351,7 +365,11 @@ class CallAttempt:
                 await self._compare_returned_ids()
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
-            delivery = ReplyForwarder(self._response, self._reply, self._driver, self, may_resample=self._may_resample)
+            if self._gathers and answer.content_type == EVENT_STREAM:
+                return await self._pass_gathered(answer)
+            delivery = ReplyForwarder(
+                self._response, self._reply, self._driver, self, may_resample=self._may_resample, may_continue=self._continues
+            )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
             return await self._pass_whole(answer, delivery)
@@ -380,16 +398,23 @@ class CallAttempt:
             EngineError: an engine failed after it may have begun to sample, or the time is over.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
+        return await self._until_taken(partial(self._ask_each_engine, self._ask))
+
+    async def _until_taken(self, ask: Callable[[], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
+        """Try the engines until one takes the request, for `Services.hold` seconds. Raises the errors of `ask` and `until_taken`."""
         try:
-            return await self._ask_each_engine(self._started)
+            return await ask()
         except NotTakenError as refused:
-            taken = await until_taken(self._ask_each_engine, refused, self._services.hold, self._services.versions.changed)
+            taken = await until_taken(ask, refused, self._services.hold, self._services.versions.changed)
         if taken.waited:
             self._outcome.noted.append(self._outcome.incident(IncidentKind.HELD, f"{taken.waited:.1f} s: {taken.why}"))
         return taken.answer
 
-    async def _ask_each_engine(self, started: float = 0.0) -> aiohttp.ClientResponse:
-        """Try each engine once, in the session's order; `started` is the time when the call arrived, or 0 if it has waited since.
+    async def _ask_each_engine(self, ask: Callable[[Engine], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
+        """Try each engine once, in the session's order.
+
+        Args:
+            ask: sends the request to an engine.
 
         Raises:
             NotTakenError: no engine took the call.
@@ -401,9 +426,9 @@ class CallAttempt:
                 refused.close()
             self._engine = engine
             try:
-                answer = await self._ask(engine, started or time.time())
+                answer = await ask(engine)
             except EngineError as why:
-                if not why.passing:
+                if not why.passing and self._outcome.continuation is None:
                     raise
                 if not why.reached:
                     self._services.pool.mark_down(engine, why)
@@ -413,26 +438,26 @@ class CallAttempt:
                 if answer.status not in NOT_NOW:
                     return answer
                 refused = NotTakenError(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
-            started = 0.0
-            self._advance(Event.NOT_TAKEN)
+            self._waiting_since = 0.0
+            if self._outcome.continuation is None:
+                self._advance(Event.NOT_TAKEN)
             log.info("session %s call %s: not taken: %s", self._session, self.id, refused)
         assert refused is not None  # noqa: S101 - `order` is never empty
         raise refused
 
-    async def _ask(self, engine: Engine, started: float) -> aiohttp.ClientResponse:
+    async def _ask(self, engine: Engine) -> aiohttp.ClientResponse:
         """Plan the call for an engine, and send it there.
 
         Raises:
             EngineError: the engine cannot be reached, or cannot serve now.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
-        outcome = self._outcome
+        outcome, started = self._outcome, self._waiting_since or time.time()
         outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
         metrics.BEFORE.observe(time.time() - started)
         if self._chat.required_prefix:
             require_prefix(self._session, self._chat, outcome.plan.prompt, outcome.plan.reason)
-        salted = SaltedRequest(self._session, outcome.epoch, self._chat.model, bytes(self._chat.fields.get(MEMBER, b"null")))
-        outcome.weights = await self._services.versions.begin(engine, outcome.model, salted)
+        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
         self._advance(Event.SEND)
         try:
             return await self._send(engine)
@@ -450,6 +475,8 @@ class CallAttempt:
         self._driver = driver
         longest = outcome.model.capability.max_model_len if outcome.model is not None else 0
         target = Target(engine.upstream, self._exchange.path, self._exchange.headers, longest)
+        self._continues = self._may_continue()
+        self._gathers = self._continues and not (self._chat.stream or self._ledger.keeps_experts)  # streams have no routed experts
         self._request = await self._write_request(plan.exact, target)
         if self._request.not_exact:
             plan = outcome.plan = Plan(match="plain", reason=self._request.not_exact, near=plan.near)
@@ -470,11 +497,12 @@ class CallAttempt:
             engine.doubt("it refused the ids that it was sent")
         return answer
 
-    async def _write_request(self, exact: ExactPrompt | None, target: Target) -> EngineRequest:
-        salt = self._outcome.weights.salt
+    async def _write_request(self, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None) -> EngineRequest:
+        """Write the request, or that of a piece of the reply (`chat`), with the salt."""
+        salt, chat = self._outcome.weights.salt, chat or (as_stream(self._chat) if self._gathers else self._chat)
         if self._exchange.body is not None:
             return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
-        chat = msgspec.structs.replace(self._chat, fields=salt.written(self._chat.fields)) if salt.text else self._chat
+        chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
         if self._ledger.keeps_experts:
             chat = request_experts(chat, self._outcome.plan.routed if exact is not None and self._driver.skips_experts else 0)
         return await self._driver.request(chat, exact, target)
@@ -482,6 +510,7 @@ class CallAttempt:
     async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
         self._posts += 1
         headers = with_request_id(self._exchange.headers, self.id, self._posts)
+        self._posted = headers[REQUEST_ID]
         return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)
 
     # Forward the engine's answer
@@ -531,8 +560,7 @@ class CallAttempt:
             body, no_text, _ = await self._parse(self._request.parse(body), delivery)
         body = delivery.take(body)
         if delivery.withheld == "aborted":
-            await self._drop()
-            return None
+            return await self._drop()
         if no_text:
             self._engine.doubt(no_text)
             await self._record()
@@ -581,11 +609,12 @@ class CallAttempt:
         """Forward a stream, and store its turn before its last event is sent."""
         reply, outcome = self._reply, self._outcome
         held, broke = await delivery.follow(answer)
+        if delivery.cut:
+            held, broke = await self._continue(delivery, broke)
         if delivery.withheld == "overflow":
             return await self._answer_overflow(reply.refusal, reply.error)
         if delivery.withheld == "aborted" and not delivery.client_left:
-            await self._drop()
-            return None
+            return await self._drop()
         if broke is None and delivery.client_left:  # it will not receive the held part
             broke = ABORTED, CLIENT_LEFT
         cut = broke is not None
@@ -602,10 +631,169 @@ class CallAttempt:
             held, cut = self._exchange.encoder.error(_UNAVAILABLE, f"the store failed: {why}"), False
         return await self._response.finish(held, cut=cut)
 
-    async def _drop(self) -> None:
-        """Record a reply that the engine aborted before the client received any of it; the caller makes the call again."""
+    # Continue a reply that the engine broke off
+
+    def _may_continue(self) -> bool:
+        """Whether the reply is continued if the engine breaks it off. If the request is the reason why not, the turn says so."""
+        model = self._outcome.model
+        able = model is not None and model.capability.derenders and self._exchange.body is None
+        if self._services.aborted != "continue" or not able:
+            return False
+        self._outcome.again = reason_against(self._chat.fields)
+        return not self._outcome.again
+
+    async def _continue(self, delivery: ReplyForwarder, broke: Broken | None) -> tuple[bytes, Broken | None]:
+        """Continue a reply, as often as needed. Returns the part that must wait for the store, and why the stream was cut off."""
+        outcome = self._outcome
+        assert self._driver.derender is not None  # noqa: S101 - `_may_continue` looked
+        outcome.continuation = continuation = Continuation(self._chat, self._reply, self._driver.derender, delivery.head)
+        continuation.begin_piece(self._posted, self._engine.upstream.url)
+        held = b""
+        while delivery.cut:
+            await outcome.end_piece(delivery.cut)
+            self._log_cut(delivery.cut)
+            try:
+                continuation.check()
+                async with self._response.keep_alive():
+                    answer = await self._next_piece(continuation)
+                try:
+                    held, broke = await delivery.resume(continuation.chunks(answer, self._derender_request()))
+                finally:
+                    if answer is not None:
+                        answer.close()
+            except (ContinuationError, EngineError, NotTakenError) as why:
+                log.warning("session %s call %s: the reply cannot be continued: %s", self._session, self.id, why)
+                outcome.again = str(why)
+                return delivery.give_up(), broke
+        if continuation.differs:
+            detail = "the client received words that are not those of the reply's tokens"
+            outcome.noted.append(outcome.incident(IncidentKind.WORDS_DIFFER, detail))
+        return held, broke
+
+    async def _pass_gathered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
+        """Gather a stream for a client that requested a whole reply, continue it if it is broken off, and send it when it is stored.
+
+        Raises:
+            EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
+        """
+        reply, derender = self._reply, self._driver.derender
+        assert derender is not None  # noqa: S101 - `_may_continue` looked
+        gathered = GatheredReply(reply)
+        async with self._response.keep_alive():
+            how = await gathered.read(answer)
+        if how and not any(choice.ids for choice in reply.choices.values()):
+            return await self._pass_nothing(how)
+        if how and (why := await self._gather_pieces(gathered, derender, how)):
+            log.warning("session %s call %s: the reply cannot be continued: %s", self._session, self.id, why)
+            self._outcome.again = why
+            if self._may_resample:
+                return await self._drop()
+            self._outcome.broke, self._outcome.detail = BROKE, why
+            await self._record()
+            raise EngineError(f"the engine broke off its reply, and it cannot be continued: {why}")
+        try:
+            body = await gathered.body(self._chat, derender, self._derender_request())
+        except EngineError as why:
+            self._engine.doubt(str(why))
+            await self._record()
+            raise
+        written = self._response.as_body(body, reply)
+        await self._record()
+        return web.Response(body=written, content_type="application/json")
+
+    async def _gather_pieces(self, gathered: GatheredReply, derender: Derender, how: str) -> str:
+        """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
+        outcome, reply = self._outcome, self._reply
+        outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first)
+        continuation.begin_piece(self._posted, self._engine.upstream.url)
+        while how:
+            await outcome.end_piece(how)
+            self._log_cut(how)
+            try:
+                continuation.check()
+                check = continuation.prompt_check()
+                answer = await self._next_piece(continuation)
+                reply.reopen()
+                if answer is None:
+                    reply.choices[0].finish_reason = "length"
+                    return ""
+                with contextlib.closing(answer):
+                    how = await gathered.read(answer, check)
+            except (ContinuationError, EngineError, NotTakenError) as why:
+                return str(why)
+        return ""
+
+    async def _pass_nothing(self, how: str) -> web.StreamResponse | None:
+        """Answer a client that requested a whole reply, if the engine broke it off before it had sampled."""
+        error = self._reply.error
+        if how == "error":
+            code = self._reply.error_code
+            await self._settle(IncidentKind.ENGINE_REFUSED, f"{code}: {error[:300].decode(errors='replace')}")
+            body = b'{"error":%s}' % error
+            return web.Response(
+                body=body if self._exchange.refuse is None else self._exchange.refuse(code, body),
+                status=code,
+                content_type="application/json",
+            )
+        if self._may_resample:
+            return await self._drop()
+        await self._settle(IncidentKind.UPSTREAM_BROKE, _ENDED_EARLY)
+        self._response.break_off()
+        return web.Response()
+
+    def _log_cut(self, how: str) -> None:
+        log.info("session %s call %s: the reply was broken off (%s), and is continued", self._session, self.id, how)
+        metrics.CONTINUED.labels(how).inc()
+
+    async def _next_piece(self, continuation: Continuation) -> aiohttp.ClientResponse | None:
+        """Send the request for the next piece; `None` if the limits of the request allow no more tokens.
+
+        Raises:
+            ContinuationError: the engine refuses the request.
+            EngineError, NotTakenError: no engine took it in time.
+        """
+        if not tokens_left(self._chat.fields, len(continuation.sampled)):
+            return None
+        answer = await self._until_taken(partial(self._ask_each_engine, partial(self._ask_piece, continuation)))
+        if answer.status != _OK or answer.content_type != EVENT_STREAM:
+            words = (await answer.read())[:300].decode(errors="replace")
+            answer.close()
+            raise ContinuationError(f"the engine answered {answer.status}: {words}")
+        return answer
+
+    async def _ask_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
+        """Send the request for the next piece to an engine.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot serve now.
+        """
+        outcome = self._outcome
+        outcome.model = await engine.model(self._chat.model)
+        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
+        self._driver = engine.driver
+        packed, fragment = continuation.prompt
+        exact = ExactPrompt(packed, fragment, LastReply(-1, 0, 0))
+        target = Target(engine.upstream, self._exchange.path, self._exchange.headers, outcome.model.capability.max_model_len)
+        self._request = await self._write_request(exact, target, continuation.call)
+        try:
+            answer = await self._post(engine)
+        except EngineError as why:
+            engine.forget(str(why))
+            raise
+        continuation.begin_piece(self._posted, engine.upstream.url)
+        return answer
+
+    def _derender_request(self) -> DerenderRequest:
+        return DerenderRequest(self._engine.upstream, self._chat.safe_fields(), self._reply.prompt.raw, self._exchange.headers)
+
+    def _salted(self) -> SaltedRequest:
+        return SaltedRequest(self._session, self._outcome.epoch, self._chat.model, bytes(self._chat.fields.get(MEMBER, b"null")))
+
+    async def _drop(self) -> web.StreamResponse | None:
+        """Record a reply that the engine broke off before the client received any of it. Returns `None`: the call is made again."""
         self._outcome.broke, self._outcome.detail = DROPPED, "the engine aborted the reply before anything was shown; asked again"
         await self._record()
+        return None
 
 
 def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:

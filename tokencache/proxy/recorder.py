@@ -18,14 +18,15 @@ from tokencache.core.ids import Pieces
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.messages import digest
 from tokencache.core.reasons import Reason
-from tokencache.core.turn import Prefix, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
+from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
+from tokencache.proxy.continuation import Continuation
 from tokencache.proxy.planner import Plan
-from tokencache.proxy.policy_version import UNREAD, PieceVersions, VersionReading
+from tokencache.proxy.policy_version import UNREAD, PieceVersions, VersionReading, joined
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry
 
@@ -69,7 +70,10 @@ class Outcome(msgspec.Struct, kw_only=True):
         asked: the request fingerprint; `b""` if retries are not deduplicated.
         second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
         unanswered: whether the client had left before the reply was complete.
-        weights: the readings of the engine's policy version.
+        weights: the readings of the engine's policy version for the last request.
+        continuation: continues a reply that an engine broke off; `None` if none did.
+        ended: the versions of the pieces that have ended, each with its number of tokens.
+        again: why a reply that an engine broke off is not continued.
     """
 
     session: str
@@ -88,6 +92,36 @@ class Outcome(msgspec.Struct, kw_only=True):
     second: str = ""
     unanswered: bool = False
     weights: VersionReading = UNREAD
+    continuation: Continuation | None = None
+    ended: list[tuple[PieceVersions, int]] = []
+    again: str = ""
+
+    async def end_piece(self, how: str) -> None:
+        """Note how a piece of a reply has ended (`core.turn.ReplyPiece.ended`)."""
+        assert self.continuation is not None  # noqa: S101 - the caller made it
+        await self.weights.end()
+        piece = self.continuation.end_piece(how)
+        self.ended.append((self.weights.versions(self.reply.versions(0), piece.end - piece.start), piece.end - piece.start))
+
+    def _versions(self, index: int, tokens: int) -> PieceVersions:
+        """The versions of a choice's tokens, over all pieces."""
+        known = sum(length for _, length in self.ended)
+        last = self.weights.versions(self.reply.versions(index), tokens - known)
+        return joined([*self.ended, (last, tokens - known)]) if self.ended else last
+
+    def _pieces(self, choice: Choice) -> tuple[ReplyPiece, ...]:
+        """The pieces of a reply that was continued; none for any other."""
+        if not self._continued(choice):
+            return ()
+        assert self.continuation is not None  # noqa: S101 - `_continued` looked
+        pieces = self.continuation.pieces
+        if pieces[-1].end < len(choice.ids):
+            self.continuation.end_piece(choice.finish_reason or self.broke)
+        return tuple(pieces)
+
+    def _continued(self, choice: Choice) -> bool:
+        """Whether another request continued the reply."""
+        return self.continuation is not None and len(choice.ids) > self.continuation.pieces[0].end
 
     @property
     def whole(self) -> bool:
@@ -98,7 +132,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Make the turns of the call, and its incidents, from its reply."""
         incidents = [*self.noted, *self._incidents()]
         prompt = self._prompt()
-        if prompt is None and self.reply.refusal:
+        if prompt is None and (self.reply.refusal or (self.broke == DROPPED and not self.reply.choices)):
             return Recorded([], [], incidents)
         if prompt is None:
             return Recorded([], [], [*incidents, self._no_prompt()])
@@ -183,7 +217,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         base, shared = self._base(prompt, prefixes)
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
-        versions = self.weights.versions(self.reply.versions(index), len(choice.ids))
+        versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
         experts, experts_start = self.experts.get(index, ("", plan.routed))
         turn = Turn(
             id=secrets.token_hex(8),
@@ -230,6 +264,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             version_source=versions.source,
             prompt_version=versions.prompt,
             kv=versions.kv,
+            pieces=pieces,
+            again=self.again if choice.finish_reason == "abort" or self.broke in {BROKE, DROPPED} else "",
         )
         keys: tuple[bytes, ...] = ()
         if call.conversation is not None and not call.plain:
@@ -295,6 +331,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             TurnMark.MEDIA: self.call.plain == Reason.MEDIA,
             TurnMark.SECOND_SAMPLE: bool(self.second),
             TurnMark.UNANSWERED: self.unanswered and self.whole,
+            TurnMark.CONTINUED: self._continued(choice),
         }
         return (*prompt.marks, *(name for name, there in marks.items() if there), *versions.marks())
 

@@ -14,7 +14,7 @@ and the engine does not stream, the whole reply is sent in chunks.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -268,16 +268,22 @@ class ReplyForwarder:
 
     Attributes:
         ended: whether the engine sent the end of its stream.
+        cut: how the engine broke the reply off (`core.turn.ReplyPiece.ended`), if the reply may be continued; otherwise `""`.
         withheld: why the client receives nothing of this reply. `aborted`: the engine aborted it before any of it was sent, and the call
             may be made again. `overflow`: the prompt is too long, and the client receives an empty reply. Otherwise `""`.
     """
 
-    def __init__(self, response: Response, reply: Reply, driver: Driver, progress: Progress, *, may_resample: bool) -> None:
+    def __init__(
+        self, response: Response, reply: Reply, driver: Driver, progress: Progress, *, may_resample: bool, may_continue: bool
+    ) -> None:
         self._response, self._reply, self._driver, self._progress = response, reply, driver, progress
         self._chat, self._encoder, self._token_ids = response.chat, response.exchange.encoder, response.exchange.token_ids
-        self._may_resample = may_resample
+        self._may_resample, self._may_continue = may_resample, may_continue
         self._as_is = response.exchange.refuse is None
         self.ended = False
+        self.cut = ""
+        self.head = b""  # the first chunk
+        self._cut_off: list[bytes] = []  # the data of the events with which a reply that was broken off ended
         self.withheld: Literal["", "aborted", "overflow"] = ""
         self._finished = False  # whether the last choice is complete: the rest waits for the store
         self._silent = True  # whether nothing was sent since the last keep-alive interval
@@ -332,12 +338,69 @@ class ReplyForwarder:
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             # aiohttp raises the same errors for a failed read and a failed write.
             broke = (ABORTED, CLIENT_LEFT) if self.client_left else (BROKE, f"{type(why).__name__}: {why}")
+            self._note_lost()
         except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
             log.exception("the reply cannot be written in the client's dialect")
             broke = (TurnMark.INTERNAL_ERROR, f"{type(why).__name__}: {why}")
         else:
+            self._note_lost()
+            if self.cut:
+                return b"", None
             return self._release() + bytes(held) + (splitter.rest if self._as_is else b""), None
-        return self._release() + bytes(held), broke
+        return b"" if self.cut else self._release() + bytes(held), broke
+
+    def _note_lost(self) -> None:
+        """Note that the stream ended before the reply did, if the reply may be continued."""
+        sampled = any(choice.ids for choice in self._reply.choices.values())
+        if self._may_continue and sampled and not (self.cut or self._finished or self.client_left):
+            self.cut = "lost"
+        elif self._may_continue and self._may_resample and self._pending is not None and not self.client_left:
+            self.withheld = "aborted"  # nothing was sampled, as far as is known
+
+    async def resume(self, chunks: AsyncIterator[bytes]) -> tuple[bytes, Broken | None]:
+        """Forward the chunks (JSON) of a continuation as they arrive.
+
+        Returns:
+            As `follow`.
+
+        Raises:
+            EngineError, ContinuationError: those of the iterator.
+        """
+        self._reply.reopen()
+        self.cut, self._cut_off, self._finished = "", [], False
+        response, held = await self._response.open(), bytearray()
+        async with KeepAlive(self._response.exchange.keep_alive, lambda: self._break_silence(response)):
+            async for chunk in chunks:
+                shown = self._read_events([event_of(chunk)], held)
+                if shown and not self._progress.orphaned:
+                    self._silent = False
+                    try:
+                        await response.write(shown)
+                    except ConnectionResetError:
+                        return bytes(held), (ABORTED, CLIENT_LEFT)
+        if not self._finished:
+            self.cut = "lost"
+        return bytes(held), None
+
+    def give_up(self) -> bytes:
+        """Return the end of a reply that was broken off and is not continued, as the engine sent it."""
+        self._may_continue, self._finished = False, bool(self._cut_off)
+        self._decide_whether_withheld()
+        if self.withheld:
+            return b""
+        written = [self._release()]
+        for data in self._cut_off:
+            if data == DONE:
+                self.ended = True
+                written.append(self._encoder.end())
+            else:
+                self._reply.give_back_message(data)
+                written.append(self._encode(data))
+        return b"".join(written)
+
+    def _encode(self, data: bytes) -> bytes:
+        shown = self._response.with_token_ids(data, self._reply)
+        return self._encoder.chunk(event_of(shown), shown, self._response.prompt_tokens(self._reply))
 
     def _pass_directly(self, event: bytes) -> bool:
         """Forward an event that can be parsed later; false if it must be parsed now, or if the client is slow."""
@@ -375,11 +438,23 @@ class ReplyForwarder:
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
+        if self.cut:
+            self._cut_off.append(data)
+            return b""
         if data == DONE:
             self._finished = self.ended = True
             return self._release() + self._encoder.end()
-        data = self._reply.without_experts(data)
+        return self._read_chunk(event, self._reply.without_experts(data))
+
+    def _read_chunk(self, event: bytes, data: bytes) -> bytes:
+        """Parse one chunk, and return the client's bytes of it."""
         brief = self._reply.add(data)
+        self.head = self.head or brief
+        if self._may_continue and (cut := self._reply.cut):
+            self.cut = cut
+            self._reply.take_back_message(brief)  # the client does not receive them from this chunk
+            self._cut_off.append(brief)
+            return b""
         self._finished = self._finished or self._reply.finished or bool(self._reply.error)
         allowed = data if self._chat.shows_ids else brief
         shown = self._response.with_token_ids(allowed, self._reply)

@@ -93,7 +93,7 @@ class Proxy:
         planner = Planner(self.pool, self.store, prefixes)
         salts = KvSalts(settings.kv, self.store, lambda: self._bodies.secret)
         self.versions = PolicyVersions(self.weights, salts)
-        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold)
+        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
         endpoints = Endpoints(

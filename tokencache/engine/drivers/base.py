@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 
 from tokencache.core.ids import Pieces
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.derender import Derender
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
@@ -112,6 +113,7 @@ class Driver(ABC):
             searches vLLM's refusals for the first two defaults; the last is from vLLM's check of supplied ids (0.32,
             `v1/engine/input_processor.py`).
         renderer: renders conversations with an engine's chat template.
+        derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 
     name: ClassVar[str]
@@ -124,6 +126,7 @@ class Driver(ABC):
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
+    derender: Derender | None = None
 
     @abstractmethod
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:

@@ -28,7 +28,7 @@ class DriverOptions(NamedTuple):
 
 
 DRIVERS: dict[str, Callable[[DriverOptions], Driver]] = {
-    Vllm.name: lambda options: Vllm(streams=options.streams),
+    Vllm.name: lambda options: Vllm(streams=options.streams, parser=options.parser),
     NemoRl.name: lambda options: NemoRl(options.sampling),
     NemoGym.name: lambda options: NemoGym(options.sampling),
     TextPrompts.name: lambda options: TextPrompts(options.parser),

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import Driver, ExactPrompt
-from tokencache.engine.upstream import SegmentedPayload, segmented_body
+from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
 
 Raw = msgspec.Raw
 
@@ -30,9 +31,10 @@ class Vllm(Driver):
     skips_experts = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
-    def __init__(self, *, streams: bool = True) -> None:
-        """Create a driver; without `streams` it requests only whole replies."""
+    def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
+        """Create a driver; without `streams` it requests only whole replies. `parser` derenders; if it is `None`, the engine does."""
         self.streams = streams
+        self.derender = Derender(parser) if streams else None
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
         """See `Driver.write`."""

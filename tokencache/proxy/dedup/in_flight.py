@@ -83,7 +83,7 @@ class CallsInFlight:
         join: Join = fingerprint.join if replayable else "never"
         resamples = 0
         while True:
-            may_resample = self._services.hold > 0 and resamples < MAX_RESAMPLES
+            may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
             call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
             result = await self._outlive_client(asked.session, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
             if isinstance(result, Opening):

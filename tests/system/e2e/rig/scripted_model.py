@@ -10,6 +10,7 @@ token (a grammar, `allowed_token_ids`), the script ends there and free sampling 
 Episodes are read once from the file that `$EPISODES` names. It maps a name to a list of turns, or to
 `{"turns": [...], "side": "...", "asked": {words: turn}}`; `side` is the reply to a prompt that offers no tools (harnesses request titles
 that way), a turn of `asked` the reply to one with these words after the last answer (such as the request for a summary).
+A prompt that ends with the beginning of a turn gets the rest of it, wherever it was cut: that is how a reply is continued.
 After its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn is replaced by what the pattern's group last matched in
 the prompt, such as an id that a tool returned in this run. A turn with the character U+241F is tokenized piece by piece between these
 marks, and a piece that is one token stays one: `␟ Skin␟ny␟` is never the token of ` Skinny`.
@@ -42,6 +43,13 @@ REMEMBERED = 4096
 logger = logging.getLogger(__name__)
 
 
+def byte_letters():
+    """The letter that a byte-level vocabulary writes for each byte (GPT-2's `bytes_to_unicode`)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in visible)
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
 class Drifter:
     """Tokenizes text as a model might have sampled it."""
 
@@ -49,6 +57,22 @@ class Drifter:
         self.tokenizer = tokenizer
         self.ids = tokenizer.get_vocab(with_added_tokens=True)
         self.added = set(tokenizer.get_added_tokens_decoder())
+        self.letters = byte_letters()
+        self.bytes = {letter: byte for byte, letter in self.letters.items()}
+
+    def bytes_of(self, ids):
+        """The bytes that some ids stand for; they may end within a character."""
+        tokens = [(token_id, self.tokenizer.id_to_token(token_id)) for token_id in ids]
+        return b"".join(
+            token.encode() if token_id in self.added else bytes(self.bytes[letter] for letter in token) for token_id, token in tokens
+        )
+
+    def encode_rest(self, rest, rng):
+        """Ids for the rest of a text (bytes), which may begin within a character."""
+        first = next((at for at, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
+        within = [self.ids[self.letters[byte]] for byte in rest[:first]]
+        text = rest[first:].decode()
+        return within + (self.encode(text, rng) if text else [])
 
     def cuts(self, token_id):
         """Every pair of ids that together decode to this token."""
@@ -92,6 +116,7 @@ class ScriptedModel(LogitsProcessor):
         self.tokenizer = Tokenizer.from_file(str(Path(model.tokenizer) / "tokenizer.json"))
         self.drifter = Drifter(self.tokenizer)
         self.stop_id = model.hf_config.eos_token_id
+        self.opener = self.tokenizer.token_to_id("<|im_start|>")
         self.episodes = json.loads(Path(os.environ["EPISODES"]).read_text(encoding="utf-8"))
         self.batch = {}  # index in the batch -> Line
         self.lines = OrderedDict()  # id of the request's list of sampled ids -> Line, for requests that leave the batch and return
@@ -130,11 +155,21 @@ class ScriptedModel(LogitsProcessor):
             return None
         self.planned += 1
         rng = random.Random(f"{self.planned if params.seed is None else params.seed}:{text}")
-        line = Line([*self.drifter.encode(text, rng), self.stop_id], sampled)
+        begun = self.begun(prompt_ids)
+        rest = text.replace(CUT, "").encode().removeprefix(begun) if begun else b""
+        continues = begun and text.replace(CUT, "").encode().startswith(begun)
+        ids = self.drifter.encode_rest(rest, rng) if continues else self.drifter.encode(text, rng)
+        line = Line([*ids, self.stop_id], sampled)
         self.lines[id(sampled)] = line
         while len(self.lines) > REMEMBERED:
             self.lines.popitem(last=False)
         return line
+
+    def begun(self, prompt_ids):
+        """The bytes of the turn that the end of a prompt has begun."""
+        ids = list(prompt_ids)
+        opened = max((at for at, token_id in enumerate(ids) if token_id == self.opener), default=len(ids))
+        return self.drifter.bytes_of(ids[opened + 1 :]).removeprefix(b"assistant\n")
 
     def update_state(self, batch_update):
         if batch_update is None:

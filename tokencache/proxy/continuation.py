@@ -1,0 +1,383 @@
+"""Continues a reply that an engine broke off, from its last sampled token.
+
+An engine may end a reply before the model does: `/pause?mode=abort` and `/abort_requests` (vLLM), an error in its stream, or the end of its
+process. Sampling such a reply anew throws tokens away, and favours short replies, because long ones are hit more often. So the prompt and
+all tokens sampled so far are sent as the next exact prompt, to any engine that serves the session, as often as needed. The reply is
+recorded as one turn, whose *pieces* are the parts that one request sampled (`core.turn.ReplyPiece`).
+
+Only the ids of a continuation are the engine's own. Its text is not: parsers begin anew, and take the rest of a thought or of a tool call
+for text (vLLM 0.32). So all text after a cut is made by derender from the ids of the whole reply, and the client gets the difference to
+what it has received.
+
+A request is continued only if each of its members is known to leave the distribution of the next token as it is (`reason_against`, measured
+on vLLM 0.32). Penalties of the output, stop strings, words that must not appear and grammars begin anew with a request.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import aiohttp
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.turn import ReplyPiece
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.sse import DONE, EventSplitter, data_of
+from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.reply import Choice, Reply
+
+Raw = msgspec.Raw
+
+MOST_PIECES = 8
+"""Maximum number of pieces of one reply."""
+WORDS_SECONDS = 1.0
+"""Seconds between two requests for the words of a continuation; each costs more the longer the reply is."""
+
+AbortedPolicy = Literal["continue", "again", "pass"]
+"""What happens to a reply that an engine broke off: it is continued, sampled anew if the client received nothing of it, or passed on."""
+
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_KEPT = frozenset({
+    "model", "messages", "tools", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "repetition_penalty",
+    "thinking_token_budget", "stop_token_ids", "ignore_eos", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "stream",
+    "stream_options", "logprobs", "top_logprobs", "return_token_ids", "return_weight_versions", "return_prompt_text", "include_reasoning",
+    "parallel_tool_calls", "reasoning_effort", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
+    "cache_salt", "kv_transfer_params", "request_id", "priority", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "skip_special_tokens", "spaces_between_special_tokens", "verbosity", "vllm_xargs",
+})  # fmt: skip
+"""Members that leave the distribution of the next token as it is, or that are reduced by what was sampled (limits, seed)."""
+
+
+def _is_off(value: Any) -> bool:
+    return not value
+
+
+_HARMLESS: Mapping[str, Callable[[Any], bool]] = {
+    "n": lambda value: value in {None, 1},
+    "best_of": lambda value: value in {None, 1},
+    "presence_penalty": _is_off,
+    "frequency_penalty": _is_off,
+    "bad_words": _is_off,
+    "stop": _is_off,
+    "include_stop_str_in_output": lambda _: True,  # says nothing without a stop string
+    "response_format": lambda value: value is None or value == {"type": "text"},
+    "structured_outputs": _is_off,
+    "tool_choice": lambda value: value in {None, "auto", "none"} if not isinstance(value, dict) else False,
+    "functions": _is_off,
+    "function_call": _is_off,
+    "use_beam_search": _is_off,
+    "prompt_logprobs": lambda value: value is None,
+    "echo": _is_off,
+    "continue_final_message": _is_off,
+    "repetition_detection": _is_off,
+    "logits_processors": _is_off,
+    "length_penalty": lambda value: value in {None, 1},
+}
+"""Members that survive a cut only with some values."""
+
+
+def reason_against(fields: Mapping[str, Raw]) -> str:
+    """Return why a request (its raw members) cannot be continued after a cut: the member that does not survive it; `""` if all do."""
+    for name, raw in fields.items():
+        if name in _KEPT:
+            continue
+        harmless = _HARMLESS.get(name)
+        if harmless is None:
+            return f"{name} is not known to survive a cut"
+        if not harmless(value_of(raw)):
+            return f"{name} does not survive a cut"
+    if any(isinstance(tool, dict) and _is_strict(tool) for tool in value_of(fields.get("tools", Raw(b"[]"))) or ()):
+        return "a strict tool does not survive a cut"
+    return ""
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int) -> dict[str, Raw]:
+    """Return the members for the next piece of a reply: limits without what was sampled, another seed, as a stream.
+
+    Args:
+        fields: the members of the whole request.
+        sampled: number of tokens that were sampled so far.
+        piece: number of pieces so far. The noise of a request with a seed begins anew, so with the same seed a reply repeats its own
+            beginning.
+    """
+    changed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": False}}
+    for name in _LIMITS:
+        if isinstance(limit := value_of(fields.get(name, Raw(b"null"))), int):
+            changed[name] = limit - sampled
+    if isinstance(least := value_of(fields.get("min_tokens", Raw(b"null"))), int):
+        changed["min_tokens"] = max(0, least - sampled)
+    if isinstance(seed := value_of(fields.get("seed", Raw(b"null"))), int):
+        changed["seed"] = int.from_bytes(hashlib.blake2b(b"%d %d" % (seed, piece), digest_size=4).digest(), "big")
+    return {**fields, **{name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}}
+
+
+def tokens_left(fields: Mapping[str, Raw], sampled: int) -> bool:
+    """Whether the limits of a request allow more tokens."""
+    limits = [value_of(fields[name]) for name in _LIMITS if name in fields]
+    return all(not isinstance(limit, int) or limit > sampled for limit in limits)
+
+
+_HEAD = ("id", "object", "created", "model")
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+
+
+class _PieceLogprobs(msgspec.Struct):
+    content: list[Raw] | None = None
+
+
+class _PieceChoice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _PieceLogprobs | None = None
+
+
+class _PieceChunk(msgspec.Struct):
+    choices: list[_PieceChoice] = []
+
+
+class _Sampled(NamedTuple):
+    """Ids that wait for their words, and their log probabilities (raw entries)."""
+
+    ids: list[int]
+    logprobs: list[Raw]
+
+
+class ContinuationError(Exception):
+    """A reply cannot be continued. The message is the reason."""
+
+
+class Continuation:
+    """A reply in pieces.
+
+    Attributes:
+        pieces: the pieces that have ended.
+        differs: whether the client received other words than those of the reply's tokens.
+    """
+
+    def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes) -> None:
+        """Begin when the first piece has ended; `first` is the first chunk of its stream (JSON)."""
+        self._call, self._reply, self._derender = call, reply, derender
+        self._head = {name: value for name, value in _FIELDS.decode(first or b"{}").items() if name in _HEAD}
+        self.pieces: list[ReplyPiece] = []
+        self._request = self._engine = ""
+        self.differs = False
+
+    @property
+    def sampled(self) -> list[int]:
+        """The ids that were sampled so far."""
+        return self._reply.choices[0].ids
+
+    def begin_piece(self, request: str, engine: str) -> None:
+        """Note that a request was sent for the next piece: its id, and the base URL of the engine."""
+        self._request, self._engine = request, engine
+
+    def end_piece(self, ended: str) -> ReplyPiece:
+        """Note how the piece has ended (`ReplyPiece.ended`)."""
+        start = self.pieces[-1].end if self.pieces else 0
+        self.pieces.append(ReplyPiece(self._request, self._engine, start, len(self.sampled), ended))
+        return self.pieces[-1]
+
+    def check(self) -> None:
+        """Check that the reply can go on.
+
+        Raises:
+            ContinuationError: it cannot.
+        """
+        choice = self._reply.choices.get(0)
+        if choice is None or not choice.ids or not self._reply.prompt.known:
+            raise ContinuationError("no token had arrived")
+        if len(choice.ids) != len(choice.logprobs):
+            raise ContinuationError("the engine returned no log probabilities")
+        if len(self.pieces) >= MOST_PIECES:
+            raise ContinuationError(f"it was broken off {MOST_PIECES} times")
+
+    @property
+    def prompt(self) -> tuple[bytes, ids.Pieces]:
+        """The exact prompt of the next piece: packed ids, and as a JSON fragment."""
+        prompt, sampled = self._reply.prompt, ids.pack(self.sampled)
+        assert prompt.packed is not None  # noqa: S101 - `check` looked
+        return prompt.packed + sampled, ids.extended((prompt.raw[1:-1],), sampled)
+
+    @property
+    def call(self) -> ChatCall:
+        """The request for the next piece."""
+        fields = remaining_fields(self._call.fields, len(self.sampled), len(self.pieces))
+        return msgspec.structs.replace(self._call, fields=fields, stream=True)
+
+    def prompt_check(self) -> Callable[[bytes], None]:
+        """Return a check of the chunks of the next piece: it raises `ContinuationError` if the engine used another prompt."""
+        packed, fragment = self.prompt
+        echo = Reply()
+        echo.prompt.sent = fragment
+
+        def check(data: bytes) -> None:
+            if not echo.prompt.known:
+                echo.add(data)
+            _check_prompt(echo, packed)
+
+        return check
+
+    async def chunks(self, answer: aiohttp.ClientResponse | None, request: DerenderRequest) -> AsyncIterator[bytes]:
+        """Read the next piece; yields the chunks (JSON) of the continued stream, as vLLM would have written it.
+
+        Without an answer, the reply ends here, because its limit is reached. The reply is not finished afterwards if this piece was broken
+        off too. Tokens that arrived are in the reply even if the caller stops here, or if their words cannot be made.
+
+        Raises:
+            EngineError: derender did not answer.
+            ContinuationError: the engine used another prompt.
+        """
+        words = _Words(self._derender, request, self._reply)
+        piece, waiting = Reply(), _Sampled([], [])
+        try:
+            if answer is not None:
+                async for chunk in self._middle_chunks(words, piece, answer, waiting):
+                    yield chunk
+            ended = piece.choices.get(0) if answer is not None else _at_limit()
+            if ended is not None and ended.finish_reason not in {None, "abort"}:
+                for chunk in await self._last_chunks(words, ended, waiting):
+                    yield chunk
+            elif waiting.ids:
+                yield self._chunk(await words.add(waiting.ids), waiting)
+        finally:
+            if waiting.ids:  # without their words: nothing that was sampled is lost
+                self._reply.add(self._chunk({}, waiting))
+            self._reply.choices[0].versions = piece.versions(0) if piece.choices else []
+            self.differs = words.differs
+
+    async def _middle_chunks(
+        self, words: "_Words", piece: Reply, answer: aiohttp.ClientResponse, waiting: _Sampled
+    ) -> AsyncIterator[bytes]:
+        """Read a piece to its end; yields chunks with the words so far."""
+        packed, piece.prompt.sent = self.prompt
+        loop = asyncio.get_running_loop()
+        due = loop.time() + WORDS_SECONDS
+        async for data in events_of(answer):
+            self._take(piece, data, waiting)
+            _check_prompt(piece, packed)
+            if piece.finished or piece.error:
+                return
+            if waiting.ids and loop.time() >= due:
+                yield self._chunk(await words.add(waiting.ids), waiting)
+                due = loop.time() + WORDS_SECONDS
+
+    @staticmethod
+    def _take(piece: Reply, data: bytes, waiting: _Sampled) -> None:
+        data = piece.without_experts(data)
+        brief = piece.add(data)
+        for choice in msgspec.json.decode(brief, type=_PieceChunk).choices:
+            waiting.ids.extend(choice.token_ids or ())
+            waiting.logprobs.extend((choice.logprobs.content or ()) if choice.logprobs is not None else ())
+
+    async def _last_chunks(self, words: "_Words", choice: Choice, waiting: _Sampled) -> list[bytes]:
+        """Make the chunks with the last words and the finish reason, and with the usage if it was requested."""
+        ended_by_id, sampled = choice.finish_reason == "stop" and bool(waiting.ids), len(self.sampled) + len(waiting.ids)
+        delta = await words.add(waiting.ids[:-1] if ended_by_id else waiting.ids, choice.finish_reason)
+        finish = {"finish_reason": words.finish_reason or choice.finish_reason, "stop_reason": choice.stop_reason}
+        chunks = [self._chunk(delta, waiting)] if delta or waiting.ids else []
+        chunks.append(self._chunk({}, _Sampled([], []), **finish))
+        if member(self._call.fields, "stream_options", (dict,), {}).get("include_usage"):
+            chunks.append(self._usage(sampled))
+        return [*chunks, DONE]
+
+    def _usage(self, sampled: int) -> bytes:
+        prompt = self._reply.prompt.tokens
+        usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return msgspec.json.encode({**self._head, "choices": [], "usage": usage})
+
+    def _chunk(self, delta: Mapping[str, Any], sampled: _Sampled, **finish: Any) -> bytes:
+        """Write a chunk, and empty `sampled`."""
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": {"content": list(sampled.logprobs)} if sampled.ids else None,
+            "finish_reason": None,
+            "token_ids": list(sampled.ids),
+            **finish,
+        }
+        sampled.ids.clear()
+        sampled.logprobs.clear()
+        return msgspec.json.encode({**self._head, "choices": [choice]})
+
+
+def _check_prompt(piece: Reply, packed: bytes) -> None:
+    if piece.prompt.known and not piece.prompt.agreed and piece.prompt.packed != packed:
+        raise ContinuationError("the engine used other ids than were sent")
+
+
+def _at_limit() -> Choice:
+    ended = Choice()
+    ended.finish_reason = "length"
+    return ended
+
+
+class _Words:
+    """Makes the words of a continued reply, and compares them with what the client has received."""
+
+    def __init__(self, derender: Derender, request: DerenderRequest, reply: Reply) -> None:
+        self._derender, self._request, self._reply = derender, request, reply
+        self._made = Choice()
+        self._state = Raw(b"null")
+        self._unread = list(reply.choices[0].ids)
+        self.finish_reason: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the client has received words that are not those of the tokens."""
+        return self.finish_reason is not None and _difference(self._reply.choices[0], self._made) is None
+
+    async def add(self, sampled: Sequence[int], finish_reason: str | None = None) -> dict[str, Any]:
+        """Add ids; returns the delta that the client has not received yet.
+
+        Raises:
+            EngineError: derender did not answer.
+        """
+        new, self._unread = [*self._unread, *sampled], []
+        delta, finish, self._state = await self._derender.delta(self._request, self._state, new, finish_reason)
+        self._made.add_message(delta)
+        self.finish_reason = finish
+        return _difference(self._reply.choices[0], self._made) or {}
+
+
+def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
+    """Return the delta between what a client has received and a message; `None` if it has received something else.
+
+    The message may still be shorter: parsers hold back what may be the beginning of a tag.
+    """
+    delta: dict[str, Any] = {}
+    for name in ("reasoning", "content"):
+        had, has = "".join(getattr(received, name)), "".join(getattr(made, name))
+        if not (has.startswith(had) or had.startswith(has)):
+            return None
+        if len(has) > len(had):
+            delta[name] = has[len(had) :]
+    calls = []
+    for index, (name, function, arguments) in sorted(made.calls.items()):
+        known = received.calls.get(index)
+        if known is None:
+            calls.append({"index": index, "id": name, "type": "function", "function": {"name": function, "arguments": arguments}})
+        elif known[1] != function or not (arguments.startswith(known[2]) or known[2].startswith(arguments)):
+            return None
+        elif len(arguments) > len(known[2]):
+            calls.append({"index": index, "function": {"arguments": arguments[len(known[2]) :]}})
+    return {**delta, "tool_calls": calls} if calls else delta
+
+
+async def events_of(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Read the data of a stream's events up to its end, however it ends: a lost connection is an end without a finish reason."""
+    splitter = EventSplitter()
+    try:
+        async for part in answer.content.iter_any():
+            for event in splitter.feed(part):
+                data = data_of(event)
+                if data is not None and data != DONE:
+                    yield data
+    except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
+        return

@@ -1,0 +1,119 @@
+"""Gathers a streamed reply for a client that requested a whole one.
+
+If an engine breaks off a whole reply, all of it is lost. Of a stream, every token that arrived is known. So where a broken reply can be
+continued (`continuation`), the engine is asked for a stream. Derender makes the message from the ids, with the parsers that make it for a
+whole reply: the deltas of a stream may divide it otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.reply import Choice, Reply
+from tokencache.proxy.continuation import events_of
+
+Raw = msgspec.Raw
+
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
+_HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
+_NULL = Raw(b"null")
+_NO_MESSAGE: Mapping[str, Any] = {"role": "assistant", "content": None}
+
+
+class _Entries(msgspec.Struct):
+    content: list[Raw] | None = None
+
+
+_ENTRIES = msgspec.json.Decoder(_Entries | None)
+
+
+def as_stream(call: ChatCall) -> ChatCall:
+    """Return a call that requests a stream, with the usage."""
+    fields = {**call.fields, "stream": Raw(b"true"), "stream_options": Raw(b'{"include_usage":true}')}
+    return msgspec.structs.replace(call, fields=fields, stream=True)
+
+
+class GatheredReply:
+    """The chunks of one reply, as they arrive.
+
+    Attributes:
+        reply: the engine's reply.
+        first: the first chunk (JSON).
+    """
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.first = b""
+        self._logprobs: list[Raw] = []
+
+    async def read(self, answer: aiohttp.ClientResponse, check: Callable[[bytes], None] | None = None) -> str:
+        """Read a stream to its end, the whole reply's or that of a piece of it; `check` gets each chunk first.
+
+        Returns:
+            How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete.
+        """
+        async for data in events_of(answer):
+            if check is not None:
+                check(data)
+            self._add(data)
+        if self.reply.finished and not self.reply.aborted:
+            return ""
+        return "abort" if self.reply.aborted else "error" if self.reply.error else "lost"
+
+    def _add(self, data: bytes) -> None:
+        brief = self.reply.add(self.reply.without_experts(data))
+        self.first = self.first or brief
+        for choice in _CHOICES.decode(_FIELDS.decode(brief).get("choices", Raw(b"[]"))):
+            entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
+            self._logprobs += (entries.content or ()) if entries is not None else ()
+        for known in self.reply.choices.values():
+            known.steps.clear()  # the client has received nothing of it
+
+    async def body(self, call: ChatCall, derender: Derender, request: DerenderRequest) -> bytes:
+        """Write the whole reply as vLLM does (0.32), and set its message.
+
+        Raises:
+            EngineError: derender did not answer.
+        """
+        choice = self.reply.choices[0]
+        message = await _message(choice, derender, request)
+        calls = message.get("tool_calls") or []
+        if calls and bytes(call.fields.get("parallel_tool_calls", _NULL)) == b"false":
+            calls = message["tool_calls"] = calls[:1]
+        if calls and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+        choice.replace_message(msgspec.convert(message, ReplyMessage))
+        head = {name: value for name, value in _FIELDS.decode(self.first or b"{}").items() if name in _HEAD}
+        prompt, sampled = self.reply.prompt.tokens, len(choice.ids)
+        made = {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": self._logprobs} if call.shows_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.ids,
+        }
+        return msgspec.json.encode(
+            {
+                **head,
+                "object": "chat.completion",
+                "choices": [made],
+                "usage": {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled},
+                "prompt_token_ids": Raw(self.reply.prompt.raw or b"null") if call.shows_ids else None,
+            }
+        )
+
+
+async def _message(choice: Choice, derender: Derender, request: DerenderRequest) -> dict[str, Any]:
+    ended_by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
+    shown = choice.ids[:-1] if ended_by_id else choice.ids
+    if not shown:
+        return dict(_NO_MESSAGE)
+    made = await derender.messages(request, [{"index": 0, "token_ids": shown, "finish_reason": choice.finish_reason}])
+    return made[0]
