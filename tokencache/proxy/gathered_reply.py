@@ -22,6 +22,8 @@ Raw = msgspec.Raw
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
+_NULLS: Mapping[str, Any] = {"service_tier": None, "system_fingerprint": None, "prompt_logprobs": None, "kv_transfer_params": None}
+"""Members of a whole reply that the chunks of a stream may not have."""
 _NULL = Raw(b"null")
 _NO_MESSAGE: Mapping[str, Any] = {"role": "assistant", "content": None}
 
@@ -51,6 +53,9 @@ class GatheredReply:
         self.reply = reply
         self.first = b""
         self._logprobs: list[Raw] = []
+        self._head: dict[str, Raw] = {}
+        self._usage = _NULL
+        self._pieces = 0
 
     async def read(self, answer: aiohttp.ClientResponse, check: Callable[[bytes], None] | None = None) -> str:
         """Read a stream to its end, the whole reply's or that of a piece of it; `check` gets each chunk first.
@@ -58,6 +63,7 @@ class GatheredReply:
         Returns:
             How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete.
         """
+        self._pieces += check is not None
         async for data in events_of(answer):
             if check is not None:
                 check(data)
@@ -69,7 +75,10 @@ class GatheredReply:
     def _add(self, data: bytes) -> None:
         brief = self.reply.add(self.reply.without_experts(data))
         self.first = self.first or brief
-        for choice in _CHOICES.decode(_FIELDS.decode(brief).get("choices", Raw(b"[]"))):
+        fields = _FIELDS.decode(brief)
+        self._head |= {name: fields[name] for name in _HEAD if name in fields}
+        self._usage = fields.get("usage", _NULL)
+        for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]"))):
             entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
@@ -89,7 +98,6 @@ class GatheredReply:
         if calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
         choice.replace_message(msgspec.convert(message, ReplyMessage))
-        head = {name: value for name, value in _FIELDS.decode(self.first or b"{}").items() if name in _HEAD}
         prompt, sampled = self.reply.prompt.tokens, len(choice.ids)
         made = {
             "index": 0,
@@ -99,12 +107,16 @@ class GatheredReply:
             "stop_reason": choice.stop_reason,
             "token_ids": choice.ids,
         }
+        usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
+        if bytes(self._usage) != b"null" and not self._pieces:
+            usage = self._usage  # the engine's own, which may have details
         return msgspec.json.encode(
             {
-                **head,
+                **_NULLS,
+                **self._head,
                 "object": "chat.completion",
                 "choices": [made],
-                "usage": {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled},
+                "usage": usage,
                 "prompt_token_ids": Raw(self.reply.prompt.raw or b"null") if call.shows_ids else None,
             }
         )
