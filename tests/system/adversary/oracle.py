@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from tests.system.adversary.stack import Called, Stack
 
-_END_OF_THINKING = re.compile(r"</(seed:)?think>|<\|END_THINKING\|>|<\|end\|><\|start\|>assistant|<\|channel\|>final<\|message\|>")
+_END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
+"""What ends thinking, and what Hunyuan's model writes before each answer (its template omits that in histories without tools)."""
 _DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
 """An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media"})
@@ -190,11 +191,13 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn]
             before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
-            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought or UNASKED)[2])
-            if span.offset and (left_out.strip() or not after.lstrip().startswith(text_of(said.reply).strip())):
-                self._find(
-                    "unfaithful", f"message {span.place} is shown from {after[:20]!r} on, after {before[-20:]!r} ({called.plan.match})"
-                )
+            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought or UNASKED)[2]).strip()
+            there = decode(
+                called.prompt[max(span.start - 20, 0) : span.start]
+            ).rstrip()  # the template may open an answer with the same words
+            if span.offset and not (there.endswith(left_out) and after.lstrip().startswith(text_of(said.reply).strip())):
+                what = f"message {span.place} is shown from {after[:20]!r} on, after {before[-20:]!r} ({called.plan.match})"
+                self._find("unfaithful", what)
         marks = {span.place: f"Zq{span.place}wy" for span in spans if self.turns[span.turn].thought}
         if not marks:
             return
