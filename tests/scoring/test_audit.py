@@ -45,6 +45,11 @@ def test_a_span_has_the_recorded_values_of_its_tokens():
         ({**RAW, "weight_versions": spans(("2", 0, 4)), "prompt_version": "2"}, "2", ""),
         ({**RAW, "marks": ["no-logprobs"]}, None, "it has no log probabilities"),
         ({"logprob_kind": "raw"}, None, "it has no log probabilities"),
+        (
+            {**RAW, "marks": ["stale-kv"]},
+            None,
+            "it is marked stale-kv: the weights changed during the reply and the engine kept the keys and values of the older ones",
+        ),
         ({**RAW, "marks": ["media"]}, None, "its sequence has media, whose ids cannot be scored"),
         ({**RAW, "logprob_kind": "processed", "sampling": NEUTRAL}, None, ""),
         (

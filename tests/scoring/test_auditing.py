@@ -130,6 +130,21 @@ async def test_the_engines_own_label_is_used_and_default_is_none(serve, tmp_path
     assert (report["spans"], report["not_audited"][0]["reason"]) == (0, "version v1 sampled it, and the engine has v2")
 
 
+async def test_weights_that_change_during_the_audit(serve, tmp_path):
+    engine, url, recorder = await serve()
+    path = saved(tmp_path / "a.jsonl", await recorder.rollout(turn(PROMPT, version="v1")))
+    engine.completions.clear()
+    engine.metadata.version = "v1"
+
+    def fault(route, body):
+        engine.metadata.version = "v2" if len(engine.completions) > 3 else "v1"
+
+    engine.choose_fault = fault
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["audit", path, "--engine", url])
+    assert result.exit_code == 1
+    assert "changed from version 'v1' to 'v2' meanwhile" in result.stderr
+
+
 async def test_a_model_that_the_engine_does_not_serve_and_a_sequence_that_it_refuses(serve, tmp_path):
     _, url, recorder = await serve()
     rollout = await recorder.rollout(turn(PROMPT, version="v1"))

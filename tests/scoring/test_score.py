@@ -15,6 +15,7 @@ from tests.scoring.kit import turn
 from tokencache.cli import app
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault, FaultKind
+from tokencache.trajectories.digest import add_digest
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
@@ -49,6 +50,7 @@ async def test_rows_have_what_was_recorded_and_what_was_recomputed(recorded, tmp
     said = await score(path, "--engine", url, "--to", to)
     rows = rows_of(to)
     assert f"5 sequences in {to}" in said
+    assert "bytes a token" in said
     for row, rollout in zip(rows, rollouts, strict=True):
         (sequence,) = rollout.sequences
         assert (row["session"], row["sequence"]) == (rollout.session, "q1")
@@ -194,3 +196,20 @@ async def test_a_file_that_holds_no_rollouts(recorded, tmp_path):
     assert "other.jsonl, number 1: neither a native rollout nor a row of scores" in await score(
         other, "--engine", url, "--to", tmp_path / "a.jsonl", code=1
     )
+
+
+async def test_a_file_that_was_changed_and_one_without_sequences(recorded, tmp_path):
+    engine, url, path, _ = recorded
+    value = json.loads(path.read_bytes().splitlines()[0])
+    add_digest(value)
+    changed, empty = tmp_path / "changed.jsonl", tmp_path / "empty.jsonl"
+    changed.write_text(json.dumps(value | {"session": "another"}) + "\n")
+    empty.write_text("")
+    to = tmp_path / "a.jsonl"
+    assert "changed.jsonl, number 1 was changed after it was exported" in await score(changed, "--engine", url, "--to", to, code=1)
+    assert "no sequence to score" in await score(empty, "--engine", url, "--to", to, code=1)
+    journal = tmp_path / "a.jsonl.scored"
+    journal.write_text("not JSON\n")
+    assert "is no journal of scores" in await score(path, "--engine", url, "--to", to, "--resume", code=1)
+    assert (journal.read_text(), engine.completions) == ("not JSON\n", [])
+    assert not to.exists()

@@ -116,10 +116,16 @@ async def _run(
             progress.update(bar, amount=f"{plural(run.rollouts, 'rollout')}, {len(run.differences):,} tokens")
 
         async with engine:
-            held = "" if any_version else version or await engine.weight_version()
+            reported = await engine.weight_version()
+            held = "" if any_version else version or reported
             if not held and not any_version:
                 raise EngineLostError("the engine does not report which version of the weights it has: use --version, or --any-version")
-            return await audit_rollouts(rollouts, engine, version=held or None, model=model, step=step), held
+            if held and reported not in {"", held}:
+                console.print(f"the engine itself reports version {reported}", style="yellow", highlight=False, markup=False)
+            run = await audit_rollouts(rollouts, engine, version=held or None, model=model, step=step)
+            if (now := await engine.weight_version()) != reported:
+                raise EngineLostError(f"the engine's weights changed from version {reported!r} to {now!r} meanwhile: audit again")
+            return run, held
 
 
 def _as_json(run: AuditRun, held: str, causes: dict[int, Cause]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import typer
 from tokencache.client import Client
 from tokencache.commands import files
 from tokencache.commands.console import TIMEOUT
+from tokencache.commands.sink import FileError
+from tokencache.trajectories.digest import digest_of, recorded_digest
 
 TargetsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False)
@@ -59,7 +61,7 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
 
     Raises:
         ClientError: there is no such session, or the proxy does not answer.
-        FileError: a file cannot be read.
+        FileError: a file cannot be read, or was changed after it was exported.
     """
     with Client(proxy, admin_key, timeout=TIMEOUT) as client:  # connects only when it is used
         names = targets
@@ -69,6 +71,9 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
         for name in names:
             if targets and (name.endswith(files.ENDINGS) or Path(name).is_file()):
                 for place, value in files.read(Path(name)):
-                    yield RolloutSource(f"{name}, number {place}", value)
+                    where = f"{name}, number {place}"
+                    if isinstance(value, dict) and (recorded := recorded_digest(value)) and recorded != digest_of(value):
+                        raise FileError(f"{where} was changed after it was exported; see `tokencache verify`")
+                    yield RolloutSource(where, value)
             else:
                 yield RolloutSource(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))

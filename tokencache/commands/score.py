@@ -87,7 +87,8 @@ def score_rollouts(
         raise failed(f"{error}{_advice(journal, resume=resume)}") from None
     except KeyboardInterrupt:
         raise failed(f"interrupted{_advice(journal, resume=resume)}") from None
-    done = f"{plural(len(run.keys) - len(refused), 'sequence')} in {to}, {run.tokens:,} tokens scored, {size(run.size)} received"
+    each = f", {run.size // run.tokens} bytes a token" if run.tokens else ""
+    done = f"{plural(len(run.keys) - len(refused), 'sequence')} in {to}, {run.tokens:,} tokens scored{each}"
     console.print(f"{done}{f', {run.kept} kept from an earlier run' if run.kept else ''}", highlight=False, markup=False, soft_wrap=True)
     if refused:
         for key, why in list(refused.items())[:_SHOWN]:
@@ -144,6 +145,8 @@ async def _run(
                 if (now := await engine.weight_version()) != named.version:
                     changed = f"the engine's weights changed from version {named.version!r} to {now!r} meanwhile"
                     raise EngineLostError(f"{changed}: remove {paths.journal}, and score again while they stay the same")
+                if not run.keys:
+                    raise FileError("there is no sequence to score; nothing was written")
                 _write(paths.to, run, journal)
                 return run, dict(journal.failed)
 

@@ -166,6 +166,8 @@ def _obstacle(turn: TurnSpan) -> str:
     """Return why no token of a turn can be audited; `""` if they can."""
     if TurnMark.NO_LOGPROBS in turn.marks or not turn.logprobs_hash:
         return "it has no log probabilities"
+    if TurnMark.STALE_KV in turn.marks:
+        return f"it is marked {TurnMark.STALE_KV}: {TurnMark.STALE_KV.meaning}"
     changed = "" if turn.logprob_kind == "raw" else not_neutral(turn.sampling)
     if changed:
         return f"its log probabilities are {turn.logprob_kind or 'of an unknown kind'}, and {changed}"

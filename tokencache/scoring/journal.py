@@ -43,7 +43,7 @@ class Journal:
         failed: keys of the rows without scores → why.
 
     Raises:
-        JournalError: the journal that should be continued has other settings.
+        JournalError: the journal that should be continued has other settings, or cannot be read.
         OSError: the file cannot be read or written.
     """
 
@@ -54,6 +54,9 @@ class Journal:
         self._file = path.open("r+b" if resume and path.exists() else "w+b")
         try:
             self._read(settings)
+        except msgspec.DecodeError as error:
+            self._file.close()
+            raise JournalError(f"{path} is no journal of scores ({error}): remove it") from None
         except BaseException:
             self._file.close()
             raise
