@@ -2,6 +2,7 @@
 
 import pytest
 
+from tokencache.core.turn import TurnMark
 from tokencache.scoring.audit import AuditedSpan, AuditSpan, Cause, causes, plan
 from tokencache.scoring.differences import difference
 from tokencache.trajectories.values import Figures, Sequence, Trajectory, TurnSpan
@@ -48,7 +49,7 @@ def test_a_span_has_the_recorded_values_of_its_tokens():
         (
             {**RAW, "marks": ["stale-kv"]},
             None,
-            "it is marked stale-kv: the weights changed during the reply and the engine kept the keys and values of the older ones",
+            f"it is marked stale-kv: {TurnMark.STALE_KV.meaning}",
         ),
         ({**RAW, "marks": ["media"]}, None, "its sequence has media, whose ids cannot be scored"),
         ({**RAW, "logprob_kind": "processed", "sampling": NEUTRAL}, None, ""),
