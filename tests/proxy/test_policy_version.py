@@ -201,6 +201,17 @@ async def test_an_adapter_has_its_name_and_path():
         assert salts[0] != salts[1]
 
 
+async def test_an_adapter_has_the_engines_label_too_which_is_that_of_the_base_model():
+    async with trained() as rig:
+        rig.engine.metadata.version, rig.engine.weights.adapters["policy"] = "7", "/a"
+
+        async def labelled():
+            return rig.proxy.engine.weight_label == "7"
+
+        await until(labelled)
+        assert (await one_turn(rig, model="policy")).prompt_version == "policy@/a+7"
+
+
 async def test_an_adapter_that_is_reloaded_under_one_path_needs_an_announcement():
     async with trained() as rig:
         rig.engine.weights.adapters["policy"] = "/a"

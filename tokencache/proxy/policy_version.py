@@ -5,7 +5,8 @@ The first source that speaks counts (`weights.VersionSource`):
 1. the engine's own spans in the reply (`engine.reply`)
 2. what the trainer announced of the engine, read when a request is sent and again when its reply has ended
 3. the engine's `/weight_info` (vLLM with `VLLM_SERVER_DEV_MODE=1`), before and after the request; its value `default` names nothing
-4. the name and path of the LoRA adapter (`/v1/models`), before and after the request
+4. the name and path of the LoRA adapter (`/v1/models`), before and after the request. A label that the engine has too is appended to it,
+   because it is that of the base model only
 
 Two equal readings are one version for all tokens of the request. Two different ones are `mixed`: nothing shows after which token the
 weights changed. A version is never guessed. Without a source, a reply has no spans; that is logged once for each engine.
@@ -216,11 +217,13 @@ class PolicyVersions:
             known = state.of(url)
             if known.update or known.updating:
                 return Reading(known.version, VersionSource.TRAINER, "", known.update, known.updating, state)
-        if engine.weight_label not in RESERVED:
-            label = await _weight_label(engine)
+        label = await _weight_label(engine) if engine.weight_label not in RESERVED else ""
+        if model is not None and model.capability.adapter:  # the label is that of the base model only
+            own = await _adapter(engine, model.capability.model)
+            version = MIXED if MIXED in {own, label} else own if label in RESERVED else f"{own}+{label}"
+            return Reading(version, VersionSource.ADAPTER)
+        if label:
             return Reading("" if label in RESERVED - {MIXED} else label, VersionSource.ENGINE)
-        if model is not None and model.capability.adapter:
-            return Reading(await _adapter(engine, model.capability.model), VersionSource.ADAPTER)
         self._log_unknown(url)
         return UNREPORTED
 
