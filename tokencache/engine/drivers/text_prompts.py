@@ -30,6 +30,7 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import CHAT, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
 from tokencache.engine.prompt_echo import read_ids
@@ -42,7 +43,6 @@ from tokencache.errors import NOT_NOW, EngineError
 Raw = msgspec.Raw
 
 COMPLETIONS = "/v1/completions"
-DERENDER = CHAT + "/derender"
 RENDER = CHAT + "/render"
 UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
@@ -121,6 +121,7 @@ class TextPrompts(Vllm):
     def __init__(self, parser: Upstream | None = None) -> None:
         super().__init__(streams=False)
         self._parser = parser
+        self._derender = Derender(parser)
         self._guidance: LRUCache[bytes, Guidance] = LRUCache(_MOST_GUIDES)
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
@@ -206,25 +207,9 @@ class TextPrompts(Vllm):
         ]
         if not wanted:
             return
-        prompt = choices[0].get(_PROMPT, _NULL)
-        fields = request.fields
-        body = {
-            "model": fields.get("model", _NULL),
-            "generate_response": {"request_id": "derender", "choices": wanted, _PROMPT: prompt},
-            _PROMPT: prompt,
-            "chat_request": {name: value for name, value in fields.items() if name not in STREAM_MEMBERS} | {"include_reasoning": _TRUE},
-        }
-        answer = await self._ask_parser(request.upstream, DERENDER, _ENCODER.encode(body), request.headers)
-        decoded = answer.json()
-        parsed = decoded.get("choices") if answer.status == _OK and isinstance(decoded, dict) else None
-        if not isinstance(parsed, list) or len(parsed) != len(wanted):
-            words = answer.body[:300].decode(errors="replace")
-            raise EngineError(f"{DERENDER} answered {answer.status}: {words}; the tokens are recorded")
-        try:
-            for choice in parsed:
-                messages[choice["index"]] = dict(choice["message"])
-        except (KeyError, IndexError, TypeError, ValueError) as why:
-            raise EngineError(f"{DERENDER} returned no messages: {type(why).__name__}: {why}; the tokens are recorded") from why
+        asked = DerenderRequest(request.upstream, request.fields, bytes(choices[0].get(_PROMPT, _NULL)), request.headers)
+        for index, message in (await self._derender.messages(asked, wanted)).items():
+            messages[index] = message
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""
