@@ -1,18 +1,22 @@
 """Makes the responses of `/v1/chat/completions/render` (a request's ids and sampling parameters) and `/derender` (a message from ids).
 
-As in vLLM 0.32, without streams: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever the value of
+As in vLLM 0.32: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever the value of
 `parallel_tool_calls`, gives them ids of another style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
 returns the constraint of a required or named tool (`structured_outputs`); the simulated model follows no grammar.
+
+A streamed `derender` (0.31 and later) returns the delta of some more ids. Its caller sends the state back: the ids before, and how many
+arrived together. The parser reads them again each time.
 """
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from tokencache.testing.errors import senseless
-from tokencache.testing.parser import parse_reply
+from tokencache.testing.parser import StreamParser, parse_reply, reasoning_is_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +45,41 @@ def derendered(request: ChatRequest, generated: dict[str, Any], tokenizer: SimTo
     return {
         "id": generated["request_id"], "object": "chat.completion", "created": int(time.time()), "model": request.model, "choices": choices
     }  # fmt: skip
+
+
+def derendered_chunk(request: ChatRequest, body: dict[str, Any], tokenizer: SimTokenizer) -> dict[str, Any]:
+    """Make the answer to a streamed request: the chunk of some more ids, and the state to send back."""
+    state = body.get("stream_state") or {}
+    before, lengths = list(state.get("output_token_ids") or ()), list(state.get("output_chunk_lens") or ())
+    if sum(lengths) != len(before):
+        raise senseless("output_chunk_lens must sum to the number of output_token_ids")
+    over = reasoning_is_over(body["prompt_token_ids"], tokenizer, thinking=request.thinking)
+    parser = StreamParser(tools=request.parse_tools, thinking=request.thinking, reasoning_done=over)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    at = 0
+    for length in lengths:
+        parser.feed(_decoded(before[at : at + length], tokenizer, decoder))
+        at += length
+    (choice,) = body["generate_chunk"]["choices"]
+    new, reason = list(choice.get("token_ids") or ()), choice.get("finish_reason")
+    delta = parser.feed(_decoded(new, tokenizer, decoder), finished=reason is not None) or {}
+    if not state.get("role_sent"):
+        delta = {"role": "assistant", **delta}
+    ids = [call["id"] for call in delta.get("tool_calls") or () if call.get("id")]
+    streamed = bool(state.get("tools_streamed")) or bool(ids)
+    chunk = {
+        "id": body["generate_chunk"]["request_id"], "object": "chat.completion.chunk", "created": int(time.time()), "model": request.model,
+        "choices": [{"index": 0, "delta": delta, "finish_reason": "tool_calls" if streamed and reason == "stop" else reason}],
+    }  # fmt: skip
+    after = {
+        "output_token_ids": before + new, "output_chunk_lens": lengths + ([len(new)] if new else []), "role_sent": True,
+        "tools_streamed": streamed, "last_tool_call_ids": [*(state.get("last_tool_call_ids") or ()), *ids],
+    }  # fmt: skip
+    return {"chunk": chunk, "stream_state": after}
+
+
+def _decoded(ids: Sequence[int], tokenizer: SimTokenizer, decoder: codecs.IncrementalDecoder) -> str:
+    return decoder.decode(b"".join(tokenizer.token_bytes(token_id) for token_id in ids))
 
 
 def rendered(request: ChatRequest, ids: Sequence[int], longest: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from aiohttp import web
 from tokencache.testing import wire
 from tokencache.testing.chat_request import check_types, read_chat_request, read_json
 from tokencache.testing.completion import ChatCompletion, Completion, CompletionSettings, TextCompletion, read_text_request
-from tokencache.testing.derender import derendered, rendered
+from tokencache.testing.derender import derendered, derendered_chunk, rendered
 from tokencache.testing.dev_mode import DevMode
 from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.faults import Fault, FaultKind, FaultOrders
@@ -255,6 +255,8 @@ class SimulatedEngine:
             return await fail_request(http, fault)
         self._check_model(body)
         request = read_chat_request(body["chat_request"], http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
+        if body.get("stream"):
+            return json_response(derendered_chunk(request, body, self.tokenizer))
         return json_response(derendered(request, body["generate_response"], self.tokenizer))
 
     async def _render_only(self, http: web.Request) -> web.StreamResponse:

@@ -6,6 +6,9 @@ selects the reply, so retries, forks and parallel sub-agents work as with a real
 text, with and without thinking and tool calls. A *script* precedes both: a function that gets each request and may return any text
 (tests that replay recorded traffic recognize requests by their id).
 
+A prompt may end with the beginning of a reply. Then the model samples the rest of that reply, in any ids, even if the beginning ends
+within a character.
+
 The ids are then sampled as by a model, not chosen as by the tokenizer. The generator is seeded with the prompt and a call counter. So the
 same request gives the same text in different ids each time, and a whole test run gives the same ids every time.
 
@@ -43,6 +46,9 @@ _THOUGHTS = (
     "The user wants a short answer.",
     "The error message says that the argument is missing; let me check the call.",
 )
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+_CONTINUES = range(0x80, 0xC0)
+"""Bytes of a character after its first (UTF-8)."""
 _PLAIN_VALUES: dict[str, Sequence[Any]] = {"integer": range(5001), "number": (1.5, 2, 0.25), "boolean": (True, False)}
 _WORDS = ("src/main.py", "ls -la", "README.md", "weather in Paris", 'grep -n "def" *.py', "naïve", "")
 
@@ -84,11 +90,36 @@ class ReplyGenerator:
                 if token_id == self.tokenizer.stop_id and not request.ignore_eos:
                     return
         scripted = self.script(request) if self.script is not None else None
-        for piece in scripted if scripted is not None else [self._text(request, prompt_ids)]:
-            yield from self.tokenizer.resample(piece, rng, self.drift)
+        if scripted is not None:
+            for piece in scripted:
+                yield from self.tokenizer.resample(piece, rng, self.drift)
+        else:
+            yield from self._rest(request, prompt_ids, rng)
         yield self.tokenizer.stop_id
         while request.ignore_eos:
             yield self.tokenizer.stop_id
+
+    def _rest(self, request: ChatRequest, prompt_ids: Sequence[int], rng: random.Random) -> Iterator[int]:
+        """Yield the ids of a reply, without the beginning of it that the prompt has already."""
+        opened = self._end_of_opener(prompt_ids)
+        begun = b"".join(self.tokenizer.token_bytes(token_id) for token_id in prompt_ids[opened:])
+        text = self._text(request, prompt_ids[:opened])
+        if not text.encode().startswith(begun):
+            text, begun = self._text(request, prompt_ids), b""
+        rest, split = text.encode()[len(begun) :], 0
+        while split < len(rest) and rest[split] in _CONTINUES:  # the rest of a character
+            split += 1
+        yield from self.tokenizer.spell(rest[:split])
+        yield from self.tokenizer.resample(rest[split:].decode(), rng, self.drift)
+
+    def _end_of_opener(self, prompt_ids: Sequence[int]) -> int:
+        """Return where the last reply of a prompt begins: after its opener, and after an empty thinking block of the template."""
+        opener, empty = self.tokenizer.opener_ids, tuple(self.tokenizer.encode(_NO_THOUGHT))
+        for at in range(len(prompt_ids) - len(opener), -1, -1):
+            if tuple(prompt_ids[at : at + len(opener)]) == opener:
+                end = at + len(opener)
+                return end + (len(empty) if tuple(prompt_ids[end : end + len(empty)]) == empty else 0)
+        return len(prompt_ids)
 
     def _text(self, request: ChatRequest, prompt_ids: Sequence[int]) -> str:
         prompt = self.tokenizer.decode(prompt_ids)

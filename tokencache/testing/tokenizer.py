@@ -72,6 +72,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
 
 class SimTokenizer:
@@ -114,6 +115,10 @@ class SimTokenizer:
         if token_id in self._added:
             return token.encode()
         return bytes(_BYTE_OF[character] for character in token)
+
+    def spell(self, data: bytes) -> list[int]:
+        """Return one id for each byte. Bytes of an incomplete character have no other ids."""
+        return [self._ids[_CHARACTER_OF[byte]] for byte in data]
 
     def id_of(self, token: str) -> int:
         """Return the id of a token in the vocabulary's spelling; KeyError if there is none."""

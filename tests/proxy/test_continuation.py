@@ -1,0 +1,272 @@
+"""Replies that an engine breaks off are continued: exact tokens, one reply for the harness, and its words are those of its tokens."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from tests.proxy.kit import CALLS, CHAT, EPISODES, HEADER, THOUGHT, TOOLS, assembled, proxied, user
+from tokencache.core import ids
+from tokencache.proxy import continuation
+from tokencache.testing import Fault, SimulatedEngine
+
+ALL = {**EPISODES, "all": [f"{THOUGHT}Let me look ☕ naïvely.\n{CALLS}"]}
+ASK = {"messages": [user("EPISODE:all")], "tools": TOOLS}
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("tokencache.proxy.engine_retry.LONGEST_PAUSE", 0.02)
+
+
+@pytest.fixture
+async def rig():
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=5) as found:
+        yield found
+
+
+def said(answer, *, stream):
+    message = assembled(answer) if stream else answer["choices"][0]["message"]
+    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
+    return (message.get("reasoning") or "").strip(), (message.get("content") or "").strip(), calls
+
+
+EXPECTED = (
+    "I look first — naïve café ☕.",
+    "Let me look ☕ naïvely.",
+    [("bash", {"timeout": 10.0, "cmd": "ls  -la\n"}), ("bash", {"cmd": "cat ü.txt"})],
+)
+
+
+async def recorded(rig, session="s"):
+    """The only turn of a session, with its ids and log probabilities."""
+    (turn,) = await rig.store.turns(session)
+    (tokens,) = (await rig.store.tokens(session, [turn.id])).values()
+    return turn, ids.unpack(tokens.delta), ids.unpack(tokens.completion), ids.unpack_logprobs(tokens.logprobs)
+
+
+def problems(turn, prompt, completion, logprobs, sampled):
+    """Compare a turn with what the engines sampled for it, in order: each part begins where the one before ended."""
+    found, at = [], 0
+    parts = [(piece.start, piece.end) for piece in turn.pieces] or [(0, len(completion))]
+    if len(parts) != len(sampled):
+        found.append(f"{len(parts)} parts, {len(sampled)} generations")
+    for (start, end), entry in zip(parts, sampled, strict=False):
+        if start != at:
+            found.append(f"a part begins at {start}, not {at}")
+        if entry.prompt_ids != prompt + completion[:start]:
+            found.append(f"the part at {start} has another prompt")
+        if entry.completion_ids[: end - start] != completion[start:end] or entry.logprobs[: end - start] != logprobs[start:end]:
+            found.append(f"the part at {start} has other tokens")
+        at = end
+    if at != len(completion):
+        found.append(f"{len(completion)} tokens, {at} in parts")
+    return found
+
+
+@STREAMS
+async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream):
+    """Its words are those of an uncut one, also if it is cut within a character, a tag, a name or the arguments of a call."""
+    await rig.post("uncut", **ASK, stream=stream)
+    turn, _, completion, _ = await recorded(rig, "uncut")
+    assert not turn.pieces
+    for after in range(1, len(completion)):
+        session = f"s{after}"
+        rig.engine.faults.append(Fault.abort(after))
+        status, answer = await rig.post(session, **ASK, stream=stream)
+        turn, *tokens = await recorded(rig, session)
+        assert (status, said(answer, stream=stream)) == (200, EXPECTED), after
+        assert not problems(turn, *tokens, rig.ground_truth(session)), after
+        if not turn.pieces:  # each reply has other ids, and this one has no more
+            assert after > 60
+            break
+        assert ([piece.ended for piece in turn.pieces], turn.finish_reason) == (["abort", turn.pieces[1].ended], "tool_calls")
+        assert list(turn.marks) == ["continued"]
+        assert not (await rig.info(session))["incidents"], after
+        if stream:
+            ends = [chunk["choices"][0]["finish_reason"] for chunk in answer if chunk["choices"]]
+            roles = [chunk["choices"][0]["delta"].get("role") for chunk in answer if chunk["choices"]]
+            assert ([end for end in ends if end], roles.count("assistant")) == (["tool_calls"], 1)
+
+
+@STREAMS
+async def test_random_cuts(rig, stream):
+    """Aborts, errors and lost connections, several in a reply: nothing is lost, nothing is there twice."""
+    chance = random.Random(17)
+    for n in range(30):
+        session = f"s{n}"
+        faults = [
+            chance.choice([Fault.abort, Fault.cut, Fault.close, Fault.error_event])(chance.randint(2, 25))
+            for _ in range(chance.randint(1, 4))
+        ]
+        rig.engine.faults.extend(faults)
+        status, answer = await rig.post(session, **ASK, stream=stream)
+        rig.engine.faults.clear()
+        turn, *tokens = await recorded(rig, session)
+        assert (status, said(answer, stream=stream)) == (200, EXPECTED), faults
+        assert not problems(turn, *tokens, rig.ground_truth(session)), faults
+        assert set(turn.marks) <= {"continued"}
+
+
+async def test_the_checker_can_fail(rig):
+    rig.engine.faults.append(Fault.abort(9))
+    await rig.post("s", **ASK, stream=True)
+    turn, prompt, completion, logprobs = await recorded(rig)
+    sampled = rig.ground_truth()
+    assert not problems(turn, prompt, completion, logprobs, sampled)
+    assert problems(turn, prompt, [*completion[:9], *completion[10:]], logprobs, sampled)
+    assert problems(turn, prompt, completion, [0.0, *logprobs[1:]], sampled)
+    assert problems(turn, prompt, completion, logprobs, sampled[:1])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"model": "sim", "max_tokens": 999, "messages": ASK["messages"]}),
+        ("/v1/responses", {"model": "sim", "input": "EPISODE:all"}),
+        ("/v1beta/models/sim:streamGenerateContent?alt=sse", {"contents": [{"role": "user", "parts": [{"text": "EPISODE:all"}]}]}),
+    ],
+    ids=["messages", "responses", "gemini"],
+)
+async def test_dialects(rig, path, body):
+    """A cut stream has the same text as an uncut one."""
+    texts = []
+    for session, fault in (("uncut", None), ("cut", Fault.abort(12))):
+        rig.engine.faults.append(fault)
+        async with rig.http.post(
+            rig.url + path, json=body | ({} if "alt" in path else {"stream": True}), headers={HEADER: session}
+        ) as answer:
+            assert answer.status == 200
+            lines = [line.partition("data: ")[2] for line in (await answer.text()).replace("\r", "").split("\n\n")]
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        parts = [event.get("delta") if isinstance(event.get("delta"), (str, dict)) else event for event in found]
+        texts.append("".join(_texts(part) for part in parts if part is not None))
+    assert texts[0] == texts[1] != ""
+    turn, *tokens = await recorded(rig, "cut")
+    assert not problems(turn, *tokens, rig.ground_truth("cut"))
+    assert len(turn.pieces) == 2
+
+
+def _texts(part):
+    if isinstance(part, str):
+        return part
+    if "candidates" in part:
+        return "".join(one.get("text", "") for one in part["candidates"][0]["content"].get("parts", ()))
+    return "".join(part.get(name, "") for name in ("text", "thinking", "partial_json"))
+
+
+async def test_limits_are_reduced_and_the_seed_changes(rig):
+    rig.engine.faults.extend([Fault.abort(5), Fault.abort(4)])
+    _, answer = await rig.post("s", **ASK, stream=True, max_tokens=12, min_tokens=3, seed=11)
+    sent = [(body["max_tokens"], body["min_tokens"]) for body in rig.engine.requests[-3:]]
+    assert sent == [(12, 3), (7, 0), (3, 0)]
+    assert len({body["seed"] for body in rig.engine.requests[-3:]}) == 3
+    assert answer[-1]["choices"][0]["finish_reason"] == "length"
+    turn, *tokens = await recorded(rig)
+    assert (turn.completion_tokens, problems(turn, *tokens, rig.ground_truth())) == (12, [])
+
+
+@STREAMS
+async def test_what_a_limit_has_used_up_ends(rig, stream):
+    """The engine has sampled all that it may before it aborts."""
+    rig.engine.faults.append(Fault.abort(4))
+    _, answer = await rig.post("s", **ASK, stream=stream, max_tokens=5)
+    turn, *_ = await recorded(rig)
+    assert (turn.completion_tokens, turn.finish_reason) == (5, "length")
+    assert (answer[-1] if stream else answer)["choices"][0]["finish_reason"] == "length"
+
+
+async def test_usage_is_that_of_the_whole_reply(rig):
+    for stream in (False, True):
+        rig.engine.faults.append(Fault.abort(9))
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        _, answer = await rig.post(f"s{stream}", **ASK, stream=stream, **options)
+        usage = (answer[-1] if stream else answer)["usage"]
+        turn, *_ = await recorded(rig, f"s{stream}")
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (turn.prompt_tokens, turn.completion_tokens)
+        assert usage["total_tokens"] == turn.prompt_tokens + turn.completion_tokens
+
+
+@pytest.mark.parametrize("more", [{"presence_penalty": 0.5}, {"stop": ["zzz"]}, {"bad_words": ["a b"]}], ids=str)
+async def test_an_unsafe_request_is_sampled_again(rig, more):
+    """The turn of the first attempt says why."""
+    rig.engine.faults.append(Fault.abort(9))
+    status, answer = await rig.post("s", **ASK, **more)
+    assert (status, said(answer, stream=False)) == (200, EXPECTED)
+    first, second = await rig.store.turns("s")
+    assert (first.completion_tokens, list(first.marks), second.pieces) == (9, ["engine-aborted"], ())
+    assert next(iter(more)) in first.again
+    assert not second.again
+
+
+async def test_pass_gives_the_harness_what_the_engine_sent():
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), hold=5, aborted="pass") as rig:
+        rig.engine.faults.append(Fault.abort(9))
+        _, answer = await rig.post("s", **ASK)
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert (await recorded(rig))[0].completion_tokens == 9
+
+
+@STREAMS
+async def test_a_continuation_that_finds_no_engine_ends_as_the_engine_ended_it(rig, stream):
+    rig.engine.faults.extend([Fault.abort(9), *[Fault.answer(400, "{}")] * 2])
+    _, answer = await rig.post("s", **ASK, stream=stream)
+    first, *_ = await rig.store.turns("s")
+    assert first.again == "the engine answered 400: {}"
+    assert (first.completion_tokens, "engine-aborted" in first.marks) == (9, True)
+    if stream:
+        assert answer[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_derender_fails_at_the_end(rig):
+    """The tokens are recorded; the stream ends with an error."""
+    derender = CHAT + "/derender"
+    rig.engine.faults.extend([Fault.abort(9), *[Fault.answer(500, "{}", path=derender)] * 20])
+    async with rig.http.post(rig.url + CHAT, json={"model": "sim", **ASK, "stream": True}, headers={HEADER: "s"}) as answer:
+        try:
+            text = await answer.text()
+        except Exception:  # noqa: BLE001 - the connection may be closed before its end
+            text = ""
+    assert '"finish_reason":"tool_calls"' not in text
+    turn, *tokens = await recorded(rig)
+    assert not problems(turn, *tokens, rig.ground_truth())
+    assert "upstream-broke" in turn.marks
+
+
+async def test_a_client_that_leaves_while_its_reply_is_continued(rig, monkeypatch):
+    """Every token that arrived is recorded, also those whose words were not asked for yet."""
+    monkeypatch.setattr(continuation, "WORDS_SECONDS", 60)
+    rig.engine.faults.append(Fault.abort(9))
+    rig.engine.token_delay = 0.01
+    async with rig.http.post(rig.url + CHAT, json={"model": "sim", **ASK, "stream": True}, headers={HEADER: "s"}) as answer:
+        await answer.content.readany()
+        await rig.engine.until(lambda: len(rig.ground_truth()) == 2 and len(rig.ground_truth()[1].completion_ids) > 10)
+    async with asyncio.timeout(5):
+        while (await rig.info())["open_calls"]:  # noqa: ASYNC110 - it is asked over HTTP
+            await asyncio.sleep(0.005)
+    turn, *tokens = await recorded(rig)
+    assert not problems(turn, *tokens, rig.ground_truth())
+    assert (turn.completion_tokens > 18, "aborted" in turn.marks, "continued" in turn.marks) == (True, True, True)
+
+
+async def test_without_derender_nothing_changes():
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7), hold=5) as rig:
+        rig.engine.faults.append(Fault.abort(9))
+        _, answer = await rig.post("s", **ASK)
+        assert said(answer, stream=False) == EXPECTED
+        first, second = await rig.store.turns("s")
+        assert (first.pieces, second.pieces, rig.engine.requests[-1].get("stream")) == ((), (), None)
+
+
+async def test_a_stream_has_the_ids_that_its_harness_requested(rig):
+    rig.engine.faults.append(Fault.abort(9))
+    _, answer = await rig.post("s", **ASK, stream=True, return_token_ids=True, logprobs=True)
+    *_, completion, logprobs = await recorded(rig)
+    choices = [chunk["choices"][0] for chunk in answer if chunk["choices"]]
+    assert [token for choice in choices for token in choice.get("token_ids") or ()] == completion
+    values = [item["logprob"] for choice in choices for item in (choice["logprobs"] or {}).get("content", ())]
+    assert values == logprobs
+    assert len({chunk["id"] for chunk in answer}) == 1
