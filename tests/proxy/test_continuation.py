@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from tests.proxy.kit import CALLS, CHAT, EPISODES, HEADER, THOUGHT, TOOLS, assembled, proxied, user
+from tests.proxy.kit import CALLS, CHAT, EPISODES, HEADER, THOUGHT, TOOLS, assembled, proxied, until, user
+from tests.proxy.test_several_engines import Fleet
+from tests.proxy.test_several_engines import serving as all_serve
 from tokencache.core import ids
 from tokencache.proxy import continuation
 from tokencache.testing import Fault, SimulatedEngine
@@ -270,3 +272,101 @@ async def test_a_stream_has_the_ids_that_its_harness_requested(rig):
     values = [item["logprob"] for choice in choices for item in (choice["logprobs"] or {}).get("content", ())]
     assert values == logprobs
     assert len({chunk["id"] for chunk in answer}) == 1
+
+
+# Several engines
+
+
+@pytest.fixture
+async def two():
+    """Two engines of one kind; the rig's engine has the log of both."""
+    fleet = Fleet([SimulatedEngine(episodes=ALL, seed=seed, derenders=True, token_delay=0.002) for seed in (7, 8)])
+    async with fleet, proxied(upstream=",".join(fleet.urls), hold=30) as rig:
+        await all_serve(rig, 2)
+        rig.engine = fleet
+        yield rig
+
+
+async def test_an_engine_dies_under_64_streams(two):
+    """No harness notices more than a pause, and every token that arrived is kept."""
+    fleet, sessions = two.engine, [f"s{n}" for n in range(64)]
+    streams = [asyncio.create_task(two.post(session, **ASK, stream=session != "s0")) for session in sessions]
+
+    async def all_sample():
+        return sum(len(entry.completion_ids) > 5 for entry in fleet.ground_truth) >= len(sessions) - 2
+
+    await until(all_sample, 30)
+    homes = {session: fleet.home(session) for session in sessions}
+    await fleet.stop(0)
+    continued = 0
+    for session, (status, answer) in zip(sessions, await asyncio.gather(*streams), strict=True):
+        assert (status, said(answer, stream=session != "s0")) == (200, EXPECTED)
+        turn, *tokens = await recorded(two, session)
+        sampled = [entry for place in (homes[session], 1 - homes[session]) for entry in fleet.engines[place].ground_truth]
+        own = [entry for entry in sampled if entry.session == session]
+        assert not problems(turn, *tokens, own), session
+        assert set(turn.marks) <= {"continued"}
+        assert [piece.engine for piece in turn.pieces] == ([fleet.urls[0], fleet.urls[1]] if turn.pieces else [])
+        continued += bool(turn.pieces)
+    assert continued > 10
+
+
+# Lengths
+
+
+class _Sampler:
+    """A model whose replies have lengths of a heavy-tailed distribution; it continues a reply like any text."""
+
+    def __init__(self, tokenizer, seed):
+        self.tokenizer, self.seed = tokenizer, seed
+        self._rng = random.Random(seed)
+        self._word = tokenizer.encode(" and")[0]
+
+    def reply(self, request, prompt_ids, call, index):
+        done = 0
+        while prompt_ids[len(prompt_ids) - 1 - done] == self._word:
+            done += 1
+        while True:
+            if self._rng.random() < 1 / (4 + done / 2):  # the hazard falls with the length
+                yield self.tokenizer.stop_id
+                return
+            done += 1
+            yield self._word
+
+
+async def _lengths(policy, abort_chance):
+    """Lengths of 1,000 replies to a harness, where each token may be the last before an abort."""
+    engine = SimulatedEngine(seed=7, derenders=True)
+    engine.replies = _Sampler(engine.tokenizer, 5)
+    async with proxied(engine, hold=5, aborted=policy) as rig:
+        chance = random.Random(3)
+        engine.choose_fault = lambda route, _body: (
+            Fault.abort(int(chance.expovariate(abort_chance))) if route == CHAT and abort_chance else None
+        )
+        found = []
+        for n in range(1000):
+            body = {"messages": [user(f"{n}")], "chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 300}
+            _, answer = await rig.post(f"s{n}", **body)
+            assert answer["choices"][0]["finish_reason"] in {"stop", "length", "abort"}
+            (turn,) = [turn for turn in await rig.store.turns(f"s{n}") if "engine-aborted" not in turn.marks or policy == "pass"] or [None]
+            if turn is not None:
+                found.append(turn.completion_tokens)
+        return found
+
+
+def _distance(one, other):
+    """The two-sample Kolmogorov-Smirnov statistic."""
+    values = sorted({*one, *other})
+    return max(abs(sum(x <= v for x in one) / len(one) - sum(x <= v for x in other) / len(other)) for v in values)
+
+
+@pytest.mark.parametrize(("policy", "equal"), [("continue", True), ("again", False)])
+async def test_lengths_of_aborted_replies(policy, equal):
+    """Continued replies are as long as undisturbed ones (two samples of 1,000, 1 %); replies that are sampled again are shorter."""
+    undisturbed, aborted = await _lengths(policy, 0), await _lengths(policy, 0.1)
+    assert len(undisturbed) == 1000
+    assert not equal or len(aborted) >= 990  # the rest was cut too often
+    critical = 1.63 * (1 / len(undisturbed) + 1 / len(aborted)) ** 0.5
+    assert (_distance(undisturbed, aborted) < critical) == equal
+    if not equal:
+        assert sum(aborted) / len(aborted) < 0.9 * sum(undisturbed) / len(undisturbed)
