@@ -23,7 +23,7 @@ def test_the_reward_rises(idle_machine, trainer_python, tmp_path, figures):
     difference = max(step["max_difference"] for step in steps)
     figures.append(f"mini-swe-agent trained for {len(steps)} steps: reward {first:.2f} at first, {last:.2f} at last")
     figures.append(f"its log probabilities under the weights of each step: max |difference| {difference:.1e}")
-    assert last > first + 0.2  # three runs rose by 0.39 to 0.46; standard error of such a rise: 0.06 to 0.09
+    assert last > first + 0.15  # three runs rose by 0.39 to 0.46; standard error of such a rise: 0.06 to 0.09
     assert difference < 1e-3  # exact tokens, and the engine had the weights of the step
     assert all(step["complete"] == step["rollouts"] for step in steps)
     assert plot.read_bytes().startswith(b"\x89PNG")
