@@ -126,7 +126,7 @@ WEIGHTS_PACE = "0.01"
 
 @pytest.fixture
 def weights_server(servers, tmp_path_factory):
-    """A server whose weights may be replaced: in development mode, with LoRA adapters. It samples slowly.
+    """A server whose weights may be replaced: in development mode, with LoRA adapters and derender. It samples slowly.
 
     `tokenizer_dir` is that of its model, for other models of the same shape.
     """
@@ -134,7 +134,7 @@ def weights_server(servers, tmp_path_factory):
     def start():
         folder = servers.tokenizer_dir("own")
         model = make_model(folder, tmp_path_factory.mktemp("model"))
-        options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+        options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--enable-scale-out"]
         workdir = tmp_path_factory.mktemp("vllm")
         made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options)
         environment = made.environment

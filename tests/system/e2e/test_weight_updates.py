@@ -25,7 +25,7 @@ def server(weights_server):
 @contextlib.asynccontextmanager
 async def rollout(server, **settings):
     """A proxy in front of the server, and a session with one turn whose next request is the long one."""
-    async with proxying(server.url, MemoryStore(), hold=SECONDS, **settings) as proxied:
+    async with proxying(server.url, MemoryStore(), hold=SECONDS, aborted="again", **settings) as proxied:
         proxied.store = proxied.proxy.store
         harness = proxied.harness("s").say("EPISODE:count")
         await harness.turn()
