@@ -6,10 +6,14 @@ import pytest
 from conftest import proxying
 from test_weight_updates import SECONDS, get_json, sampled
 
-from tokencache.core import invariants
+from tokencache.core import ids, invariants
 from tokencache.store.memory import MemoryStore
 
 CUTS = 5
+
+
+async def recorded_prefix(proxied, turn):
+    return ids.unpack((await proxied.proxy.ledger.prefixes.get("s", turn.id)).prefix.ids)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -37,5 +41,6 @@ async def test_a_reply_that_is_cut_five_times_is_one_reply(weights_server, figur
         assert len(turn.pieces) == CUTS + 1
         assert (turn.pieces[0].ended, turn.pieces[-1].ended) == ("abort", "stop")
         assert (list(turn.marks), turn.again) == (["continued"], "")
-        assert (await harness.turn()).extends(reply)
+        later = await harness.turn()
+        assert later.prompt[: turn.prompt_tokens + turn.completion_tokens] == await recorded_prefix(proxied, turn)
         figures.append(f"five aborts, stream={stream}: pieces {[(piece.start, piece.end) for piece in turn.pieces]}")
