@@ -97,7 +97,7 @@ async def test_without_an_engine_every_error_explains_how_to_add_one(path, sessi
         assert set(said) >= ({"type", "error"} if path == "/v1/messages" else {"error"})
         assert "POST /tokencache/v1/engines" in said["error"]["message"]
         assert (await rig.get("/tokencache/v1/sessions"))["sessions"] == []
-        assert await rig.readiness() == {"ready": False, "engine": None, "engines": [], "store": "ok"}
+        assert await rig.readiness() == {"ready": False, "engine": None, "engines": [], "weights": [], "store": "ok"}
         assert (await request(rig, "GET"))["engines"] == []
 
 

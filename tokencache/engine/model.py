@@ -48,6 +48,8 @@ ProbeState = Literal["unprobed", "failed", "lowered", "ready"]
 
 FIRST_DELAY, LONGEST_DELAY = 2.0, 60.0
 """Seconds before an engine is probed again."""
+_MOST_PROBES = 3
+"""Number of times that a probe is repeated because its findings were discarded while it ran."""
 DOUBT_SECONDS = 10.0
 _SERVER_ERROR = 500
 
@@ -166,6 +168,7 @@ class Engine:
         self._unreachable: EngineError | None = None
         self._doubted = -math.inf
         self._logged = ""
+        self._forgotten = 0
         self.weight_label = ""
         """Its own label of its weights (`/weight_info`) when it was checked last; `""` if it has none."""
         self.error = "not probed yet"
@@ -222,6 +225,7 @@ class Engine:
     def forget(self, why: str = "the engine went away") -> None:
         """Discard all findings, so that the next call probes; the highest levels stay known."""
         self._statuses.clear()
+        self._forgotten += 1
         self.error = why
 
     def doubt(self, why: str) -> None:
@@ -233,8 +237,12 @@ class Engine:
 
     async def _probe(self, name: str) -> Model:
         try:
-            found = await probe(self.upstream, list(self._drivers.values()), name)
-            small = await self._agreeing_tokenizer(found)
+            for _ in range(_MOST_PROBES):  # what was forgotten meanwhile may have been seen by this probe
+                forgotten = self._forgotten
+                found = await probe(self.upstream, list(self._drivers.values()), name)
+                small = await self._agreeing_tokenizer(found)
+                if forgotten == self._forgotten:
+                    break
         except EngineError as why:
             self._unreachable = None if why.reached else why
             if not self.capabilities:
