@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tokencache.proxy.continuation import reason_against, remaining_fields, tokens_left
+from tokencache.proxy.continuation import reason_against, remaining_fields
 
 PLAIN = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 CALL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -69,7 +69,6 @@ def test_each_piece_has_a_seed_of_its_own():
     assert "seed" not in remaining_fields(raw(), 4, 1)
 
 
-def test_a_reply_whose_limit_is_reached_is_not_asked_again():
-    assert tokens_left(raw(max_tokens=5), 4)
-    assert not tokens_left(raw(max_tokens=5), 5)
-    assert tokens_left(raw(), 10_000)
+def test_the_engines_own_limit_is_reduced_too():
+    assert bytes(remaining_fields(raw(), 4, 1, own_limit=10)["max_tokens"]) == b"6"
+    assert "max_tokens" not in remaining_fields(raw(), 4, 1)

@@ -89,3 +89,19 @@ def _deltas(message: dict[str, Raw]) -> list[dict[str, Any]]:
         deltas.append({"tool_calls": [{**named, "function": {"name": function.get("name"), "arguments": ""}}]})
         deltas.append({"tool_calls": [{"index": index, "function": {"arguments": function.get("arguments") or ""}}]})
     return deltas
+
+
+def split_cut(chunk: bytes) -> tuple[bytes, bytes]:
+    """Split the chunk with which an engine broke a reply of one choice off: its tokens without words, and its words and its end.
+
+    Returns:
+        Both as JSON; the first is `b""` if the chunk has no tokens.
+    """
+    fields = _FIELDS.decode(chunk)
+    choices = _CHOICES.decode(fields.get("choices", Raw(b"[]")))
+    if len(choices) != 1 or bytes(choices[0].get("token_ids", _NULL)) in {b"null", b"[]"}:
+        return b"", chunk
+    (choice,) = choices
+    tokens: dict[str, Any] = {**choice, "delta": {}, "finish_reason": None, "stop_reason": None}
+    end: dict[str, Any] = {**choice, "token_ids": [], "logprobs": None}
+    return _ENCODER.encode({**fields, "choices": [tokens]}), _ENCODER.encode({**fields, "choices": [end]})

@@ -21,6 +21,7 @@ from tokencache.errors import EngineError
 Raw = msgspec.Raw
 
 DERENDER = "/v1/chat/completions/derender"
+RENDER = "/v1/chat/completions/render"
 _STREAM_MEMBERS = ("stream", "stream_options")
 _OK = 200
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
@@ -56,6 +57,15 @@ class _Chunk(msgspec.Struct):
 class _Streamed(msgspec.Struct):
     chunk: _Chunk
     stream_state: Raw = _NULL
+
+
+class _Sampling(msgspec.Struct):
+    max_tokens: int | None = None
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    sampling_params: _Sampling
 
 
 class _WholeChoice(msgspec.Struct):
@@ -120,6 +130,22 @@ class Derender:
         choice = made.chunk.choices[0] if made.chunk.choices else _StreamChoice()
         return choice.delta, choice.finish_reason, made.stream_state
 
+    async def default_limit(self, request: DerenderRequest, max_model_len: int) -> int:
+        """Return the engine's own limit for a reply to a request without one, in tokens; 0 if only the context limits it.
+
+        `/v1/chat/completions/render` reports it: an engine may have a limit of its own (`--override-generation-config`).
+
+        Raises:
+            EngineError: the route cannot be reached, or does not report the limit.
+        """
+        body = {"model": request.fields.get("model", _NULL), "messages": _MESSAGES}
+        try:
+            found = msgspec.json.decode((await self._post(request, body, RENDER)).body, type=_Rendered)
+        except (ValueError, RecursionError) as why:
+            raise EngineError(f"{RENDER} does not report the engine's limit for replies: {why}") from why
+        limit = found.sampling_params.max_tokens
+        return 0 if limit is None or limit + len(found.token_ids) >= max_model_len else limit
+
     async def streams(self, engine: EngineClient, model: str, prompt: Sequence[int]) -> bool:
         """Test whether the route makes deltas and whole messages, with ids of a prompt.
 
@@ -147,7 +173,7 @@ class Derender:
             "chat_request": fields | {"include_reasoning": _TRUE},  # without it vLLM returns no reasoning
         }
 
-    async def _post(self, request: DerenderRequest, body: Mapping[str, Any]) -> EngineResponse:
+    async def _post(self, request: DerenderRequest, body: Mapping[str, Any], path: str = DERENDER) -> EngineResponse:
         """Post to the sidecar, or to the engine; only the engine gets the harness's own headers.
 
         Raises:
@@ -155,10 +181,10 @@ class Derender:
         """
         encoded = _ENCODER.encode(body)
         if self._sidecar is None:
-            answer = await request.engine.post(DERENDER, encoded, request.headers)
+            answer = await request.engine.post(path, encoded, request.headers)
         else:
-            answer = await retry_until_answered(partial(self._sidecar.post, DERENDER, encoded))
+            answer = await retry_until_answered(partial(self._sidecar.post, path, encoded))
         if answer.status != _OK:
             words = answer.body[:300].decode(errors="replace")
-            raise EngineError(f"{DERENDER} answered {answer.status}: {words}; the tokens are recorded", status=answer.status)
+            raise EngineError(f"{path} answered {answer.status}: {words}; the tokens are recorded", status=answer.status)
         return answer

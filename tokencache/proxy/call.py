@@ -41,7 +41,7 @@ from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
-from tokencache.proxy.continuation import AbortedPolicy, Continuation, ContinuationError, reason_against, tokens_left
+from tokencache.proxy.continuation import AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.gathered_reply import GatheredReply, as_stream
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
@@ -636,10 +636,14 @@ class CallAttempt:
     def _may_continue(self) -> bool:
         """Whether the reply is continued if the engine breaks it off. If the request is the reason why not, the turn says so."""
         model = self._outcome.model
-        able = model is not None and model.capability.derenders and self._exchange.body is None
-        if self._services.aborted != "continue" or not able:
+        if self._services.aborted != "continue" or model is None:
             return False
-        self._outcome.again = reason_against(self._chat.fields)
+        if self._exchange.body is not None:
+            self._outcome.again = "text completions are not continued"
+        elif not model.capability.derenders:
+            self._outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
+        else:
+            self._outcome.again = reason_against(self._chat.fields)
         return not self._outcome.again
 
     async def _continue(self, delivery: ReplyForwarder, broke: Broken | None) -> tuple[bytes, Broken | None]:
@@ -650,8 +654,9 @@ class CallAttempt:
         continuation.begin_piece(self._posted, self._engine.upstream.url)
         held = b""
         while delivery.cut:
-            await outcome.end_piece(delivery.cut)
-            self._log_cut(delivery.cut)
+            how = continuation.broke or delivery.cut
+            await outcome.end_piece(how)
+            self._log_cut(how)
             try:
                 continuation.check()
                 async with self._response.keep_alive():
@@ -752,7 +757,7 @@ class CallAttempt:
             ContinuationError: the engine refuses the request.
             EngineError, NotTakenError: no engine took it in time.
         """
-        if not tokens_left(self._chat.fields, len(continuation.sampled)):
+        if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
             return None
         answer = await self._until_taken(partial(self._ask_each_engine, partial(self._ask_piece, continuation)))
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
@@ -774,6 +779,8 @@ class CallAttempt:
         packed, fragment = continuation.prompt
         exact = ExactPrompt(packed, fragment, LastReply(-1, 0, 0))
         target = Target(engine.upstream, self._exchange.path, self._exchange.headers, outcome.model.capability.max_model_len)
+        derender = DerenderRequest(engine.upstream, self._chat.safe_fields(), b"", self._exchange.headers)
+        await continuation.find_own_limit(derender, target.max_model_len)
         self._request = await self._write_request(exact, target, continuation.call)
         try:
             answer = await self._post(engine)

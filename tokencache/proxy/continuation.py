@@ -99,7 +99,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, dict) and bool(function.get("strict"))
 
 
-def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int) -> dict[str, Raw]:
+def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int, own_limit: int = 0) -> dict[str, Raw]:
     """Return the members for the next piece of a reply: limits without what was sampled, another seed, as a stream.
 
     Args:
@@ -107,11 +107,12 @@ def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int) -> dic
         sampled: number of tokens that were sampled so far.
         piece: number of pieces so far. The noise of a request with a seed begins anew, so with the same seed a reply repeats its own
             beginning.
+        own_limit: the engine's own limit for a request without one; 0 if there is none.
     """
     changed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": False}}
-    for name in _LIMITS:
-        if isinstance(limit := value_of(fields.get(name, Raw(b"null"))), int):
-            changed[name] = limit - sampled
+    changed |= {name: limit - sampled for name, limit in limits_of(fields).items()}
+    if own_limit:
+        changed["max_tokens"] = own_limit - sampled
     if isinstance(least := value_of(fields.get("min_tokens", Raw(b"null"))), int):
         changed["min_tokens"] = max(0, least - sampled)
     if isinstance(seed := value_of(fields.get("seed", Raw(b"null"))), int):
@@ -119,10 +120,10 @@ def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int) -> dic
     return {**fields, **{name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}}
 
 
-def tokens_left(fields: Mapping[str, Raw], sampled: int) -> bool:
-    """Whether the limits of a request allow more tokens."""
-    limits = [value_of(fields[name]) for name in _LIMITS if name in fields]
-    return all(not isinstance(limit, int) or limit > sampled for limit in limits)
+def limits_of(fields: Mapping[str, Raw]) -> dict[str, int]:
+    """Return the limits for the reply in a request's members, in tokens."""
+    found = {name: value_of(fields[name]) for name in _LIMITS if name in fields}
+    return {name: limit for name, limit in found.items() if isinstance(limit, int)}
 
 
 _HEAD = ("id", "object", "created", "model")
@@ -159,6 +160,7 @@ class Continuation:
     Attributes:
         pieces: the pieces that have ended.
         differs: whether the client received other words than those of the reply's tokens.
+        broke: how the last piece that `chunks` read was broken off (`ReplyPiece.ended`); `""` if it was not.
     """
 
     def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes) -> None:
@@ -167,7 +169,9 @@ class Continuation:
         self._head = {name: value for name, value in _FIELDS.decode(first or b"{}").items() if name in _HEAD}
         self.pieces: list[ReplyPiece] = []
         self._request = self._engine = ""
+        self._own_limit: int | None = None
         self.differs = False
+        self.broke = ""
 
     @property
     def sampled(self) -> list[int]:
@@ -198,6 +202,23 @@ class Continuation:
         if len(self.pieces) >= MOST_PIECES:
             raise ContinuationError(f"it was broken off {MOST_PIECES} times")
 
+    async def find_own_limit(self, request: DerenderRequest, max_model_len: int) -> None:
+        """Ask an engine once for its own limit, which applies to a request without one.
+
+        Raises:
+            EngineError: it does not report the limit.
+        """
+        if self._own_limit is None:
+            given = limits_of(self._call.fields)
+            self._own_limit = 0 if given else await self._derender.default_limit(request, max_model_len)
+
+    def has_room(self, max_model_len: int) -> bool:
+        """Whether the request's limits and the context (0: unknown) allow more tokens."""
+        limits = [*limits_of(self._call.fields).values()]
+        if max_model_len:
+            limits.append(max_model_len - self._reply.prompt.tokens)
+        return all(len(self.sampled) < limit for limit in limits)
+
     @property
     def prompt(self) -> tuple[bytes, ids.Pieces]:
         """The exact prompt of the next piece: packed ids, and as a JSON fragment."""
@@ -208,7 +229,7 @@ class Continuation:
     @property
     def call(self) -> ChatCall:
         """The request for the next piece."""
-        fields = remaining_fields(self._call.fields, len(self.sampled), len(self.pieces))
+        fields = remaining_fields(self._call.fields, len(self.sampled), len(self.pieces), self._own_limit or 0)
         return msgspec.structs.replace(self._call, fields=fields, stream=True)
 
     def prompt_check(self) -> Callable[[bytes], None]:
@@ -241,6 +262,9 @@ class Continuation:
                 async for chunk in self._middle_chunks(words, piece, answer, waiting):
                     yield chunk
             ended = piece.choices.get(0) if answer is not None else _at_limit()
+            self.broke = piece.cut or (
+                "" if answer is None or (piece.finished and not piece.aborted) else "abort" if piece.aborted else "lost"
+            )
             if ended is not None and ended.finish_reason not in {None, "abort"}:
                 for chunk in await self._last_chunks(words, ended, waiting):
                     yield chunk
@@ -305,6 +329,12 @@ class Continuation:
         sampled.ids.clear()
         sampled.logprobs.clear()
         return msgspec.json.encode({**self._head, "choices": [choice]})
+
+
+def _how_broken(piece: Reply) -> str:
+    if piece.aborted:
+        return "abort"
+    return "" if piece.finished else "error" if piece.error else "lost"
 
 
 def _check_prompt(piece: Reply, packed: bytes) -> None:

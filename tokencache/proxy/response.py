@@ -27,7 +27,7 @@ from tokencache.dialects import gym
 from tokencache.dialects.base import EVENT_STREAM, ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
-from tokencache.engine.chunks import as_chunks
+from tokencache.engine.chunks import as_chunks, split_cut
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
@@ -453,8 +453,9 @@ class ReplyForwarder:
         if self._may_continue and (cut := self._reply.cut):
             self.cut = cut
             self._reply.take_back_message(brief)  # the client does not receive them from this chunk
-            self._cut_off.append(brief)
-            return b""
+            tokens, end = split_cut(brief)
+            self._cut_off.append(end)
+            return self._show_tokens(tokens)
         self._finished = self._finished or self._reply.finished or bool(self._reply.error)
         allowed = data if self._chat.shows_ids else brief
         shown = self._response.with_token_ids(allowed, self._reply)
@@ -466,6 +467,16 @@ class ReplyForwarder:
             return b""  # nothing was sampled yet, so the call can be made again
         self._decide_whether_withheld()
         return self._release()
+
+    def _show_tokens(self, data: bytes) -> bytes:
+        """Return the client's bytes of a chunk that has only ids, or let it wait for the first chunk with words."""
+        if not data:
+            return b""
+        if self._pending is None:
+            return self._encode(data)
+        shown = self._response.with_token_ids(data, self._reply)
+        self._pending.append((event_of(shown), shown, self._response.prompt_tokens(self._reply)))
+        return b""
 
     def _release(self) -> bytes:
         """Return the chunks that waited for the first sampled token; `b""` if the reply is withheld."""
