@@ -27,6 +27,7 @@ from tokencache.commands.rollouts import (
     AtOnceOption,
     EngineKeyOption,
     EngineOption,
+    RequestsOption,
     RolloutSource,
     TargetsArgument,
     check_targets,
@@ -36,7 +37,7 @@ from tokencache.commands.sink import FileError
 from tokencache.scoring.audit import MEANING, AuditedSpan, Cause
 from tokencache.scoring.auditing import AuditRun, audit_rollouts
 from tokencache.scoring.differences import BOUNDS, histogram
-from tokencache.scoring.engine import EngineLostError, ScoringEngine, default_tokens_at_once
+from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine, default_tokens_at_once
 from tokencache.scoring.request import ScoringError
 from tokencache.trajectories.values import Trajectory
 
@@ -59,6 +60,7 @@ def audit_exports(
         str, typer.Option("--model", metavar="MODEL", help="Model at the engine. The default is each turn's own.", show_default=False)
     ] = "",
     at_once: AtOnceOption = None,
+    requests: RequestsOption = REQUESTS_AT_ONCE,
     as_json: JsonOption = False,
     engine_key: EngineKeyOption = None,
     proxy: ProxyOption = PROXY_URL,
@@ -82,7 +84,7 @@ def audit_exports(
         raise typer.BadParameter("--version and --any-version exclude each other", param_hint="--version")
     rollouts = _rollouts(read_targets(chosen, pattern or "*", proxy, admin_key))
     try:
-        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(0))
+        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(0), requests_at_once=requests)
         run, held = asyncio.run(_run(scoring, rollouts, version, any_version=any_version, model=model or None))
     except (ClientError, FileError, EngineLostError, ScoringError, OSError) as error:
         raise failed(error) from None

@@ -24,6 +24,15 @@ EngineKeyOption = Annotated[
         "--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.", show_default=False
     ),
 ]
+RequestsOption = Annotated[
+    int,
+    typer.Option(
+        "--max-requests-at-once",
+        min=1,
+        metavar="N",
+        help="Requests in progress. 1 for a CPU build of vLLM with --enable-lora, which dies of more.",
+    ),
+]
 AtOnceOption = Annotated[
     int | None,
     typer.Option(

@@ -16,13 +16,14 @@ from tokencache.commands.rollouts import (
     AtOnceOption,
     EngineKeyOption,
     EngineOption,
+    RequestsOption,
     RolloutSource,
     TargetsArgument,
     check_targets,
     read_targets,
 )
 from tokencache.commands.sink import FileError
-from tokencache.scoring.engine import EngineLostError, ScoringEngine, default_tokens_at_once
+from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine, default_tokens_at_once
 from tokencache.scoring.journal import ENDING, Journal, JournalError
 from tokencache.scoring.request import MOST_TOP
 from tokencache.scoring.rows import Row, Wanted, rows_of_value
@@ -54,6 +55,7 @@ def score_rollouts(
     ] = "",
     top: Annotated[int, typer.Option("--top", min=0, max=MOST_TOP, metavar="K", help="Also the K likeliest tokens at each place.")] = 0,
     at_once: AtOnceOption = None,
+    requests: RequestsOption = REQUESTS_AT_ONCE,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, and try refused sequences again.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     engine_key: EngineKeyOption = None,
@@ -81,7 +83,7 @@ def score_rollouts(
     try:
         _check_files(to, journal, resume=resume, overwrite=overwrite)
         rows = _rows(read_targets(chosen, pattern or "*", proxy, admin_key))
-        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(top))
+        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(top), requests_at_once=requests)
         run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume), wanted, console))
     except (ClientError, FileError, JournalError, EngineLostError, OSError) as error:
         raise failed(f"{error}{_advice(journal, resume=resume)}") from None

@@ -44,6 +44,10 @@ class FreshReply(NamedTuple):
     logprobs: list[float]
 
 
+REQUESTS_AT_ONCE = 16
+"""Requests in progress. The limit of tokens at once usually allows fewer."""
+
+
 def default_tokens_at_once(top: int) -> int:
     """Return the default limit of tokens in progress, if the `top` likeliest tokens are requested."""
     return VALUES_AT_ONCE // (1 + top)
@@ -56,6 +60,8 @@ class ScoringEngine:
         url: the engine's own base URL, with or without `/v1`; never that of a proxy, which would record the requests.
         key: its API key, if it requires one.
         tokens_at_once: limit of the tokens in progress.
+        requests_at_once: limit of the requests in progress. vLLM's CPU build dies if a server with `--enable-lora` computes one that scores
+            together with any other request (0.32, `punica_cpu.add_lora_logits`).
 
     Attributes:
         url: its URL for messages.
@@ -63,13 +69,14 @@ class ScoringEngine:
         salt: the `cache_salt` of this run.
     """
 
-    def __init__(self, url: str, key: str | None = None, *, tokens_at_once: int) -> None:
+    def __init__(self, url: str, key: str | None = None, *, tokens_at_once: int, requests_at_once: int = REQUESTS_AT_ONCE) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = printable_url(base)
         self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()
+        self._requests = asyncio.Semaphore(requests_at_once)
         self.models: dict[str, ScoringModel] = {}
         self.salt = secrets.token_hex(16)
 
@@ -161,7 +168,8 @@ class ScoringEngine:
             await self._freed.wait_for(lambda: self._room >= tokens)
             self._room -= tokens
         try:
-            yield
+            async with self._requests:
+                yield
         finally:
             async with self._freed:
                 self._room += tokens

@@ -50,7 +50,7 @@ async def weights(weights_server, tmp_path):
 
 
 async def run(*arguments, code=0):
-    result = await asyncio.to_thread(CliRunner().invoke, app, [str(one) for one in arguments])
+    result = await asyncio.to_thread(CliRunner().invoke, app, [*map(str, arguments), "--max-requests-at-once", "1"])
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
     return result.stdout
 
