@@ -40,7 +40,7 @@ async def test_a_reply_that_is_cut_five_times_is_one_reply(weights_server, figur
         _, turn = turns
         assert len(turn.pieces) == CUTS + 1
         assert [piece.ended for piece in turn.pieces] == ["abort"] * CUTS + ["stop"]
-        assert reply.completion == ids.unpack(tokens[turn.id].completion)
+        assert reply.ids == ids.unpack(tokens[turn.id].completion)
         assert (list(turn.marks), turn.again) == (["continued"], "")
         later = await harness.turn()
         assert later.prompt[: turn.prompt_tokens + turn.completion_tokens] == await recorded_prefix(proxied, turn)
