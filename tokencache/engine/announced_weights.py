@@ -11,7 +11,8 @@ At the end of an update the engines that the proxy had paused are resumed. Until
 (`Update.ended`), so that another replica does it if this one dies.
 
 An engine that was down may be another process with other weights, those on its disk. So a version counts only if it was announced after
-the engine was seen down the last time, and while it answered.
+the engine was seen down the last time, and while it answered. vLLM takes longer to start than the time between two checks of its health
+(`health.CHECK_EVERY`), so a process that was replaced is seen down.
 """
 
 import asyncio

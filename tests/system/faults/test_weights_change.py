@@ -57,6 +57,11 @@ def version(stack, replica=1):
     return ask(stack.urls[replica] + WEIGHTS)[1]["version"]
 
 
+def engine_serves(stack, replica=0):
+    (engine,) = ask(f"{stack.urls[replica]}/tokencache/v1/engines")[1]["engines"]
+    return engine["serves"]
+
+
 def spans(stack, session):
     """The versions of each turn of a session."""
     turns = [turn for sequence in stack.export(session)["sequences"] for turn in sequence["turns"]]
@@ -151,6 +156,7 @@ async def test_an_engine_that_comes_back_has_no_version(stack, http, client):
     agent = Agent("weights-engine", CHAT, http, stack.urls[:1])
     assert await agent.turn()
     stack.engine.kill()
+    await asyncio.to_thread(until, lambda: not engine_serves(stack), "the proxy does not notice that the engine is down")
     stack.engine.start()
     stack.engine.ready()
     assert await agent.turn()
