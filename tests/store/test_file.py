@@ -23,7 +23,7 @@ from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError
 from tokencache.store.conformance import build, check_replicas, record
 from tokencache.store.file import FileStore
 from tokencache.store.file.store import read_path
-from tokencache.store.file.worker import _transact
+from tokencache.store.file.worker import Worker, _transact
 
 WRITER = """
 import asyncio, sys
@@ -258,6 +258,35 @@ async def test_a_full_disk_refuses_whole_commits(store):
     await store.writer.run("limit", partial(limit, 1_000_000))
     await store.commit("s", epoch, "k", entries, [Incident("x")])
     assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
+
+
+class BrokenOnce(sqlite3.Connection):
+    """A connection whose first rollback fails."""
+
+    broken = False
+
+    def execute(self, sql, *args):
+        if sql == "ROLLBACK" and not self.broken:
+            self.broken = True
+            raise sqlite3.OperationalError("disk I/O error")
+        return super().execute(sql, *args)
+
+
+async def test_a_rollback_that_fails_ends_no_later_operation(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokencache.store.file.worker.sqlite3.connect", partial(sqlite3.connect, factory=BrokenOnce))
+    worker = Worker(tmp_path / "database", 1.0, writes=True)
+    await worker.open()
+    await worker.run("create", lambda database: database.execute("CREATE TABLE numbers (number INTEGER UNIQUE)"))
+
+    def twice(database):
+        return [database.execute("INSERT INTO numbers VALUES (1)") for _ in range(2)]
+
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            await worker.run("twice", twice)
+    await worker.run("once", lambda database: database.execute("INSERT INTO numbers VALUES (2)"))
+    assert await worker.run("read", lambda database: [row[0] for row in database.execute("SELECT number FROM numbers")]) == [2]
+    await worker.close()
 
 
 async def test_another_process_that_holds_the_lock(url):

@@ -331,12 +331,6 @@ class Continuation:
         return msgspec.json.encode({**self._head, "choices": [choice]})
 
 
-def _how_broken(piece: Reply) -> str:
-    if piece.aborted:
-        return "abort"
-    return "" if piece.finished else "error" if piece.error else "lost"
-
-
 def _check_prompt(piece: Reply, packed: bytes) -> None:
     if piece.prompt.known and not piece.prompt.agreed and piece.prompt.packed != packed:
         raise ContinuationError("the engine used other ids than were sent")

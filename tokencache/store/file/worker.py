@@ -5,6 +5,7 @@ number of operations for each flush grows with the load.
 """
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -126,7 +127,8 @@ def _transact(database: sqlite3.Connection, begin: str, batch: list[_Job]) -> No
         database.execute("COMMIT")
     except sqlite3.Error as why:
         if database.in_transaction:
-            database.execute("ROLLBACK")
+            with contextlib.suppress(sqlite3.Error):  # then the next transaction cannot begin, and is rolled back with this one
+                database.execute("ROLLBACK")
         if len(batch) > 1:
             for job in batch:
                 _transact(database, begin, [job])
