@@ -1,5 +1,6 @@
 """The turns of a session as sequences for a trainer."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +9,9 @@ from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
 from tokencache.core import ids, invariants
 from tokencache.core.lineage import lineages, sequences
-from tokencache.core.turn import rebuild_prefix
+from tokencache.core.media import PlacedMedia
+from tokencache.core.turn import Turn, media_of, rebuild_prefix
+from tokencache.store.encoding import pack, unpack
 
 
 def names(forest):
@@ -128,3 +131,27 @@ def test_missing_tokens_are_refused():
     del forest.tokens["t1"]
     with pytest.raises(KeyError):
         sequences(forest.turns, forest.tokens)
+
+
+def shot(start, name="a"):
+    return PlacedMedia("image", name * 64, "image/png", start, 4)
+
+
+def media_turn(name, *, base=None, shared=0, media=()):
+    return Turn(id=name, call=name, match="root", base=base, shared=shared, media=tuple(media))
+
+
+def test_the_media_of_a_prompt_are_those_of_its_shared_tokens_and_its_own():
+    first = media_turn("1", media=[shot(2), shot(10)])
+    same = media_turn("2", base="1", shared=14, media=[shot(30, "b")])
+    cut = media_turn("3", base="2", shared=12, media=[shot(10, "c")])  # the second image was replaced by another
+    turns = {turn.id: turn for turn in (first, same, cut)}
+    assert media_of(same, turns) == (shot(2), shot(10), shot(30, "b"))
+    assert media_of(cut, turns) == (shot(2), shot(10, "c"))
+
+
+def test_a_turn_without_media_is_stored_in_the_same_bytes_as_before_there_were_any():
+    plain, seen = media_turn("1"), media_turn("1", media=[shot(2)])
+    assert "media" not in msgspec.to_builtins(plain)
+    assert unpack(pack(plain), Turn) == plain
+    assert unpack(pack(seen), Turn) == seen

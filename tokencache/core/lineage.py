@@ -12,7 +12,8 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.experts import ExpertPart, file_parts
-from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
+from tokencache.core.media import PlacedMedia
+from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, media_of, rebuild_prefix
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -41,6 +42,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
         overlong: `cut` or `masked` if it was longer than the limit of an export (`trajectories.lengths`), otherwise `""`.
         experts: the files with the routed experts of its tokens (`core.experts`).
+        media: its images and other media, in order; `start` is an index of `token_ids`.
         versions, mixed_tokens, oldest_version, newest_version: the policy versions of its trainable tokens (`trajectories.versions`).
     """
 
@@ -57,6 +59,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
     root: str = ""
     overlong: str = ""
     experts: list[ExpertPart] = []
+    media: tuple[PlacedMedia, ...] = ()
     versions: dict[str, int] = {}
     mixed_tokens: int = 0
     oldest_version: str = ""
@@ -126,7 +129,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
         parent = name_of.get(first.parent or first.origin or "")
         root_of[first.id] = root_of.get(parent, first.id)
         sequence = _sequence(line, lookup, parent, root_of[first.id], continued=continued)
-        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id)))
+        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id), media=media_of(line[-1], by_id)))
         name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
     return built
 

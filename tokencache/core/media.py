@@ -21,14 +21,35 @@ Parts of unknown kinds equal only parts that are written alike.
 import base64
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 _KEY = "\x00media"
 """The only member of an identity. No part that a harness can write becomes equal to an identity, because every part that is not text is
 replaced by one."""
 _SPACE = b" \t\n\f\r"
 """White space that base64 text may contain (WHATWG, Infra Standard, "forgiving-base64 decode")."""
-_MODALITIES = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+Modality = Literal["image", "video", "audio"]
+_MODALITIES: Mapping[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+
+
+class PlacedMedia(msgspec.Struct, frozen=True):
+    """An image, video or audio in a prompt, and the tokens that stand for it.
+
+    Attributes:
+        modality: `image`, `video` or `audio`.
+        sha256: hexadecimal SHA-256 of the decoded bytes; `""` if the harness sent a URL that was not fetched.
+        media_type: its declared MIME type, such as `image/png`; `""` if none was declared.
+        start, length: its tokens: `length` tokens from index `start` of the prompt or sequence on. All placeholder tokens count, as the
+            engine uses them.
+    """
+
+    modality: str
+    sha256: str
+    media_type: str
+    start: int
+    length: int
 
 
 def media_identity(part: Mapping[str, Any]) -> dict[str, Any]:

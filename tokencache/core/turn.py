@@ -4,12 +4,14 @@ A turn is written once and never changes. Its tokens are stored as a *delta*: a 
 prefix (`base`), followed by the turn's own tokens. So a session of n turns with one growing history stores its tokens once, not n times.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 import xxhash
 
 from tokencache.core import ids
+from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Described
 
@@ -27,6 +29,10 @@ class TurnMark(Described):
     INTERNAL_ERROR = "internal-error", "tokencache failed to pass the reply on"
     NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities"
     MEDIA = "media", "the request contains images or other media"
+    SAMPLED_PLACEHOLDER = (
+        "sampled-placeholder",
+        "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",
+    )
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
@@ -106,6 +112,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
         pieces: the parts of a reply that was continued; empty for any other.
         again: why a reply that the engine broke off was not continued; `""` if it was, or if none was broken off.
+        media: the images and other media of its prompt that end after the first `shared` tokens, in order; `media_of` joins them with
+            those of its bases. Empty too if their places are not known.
     """
 
     id: str
@@ -156,6 +164,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     kv: Literal["exact", "session", "off", ""] = ""
     pieces: tuple[ReplyPiece, ...] = ()
     again: str = ""
+    media: tuple[PlacedMedia, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -223,3 +232,13 @@ def rebuild_prefix(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefi
     for record, tokens in reversed(line):
         extend_prefix(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))
+
+
+def media_of(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedMedia, ...]:
+    """Return all known media of a turn's prompt, in order. `turns` contains its bases, by id; media of missing ones are left out."""
+    found = list(turn.media)
+    end, at = turn.shared, turns.get(turn.base or "")
+    while at is not None:
+        found[:0] = [medium for medium in at.media if medium.start + medium.length <= end]
+        end, at = min(end, at.shared), turns.get(at.base or "")
+    return tuple(found)

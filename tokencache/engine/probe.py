@@ -87,6 +87,9 @@ class Capability(msgspec.Struct, frozen=True):
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
+        images: how exact prompts with images are supplied: `plugin` (`tokencache.vllm_plugin`), `generate` (`/inference/v1/generate`), or
+            `""` if they cannot be; `images_why` is the reason.
+        placeholder_ids: the ids in whose place the engine puts the embeddings of images.
     """
 
     model: str
@@ -107,6 +110,9 @@ class Capability(msgspec.Struct, frozen=True):
     derenders: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
+    images: Literal["", "plugin", "generate"] = ""
+    images_why: str = "not asked"
+    placeholder_ids: tuple[int, ...] = ()
     why: str = ""
 
     def summary(self) -> str:

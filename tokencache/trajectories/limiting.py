@@ -86,4 +86,5 @@ def _limited(sequence: TokenSequence, lengths: Lengths) -> TokenSequence | None:
         turns=turns,
         overlong="cut",
         experts=[msgspec.structs.replace(part, end=min(part.end, end - 1)) for part in sequence.experts if part.start < end - 1],
+        media=tuple(medium for medium in sequence.media if medium.start < end),
     )

@@ -11,6 +11,7 @@ import msgspec
 from tokencache.core.drift import Drift
 from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
+from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import ToolCall
 from tokencache.core.turn import Anchor, ReplyPiece
 from tokencache.core.weights import Announced
@@ -31,6 +32,7 @@ __all__ = [
     "OpenCall",
     "OverlongFigures",
     "PastReward",
+    "PlacedMedia",
     "QueueState",
     "RewardState",
     "Sequence",
@@ -158,6 +160,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
         reward: the reward that the trainer gave to this sequence; `None` if it gave none.
         experts: the files with the routed experts of its tokens, in order; `batching.load_experts` joins them. Empty if none are stored.
+        media: the images and other media in its tokens, in order (`docs/images.md`).
         versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
             Trainable tokens in neither have no known version.
         oldest_version, newest_version: of `versions`; `""` if there are none, or if their order is not known.
@@ -180,6 +183,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     overlong: str = ""
     reward: float | None = None
     experts: list[ExpertPart] = []
+    media: list[PlacedMedia] = []
     versions: dict[str, int] = {}
     mixed_tokens: int = 0
     oldest_version: str = ""

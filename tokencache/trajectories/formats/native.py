@@ -127,6 +127,7 @@ def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> di
         "overlong": sequence.overlong,
         "reward": reward.sequences.get(sequence.id),
         "experts": [msgspec.to_builtins(part) for part in sequence.experts],
+        "media": [msgspec.to_builtins(medium) for medium in sequence.media],
         "versions": sequence.versions,
         "mixed_tokens": sequence.mixed_tokens,
         "oldest_version": sequence.oldest_version,
