@@ -10,7 +10,7 @@ from tests.core.settings import MANY
 from tokencache.core import ids, invariants
 from tokencache.core.lineage import lineages, sequences
 from tokencache.core.media import PlacedMedia
-from tokencache.core.turn import Turn, media_of, rebuild_prefix
+from tokencache.core.turn import Tokens, Turn, rebuild_prefix
 from tokencache.store.encoding import pack, unpack
 
 
@@ -141,13 +141,12 @@ def media_turn(name, *, base=None, shared=0, media=()):
     return Turn(id=name, call=name, match="root", base=base, shared=shared, media=tuple(media))
 
 
-def test_the_media_of_a_prompt_are_those_of_its_shared_tokens_and_its_own():
-    first = media_turn("1", media=[shot(2), shot(10)])
-    same = media_turn("2", base="1", shared=14, media=[shot(30, "b")])
-    cut = media_turn("3", base="2", shared=12, media=[shot(10, "c")])  # the second image was replaced by another
-    turns = {turn.id: turn for turn in (first, same, cut)}
-    assert media_of(same, turns) == (shot(2), shot(10), shot(30, "b"))
-    assert media_of(cut, turns) == (shot(2), shot(10, "c"))
+def test_a_sequence_has_the_media_of_its_last_prompt():
+    first = media_turn("1", media=[shot(0)])
+    last = msgspec.structs.replace(media_turn("2", media=[shot(0), shot(4, "b")]), match="continue", parent="1", base="1", prompt_tokens=8)
+    tokens = {"1": Tokens(b"", b""), "2": Tokens(ids.pack([7] * 8), b"")}
+    (sequence,) = sequences([first, last], tokens)
+    assert sequence.media == (shot(0), shot(4, "b"))
 
 
 def test_a_turn_without_media_is_stored_in_the_same_bytes_as_before_there_were_any():

@@ -13,7 +13,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.experts import ExpertPart, file_parts
 from tokencache.core.media import PlacedMedia
-from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, media_of, rebuild_prefix
+from tokencache.core.turn import Tokens, Turn, TurnMark, extend_prefix, rebuild_prefix
 
 
 class SequenceTurn(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
         parent = name_of.get(first.parent or first.origin or "")
         root_of[first.id] = root_of.get(parent, first.id)
         sequence = _sequence(line, lookup, parent, root_of[first.id], continued=continued)
-        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id), media=media_of(line[-1], by_id)))
+        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id), media=line[-1].media))
         name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
     return built
 

@@ -4,7 +4,6 @@ A turn is written once and never changes. Its tokens are stored as a *delta*: a 
 prefix (`base`), followed by the turn's own tokens. So a session of n turns with one growing history stores its tokens once, not n times.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -112,8 +111,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         kv: how the prefix cache was kept apart by version: `exact`, `session` or `off`; `""` if no version was known.
         pieces: the parts of a reply that was continued; empty for any other.
         again: why a reply that the engine broke off was not continued; `""` if it was, or if none was broken off.
-        media: the images and other media of its prompt that end after the first `shared` tokens, in order; `media_of` joins them with
-            those of its bases. Empty too if their places are not known.
+        media: the images and other media of its prompt, in order, whether its tokens are stored with it or with `base`: prompts may have
+            the same ids and other images. Also empty if their places are not known.
     """
 
     id: str
@@ -232,13 +231,3 @@ def rebuild_prefix(lookup: "dict[str, tuple[Turn, Tokens]]", turn: str) -> Prefi
     for record, tokens in reversed(line):
         extend_prefix(packed, record, tokens)
     return Prefix(bytes(packed), ids.count(line[0][1].completion))
-
-
-def media_of(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedMedia, ...]:
-    """Return all known media of a turn's prompt, in order. `turns` contains its bases, by id; media of missing ones are left out."""
-    found = list(turn.media)
-    end, at = turn.shared, turns.get(turn.base or "")
-    while at is not None:
-        found[:0] = [medium for medium in at.media if medium.start + medium.length <= end]
-        end, at = min(end, at.shared), turns.get(at.base or "")
-    return tuple(found)
