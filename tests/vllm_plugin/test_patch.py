@@ -159,9 +159,9 @@ def test_processes_that_serve_no_http_are_left_alone(inside, caplog, process):
 
 
 async def test_native_versions_are_left_alone_and_logged(inside, caplog):
-    inside("0.32.0", plugins="tokencache")
-    await start("0.32.0")
-    assert caplog.messages == ["tokencache: vLLM 0.32.0 accepts prompt_token_ids by itself; nothing was changed"]
+    inside("0.31.0", plugins="tokencache")
+    await start("0.31.0")
+    assert caplog.messages == ["tokencache: vLLM 0.31.0 accepts prompt_token_ids by itself; nothing was changed"]
 
 
 @pytest.mark.parametrize("version", ["0.19.0", "0.1.dev9", "0.25.1", "0.26.0"])

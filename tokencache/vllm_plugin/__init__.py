@@ -1,4 +1,4 @@
-"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts.
+"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts, and vLLM 0.32 exact prompts with images.
 
 vLLM 0.27 and later accept a whole prompt as ids, `kv_transfer_params.prompt_token_ids`, and do everything else as usual. This package adds
 that to older versions. It is not part of the proxy: it is installed next to vLLM, which loads it into its own processes. So it imports
@@ -8,11 +8,13 @@ One function of vLLM renders for chat completions, messages, Responses and `/tok
 request that supplies ids, the function runs with a replacement renderer that returns those ids instead of a rendering. So parsers,
 grammars, streaming and the start of reasoning are vLLM's own.
 
-`entry`         the entry points for vLLM: a general plugin (0.20 to 0.25) and an endpoint plugin (0.26)
-`patch`         wraps the right function for each version, and refuses versions that it does not know
-`supplied_ids`  reads and validates the ids that a request supplies
-`renderer`      replaces vLLM's renderer for one request
-`boundary`      proves where the last reply of a conversation ends
+`entry`               the entry points for vLLM: a general plugin (0.20 to 0.25) and an endpoint plugin (0.26 and later)
+`patch`               wraps the right function for each version, and refuses versions that it does not know
+`supplied_ids`        reads and validates the ids that a request supplies
+`renderer`            replaces vLLM's renderer for one request
+`boundary`            proves where the last reply of a conversation ends
+`images`              accepts exact prompts with images, in 0.32
+`placeholder_header`  tells clients where the images are in a prompt
 
 Install it with `pip install '.[vllm]'`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
 gpt-oss is rendered elsewhere (Harmony), and the plugin does not change that: the proxy's probe finds the level `record` for it.

@@ -2,9 +2,9 @@
 
 Every version of vLLM loads general plugins into every process. The general plugin patches 0.20 to 0.25, in the processes that serve HTTP.
 Endpoint plugins exist since 0.26. vLLM loads them only into the processes that serve HTTP, and only if `VLLM_PLUGINS` names them
-(`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26, and logs in later versions that no patch is needed. (The general
-plugin would be too early for that: 0.32 loads it before it can log.) vLLM always starts: if a version cannot be patched, the plugin logs
-an error and changes nothing.
+(`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26. In later versions it logs that text needs no patch, and it patches
+0.32 for images. (The general plugin would be too early for that: 0.32 loads it before it can log.) vLLM always starts: if a version cannot
+be patched, the plugin logs an error and changes nothing.
 """
 
 import logging
@@ -12,7 +12,9 @@ import multiprocessing
 import os
 from typing import Any
 
+from tokencache.vllm_plugin.images import MEMBER, VERSIONS, patch_images
 from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
+from tokencache.vllm_plugin.placeholder_header import PlaceholderHeader
 
 NAME = "tokencache"
 log = logging.getLogger("vllm.plugins.tokencache")
@@ -36,17 +38,20 @@ def register() -> None:
 
 
 class EndpointPlugin:
-    """Patches vLLM 0.26 (`vllm/plugins/endpoint_plugins/interface.py`, 0.26). It adds no route."""
+    """Patches vLLM 0.26, and 0.32 for images. It adds no route (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
 
     name = NAME
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add no route."""
+        """Add no route, but a header to responses of 0.32 (`placeholder_header`)."""
+        if _number(_version()) in VERSIONS:
+            app.add_middleware(PlaceholderHeader)
 
     async def init_state(self, _engine_client: Any, _state: Any, _args: Any) -> None:
         """Patch vLLM, or log that it needs no patch."""
         _patch(_version())
+        _patch_images(_version())
 
 
 def _number(version: str) -> tuple[int, int]:
@@ -66,6 +71,16 @@ def _patch(version: str) -> None:
         log.info("tokencache: vLLM %s now accepts prompt_token_ids and required_prefix_token_ids; wrapped %s", done.version, done.where)
     else:
         log.info("tokencache: vLLM %s accepts prompt_token_ids by itself; nothing was changed", done.version)
+
+
+def _patch_images(version: str) -> None:
+    try:
+        done = patch_images(version)
+    except UnknownVllmError as why:
+        log.error("tokencache: exact prompts with images are NOT ACTIVE: nothing was changed: %s", why)  # noqa: TRY400 - no bug
+        return
+    if done:
+        log.info("tokencache: vLLM %s now accepts %s: exact prompts with images", version, MEMBER)
 
 
 def _version() -> str:

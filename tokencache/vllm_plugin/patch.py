@@ -28,10 +28,12 @@ _TARGETS = (
     ((0, 20), (0, 24), "vllm.entrypoints.serve.render.serving", "OpenAIServingRender"),
     ((0, 25), (0, 26), "vllm.renderers.online_renderer", "OnlineRenderer"),
 )
-_METHOD = "preprocess_chat"
-_MARK = "__tokencache__"
+RENDERER_METHOD = "preprocess_chat"
+MARK = "__tokencache__"
+"""An attribute of a wrapper: the function that it wraps."""
 _COMMON = "self request messages default_template default_template_content_format default_template_kwargs tool_dicts"
-_SIGNATURES = tuple(f"{_COMMON} {parsers} skip_mm_cache".split() for parsers in ("parser", "tool_parser reasoning_parser"))
+SIGNATURES = tuple(f"{_COMMON} {parsers} skip_mm_cache".split() for parsers in ("parser", "tool_parser reasoning_parser"))
+"""The known parameters of `preprocess_chat`: those of 0.25 and later, and of 0.20 to 0.24."""
 _RENDERS = "self conversations chat_params tok_params prompt_extras skip_mm_cache".split()  # noqa: SIM905
 
 
@@ -77,23 +79,28 @@ def patch(version: str, load: Callable[[str], Any] = importlib.import_module) ->
     ((module_name, class_name),) = places
     try:
         owner = getattr(load(module_name), class_name)
-        original = getattr(owner, _METHOD)
+        original = getattr(owner, RENDERER_METHOD)
         rendered = load("vllm.renderers.base").BaseRenderer.render_chat_async
         tokens_input = load("vllm.inputs.engine").tokens_input
         error = load("vllm.exceptions").VLLMValidationError
     except (ImportError, AttributeError) as why:
         raise UnknownVllmError(f"vLLM {version} is not as expected: {why}") from why
-    where = f"{module_name}.{class_name}.{_METHOD}"
-    if not hasattr(original, _MARK):
-        _check(original, where, _SIGNATURES)
-        _check(rendered, "BaseRenderer.render_chat_async", (_RENDERS,))
-        setattr(owner, _METHOD, wrapped(original, tokens_input, error))
+    where = f"{module_name}.{class_name}.{RENDERER_METHOD}"
+    if not hasattr(original, MARK):
+        check_signature(original, where, SIGNATURES)
+        check_signature(rendered, "BaseRenderer.render_chat_async", (_RENDERS,))
+        setattr(owner, RENDERER_METHOD, wrapped(original, tokens_input, error))
     return Patched(version, where)
 
 
-def _check(function: Any, where: str, known: tuple[list[str], ...]) -> None:
+def check_signature(function: Any, where: str, known: tuple[list[str], ...], *, coroutine: bool = True) -> None:
+    """Check that a function of vLLM has one of the known lists of parameters.
+
+    Raises:
+        UnknownVllmError: it has not, or it is not a function of the expected kind.
+    """
     names = list(inspect.signature(function).parameters) if isinstance(function, FunctionType) else []
-    if not inspect.iscoroutinefunction(function) or names not in known:
+    if inspect.iscoroutinefunction(function) != coroutine or names not in known:
         raise UnknownVllmError(f"{where} takes {names}, which the plugin does not know")
 
 
@@ -131,7 +138,7 @@ def wrapped(original: Any, tokens_input: Callable[..., Any], error: Callable[...
             raise error(str(why), parameter=why.parameter) from why
         return await original(self, request, messages, *rest, **named)
 
-    setattr(preprocess_chat, _MARK, original)
+    setattr(preprocess_chat, MARK, original)
     return preprocess_chat
 
 
