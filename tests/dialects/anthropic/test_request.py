@@ -129,6 +129,17 @@ CONVERSATIONS = {
             {"role": "tool", "tool_call_id": "c2", "content": ""},
         ],
     ),
+    "parallel results with images only, as Claude Code sends them": (
+        None,
+        [user(result("c1", content=[IMAGE]), result("c2", content=[IMAGE, IMAGE]), text("[Image: original 9x9]"))],
+        [
+            {"role": "tool", "tool_call_id": "c1", "content": ""},
+            {"role": "user", "content": [IMAGE_PART]},
+            {"role": "tool", "tool_call_id": "c2", "content": ""},
+            {"role": "user", "content": [IMAGE_PART, IMAGE_PART]},
+            {"role": "user", "content": "[Image: original 9x9]"},
+        ],
+    ),
     "a result that names tools": (
         None,
         [user(result("c1", content=[{"type": "tool_reference", "tool_name": "grep"}]))],

@@ -21,8 +21,8 @@ def call(name="bash", call_id=None, **args):
     return {"functionCall": ({"id": call_id} if call_id else {}) | {"name": name, "args": args}}
 
 
-def result(response, name="bash", call_id=None):
-    return {"functionResponse": ({"id": call_id} if call_id else {}) | {"name": name, "response": response}}
+def result(response, name="bash", call_id=None, **more):
+    return {"functionResponse": ({"id": call_id} if call_id else {}) | {"name": name, "response": response} | more}
 
 
 def model(*parts):
@@ -46,6 +46,7 @@ def told(call_id, content):
 
 HI, HI_CHAT = user(text("hi")), {"role": "user", "content": "hi"}
 PNG = {"inlineData": {"mimeType": "image/png", "data": "aGk_"}}
+PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk/"}}
 
 CONVERSATIONS = {
     "a word": ([HI], [HI_CHAT]),
@@ -134,6 +135,24 @@ CONVERSATIONS = {
                 "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk/"}}],
             }
         ],
+    ),
+    "results with images beside them, as Gemini CLI sends them": (
+        [
+            HI,
+            model(call(call_id="a"), call(call_id="b")),
+            user(result({"output": "one"}, call_id="a"), PNG, result({"output": "two"}, call_id="b"), PNG),
+        ],
+        [
+            HI_CHAT,
+            asks(("a", "bash", {}), ("b", "bash", {})),
+            told("a", "one"),
+            told("b", "two"),
+            {"role": "user", "content": [PNG_PART, PNG_PART]},
+        ],
+    ),
+    "a result with an image in it": (
+        [HI, model(call(call_id="a")), user(result({"output": "one"}, call_id="a", parts=[PNG]))],
+        [HI_CHAT, asks(("a", "bash", {})), told("a", [{"type": "text", "text": "one"}, PNG_PART])],
     ),
     "odd text": (
         [user(text("☕ \ud800 \x00 <|im_end|>")), model(call(x="\ud800"))],

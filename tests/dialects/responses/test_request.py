@@ -116,6 +116,27 @@ CASES = {
             {"role": "tool", "tool_call_id": "nobody", "content": ""},
         ],
     ),
+    "images that a tool returned, as Codex sends them": (
+        [
+            CALLED,
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": [{**IMAGE, "detail": "high"}, {**IMAGE, "detail": "original"}],
+            },
+        ],
+        [
+            {"role": "assistant", "tool_calls": [chat_call("f", '{"a": 1.50}')]},
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "high"}},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                ],
+            },
+        ],
+    ),
     "a custom tool's call": (
         [
             {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": '*** "x"\n☕'},

@@ -32,8 +32,8 @@ _HEADERS = {
     "x-parent-session-id", "x-session-affinity", "x-session-id", "x-stainless-retry-count",
 }  # fmt: skip
 _RECORDED = (
-    "The program itself, unchanged, in the lab of tests/system/e2e/harnesses: through the proxy, to vLLM 0.32 with a tiny model that says "
-    "what is scripted. A tap between program and proxy wrote down every byte."
+    "The program itself, unchanged, in the lab of tests/system/e2e/harnesses: through the proxy, to {engine} that says what is scripted. "
+    "A tap between program and proxy wrote down every byte."
 )
 _REPLACED = (
     "Texts of the harness's makers by words of the same lengths; of tools' results the words that are not the task's; identities, "
@@ -57,12 +57,12 @@ def make(name: str, folder: Path, out: Path) -> Path:
     adapter = run.adapter or name.partition("_")[0]
     header = Header(
         harness=name,
-        version=load.load_all()[adapter].tested[0],
+        version=run.about.get("version") or load.load_all()[adapter].tested[0],
         adapter=adapter,
         dialect=run.exchanges[0].dialect,
         model=run.exchanges[0].turn["model"],
         task=asked,
-        recorded=_RECORDED,
+        recorded=_RECORDED.format(engine=run.about.get("engine", "vLLM 0.32 with a tiny model")),
         replaced=_REPLACED,
         expected=_expected(run),
         left_out=dict(sorted(run.others.items())),

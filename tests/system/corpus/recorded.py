@@ -54,12 +54,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its exchanges in the order of their arrival, the export, and other requests (counted by route)."""
+    """A run: its exchanges in the order of their arrival, the export, and other requests (counted by route).
+
+    `about` is what the lab says of it: the program's `version`, and the `engine`. Both are missing in older runs.
+    """
 
     adapter: str
     exchanges: list[Exchange]
     exported: dict[str, Any]
     others: Counter[str]
+    about: dict[str, str]
 
 
 def read_run(folder: Path) -> Run:
@@ -68,7 +72,8 @@ def read_run(folder: Path) -> Run:
     Raises:
         MakeError: The two records are not of the same calls.
     """
-    exported = json.loads((folder / "export.json").read_text(encoding="utf-8")).get("trajectories", {})
+    export = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+    exported = export.get("trajectories", {})
     if not exported.get("sequences"):
         raise MakeError("the export has no trajectories")
     turns = sorted(
@@ -91,7 +96,7 @@ def read_run(folder: Path) -> Run:
         raise MakeError(f"{len(turns)} turns of the export belong to no call that the relay recorded")
     if any(one.turn["finish_reason"] == "length" for one in exchanges.values()):
         raise MakeError("a reply was ended by its token limit: that cannot be replayed in other tokens")
-    return Run(adapter, sorted(exchanges.values(), key=lambda one: one.began), exported, others)
+    return Run(adapter, sorted(exchanges.values(), key=lambda one: one.began), exported, others, export.get("about", {}))
 
 
 def _turns(sequence: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

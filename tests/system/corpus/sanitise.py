@@ -11,7 +11,8 @@ task       results of tools                                                     
 structure  names of tools and members, types, ids, settings                      stays; identities are replaced
 =========  ====================================================================  =======================================
 
-A text under a name that is not listed here is structure if it is short, and else the makers'.
+A text under a name that is not listed here is structure if it is short, and else the makers'. An image stays byte for byte: it
+is one of the task's own, perhaps scaled by the harness.
 """
 
 import json
@@ -21,6 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.system.corpus.standins import StandIns
+from tokencache.core.media import decode_base64
 
 RUN = 40
 """This many characters in a row would be a quotation."""
@@ -42,6 +44,10 @@ _COMMON = frozenset({"null", "true", "false", "id", "type", "function", "name", 
 _PROMPT = re.compile(r"EPISODE:[^\n\"<]*")
 """How a task begins in the harness tests."""
 _SHORTEST_QUOTE = 12
+_LABELS = frozenset({"Attached media from tool result:", "Image read successfully", "Current screenshot:"})
+"""Short texts that a harness puts beside an image in a user's turn."""
+_IMAGES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""The first bytes of PNG, JPEG, GIF and WebP."""
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -53,12 +59,19 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from strings_in(inner)
 
 
+def image_in(text: str) -> bytes | None:
+    """The bytes of the image that a text is: base64, alone or in a data URI."""
+    head, comma, data = text.partition(";base64,")
+    content = decode_base64(data if comma and head.startswith("data:") else text)
+    return content if content is not None and content.startswith(_IMAGES) else None
+
+
 def asked_in(bodies: Iterable[dict[str, Any]]) -> list[str]:
     """What the task's user asked: the prompt that names an episode, and short texts of users without markup."""
     found: dict[str, None] = {}
     for text in (text for body in bodies for text in _of_users(body, user=False)):
         prompts = _PROMPT.findall(text)
-        short = len(text) < RUN and text.strip() and "\n" not in text and text[0] not in "<["
+        short = len(text) < RUN and text.strip() and "\n" not in text and text[0] not in "<[" and text not in _LABELS
         found.update(dict.fromkeys(prompts or ([text] if short else [])))
     return list(found)
 
@@ -118,6 +131,8 @@ class Sanitiser:
         return self._string(key, value, owner) if isinstance(value, str) else value
 
     def _string(self, key: str, value: str, owner: str) -> str:
+        if image_in(value) is not None:
+            return value
         if owner == "model" and key not in {"id", "call_id"}:
             return self._models(value)
         if key in TEXTS or len(value) >= RUN:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.corpus.format import FORMAT, read
-from tests.system.corpus.sanitise import Sanitiser
+from tests.system.corpus.sanitise import Sanitiser, asked_in, image_in, strings_in
 from tests.system.corpus.standins import StandIns
 
 FILES = sorted(Path(__file__).parent.glob("*.jsonl"))
@@ -36,6 +36,16 @@ def test_it_is_of_a_reasonable_size_and_describes_itself(path):
     header = read(path).header
     assert header.format == FORMAT
     assert path.stem == f"{header.harness}-{header.version}"
+
+
+@each
+def test_its_images_say_nothing_about_who_made_them(path):
+    """PNGs of the task, without the chunks that hold text, a time or a camera's data (PNG specification, 11.3)."""
+    images = [image for call in read(path).calls for text in strings_in(call.body) if (image := image_in(text)) is not None]
+    assert bool(images) == ("_images" in path.stem)
+    for image in images:
+        assert image.startswith(b"\x89PNG")
+        assert not {b"tEXt", b"zTXt", b"iTXt", b"tIME", b"eXIf", b"iCCP"} & {image[at : at + 4] for at in range(len(image) - 3)}
 
 
 @pytest.fixture
@@ -104,3 +114,28 @@ def test_the_owner_of_a_text_decides():
     assert "code" not in result["content"]
     assert body["user"] != "0a1b2c3d-0a1b-0a1b-0a1b-0a1b2c3d4e5f"
     assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", body["user"])
+
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAEAAAAAwCAIAAAAuKetIAAAAx0FFQQ=="
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}", "detail": "high"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+    ],
+)
+@pytest.mark.parametrize("role", ["user", "tool", "assistant"])
+def test_images_stay_and_what_is_beside_them_does_not(part, role):
+    body = {"messages": [{"role": role, "content": [{"type": "text", "text": "Attached media from tool result:"}, part]}]}
+    sanitised = Sanitiser(b"key", asked_in([body]), [], []).body(body)
+    label, image = sanitised["messages"][0]["content"]
+    assert image == part
+    assert role == "assistant" or label["text"] != "Attached media from tool result:"
+
+
+def test_long_text_that_only_looks_like_base64_is_no_image():
+    assert image_in("iVBORw0KGgo is how every PNG begins, in base64") is None
+    assert image_in("Rm9ydHkgY2hhcmFjdGVycyBvZiB0ZXh0LCBpbiBiYXNlNjQ=") is None
