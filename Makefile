@@ -117,6 +117,7 @@ e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, to
 
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
+	PYTHON=$(PYTHON) tests/system/e2e/rig/install_torchvision.sh $(VLLM_VENV)/torchvision
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 	tests/system/e2e/rig/install_trl.sh $(TRL_VENV) $(VLLM_VENV) $(VENV)

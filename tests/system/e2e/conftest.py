@@ -14,6 +14,7 @@ from rig.ground_truth import read_ground_truth
 from rig.harness import Harness
 from rig.model import make_model
 from rig.server import MODEL, REPOSITORY, VllmServer, default_venv
+from rig.vision import VisionServer, make_vision_model
 
 from tokencache.config import Settings
 from tokencache.server.serve import serving
@@ -144,6 +145,17 @@ def weights_server(servers, tmp_path_factory):
         return made
 
     return servers.keep("development mode", start)
+
+
+@pytest.fixture
+def vision_server(servers, tmp_path_factory):
+    """A server of a model for images, with the plugin."""
+
+    def start():
+        model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
+        return VisionServer(model, EPISODES, workdir=tmp_path_factory.mktemp("vllm"))
+
+    return servers.keep("images", start)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ def think(thought, text=""):
 
 EPISODES = {
     "count": [think("Small first.", "One, two."), think("I count.", ", ".join(map(str, range(1000, 1050))) + "."), think("ok", "Three.")],
+    "see": [think("I look closely.", "A square, naïve in its colours ☕."), "Another one.", think("Hm.", "A third."), "The last one."],
+    "placeholder": ["I write <|image_pad|>, as if I could draw.", "No more of it."],
     "hello": [
         think("A greeting wants a greeting.", "Hello there, friend — naïve café ☕.  "),
         "Once more, without thinking.",
