@@ -70,8 +70,13 @@ def problems(turn, prompt, completion, logprobs, sampled):
 
 
 @STREAMS
-async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream):
-    """Its words are those of an uncut one, also if it is cut within a character, a tag, a name or the arguments of a call."""
+@pytest.mark.parametrize("chunk", [1, 30], ids=["token by token", "the engine lags behind"])
+async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream, chunk):
+    """Its words are those of an uncut one, also if it is cut within a character, a tag, a name or the arguments of a call.
+
+    If the engine's server lags behind, the chunk with which it ends the reply has many tokens: a thought and a call, or all there are.
+    """
+    rig.engine.chunk_tokens = chunk
     await rig.post("uncut", **ASK, stream=stream)
     turn, _, completion, _ = await recorded(rig, "uncut")
     assert not turn.pieces

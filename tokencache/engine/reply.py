@@ -193,7 +193,7 @@ class Choice:
             self.reasoning.pop()
         if content or thought:
             self.steps.pop()
-        for index, call in message.calls():
+        for index, call in reversed([*message.calls()]):  # one delta may have several parts of a call
             parts = self.calls[index]
             parts[1], parts[2] = parts[1].removesuffix(call.name), parts[2].removesuffix(call.arguments)
             if call.id and not (parts[1] or parts[2]):

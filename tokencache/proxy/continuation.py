@@ -47,6 +47,7 @@ _KEPT = frozenset({
     "parallel_tool_calls", "reasoning_effort", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
     "cache_salt", "kv_transfer_params", "request_id", "priority", "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "skip_special_tokens", "spaces_between_special_tokens", "verbosity", "vllm_xargs",
+    "stream_interval",
 })  # fmt: skip
 """Members that leave the distribution of the next token as it is, or that are reduced by what was sampled (limits, seed)."""
 
@@ -262,9 +263,7 @@ class Continuation:
                 async for chunk in self._middle_chunks(words, piece, answer, waiting):
                     yield chunk
             ended = piece.choices.get(0) if answer is not None else _at_limit()
-            self.broke = piece.cut or (
-                "" if answer is None or (piece.finished and not piece.aborted) else "abort" if piece.aborted else "lost"
-            )
+            self.broke = "" if answer is None else _how_broken(piece)
             if ended is not None and ended.finish_reason not in {None, "abort"}:
                 for chunk in await self._last_chunks(words, ended, waiting):
                     yield chunk
@@ -329,6 +328,12 @@ class Continuation:
         sampled.ids.clear()
         sampled.logprobs.clear()
         return msgspec.json.encode({**self._head, "choices": [choice]})
+
+
+def _how_broken(piece: Reply) -> str:
+    if piece.aborted:
+        return "abort"
+    return "" if piece.finished else "error" if piece.error else "lost"
 
 
 def _check_prompt(piece: Reply, packed: bytes) -> None:

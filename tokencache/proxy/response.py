@@ -351,10 +351,12 @@ class ReplyForwarder:
 
     def _note_lost(self) -> None:
         """Note that the stream ended before the reply did, if the reply may be continued."""
+        if not self._may_continue or self.cut or self.client_left:
+            return
         sampled = any(choice.ids for choice in self._reply.choices.values())
-        if self._may_continue and sampled and not (self.cut or self._finished or self.client_left):
+        if sampled and not self._finished:
             self.cut = "lost"
-        elif self._may_continue and self._may_resample and self._pending is not None and not self.client_left:
+        elif self._may_resample and self._pending is not None:
             self.withheld = "aborted"  # nothing was sampled, as far as is known
 
     async def resume(self, chunks: AsyncIterator[bytes]) -> tuple[bytes, Broken | None]:

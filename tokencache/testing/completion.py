@@ -124,7 +124,10 @@ class Completion:
         chance = kv.chance if kv is not None else lambda _token: rng.random()
         chunk = max(settings.chunk_tokens, request.stream_interval)
         limit, mode = self.limits[index // request.n], settings.logprobs_mode
-        for step in generate(ids, request, settings.tokenizer, max_tokens=limit, chance=chance, chunk=chunk, mode=mode):
+        for step in generate(
+            ids, request, settings.tokenizer, max_tokens=limit, chance=chance, first=settings.chunk_tokens, chunk=chunk,
+            halted=self.halted, mode=mode,
+        ):  # fmt: skip
             if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")
                 return

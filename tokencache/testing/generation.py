@@ -72,7 +72,9 @@ def generate(
     *,
     max_tokens: int,
     chance: Callable[[int], float],
+    first: int = 1,
     chunk: int = 1,
+    halted: Callable[[int], bool] = lambda _tokens: False,
     mode: LogprobsMode = "raw_logprobs",
 ) -> Iterator[GenerationStep]:
     """Yield the steps of one reply, the last of them with a finish reason.
@@ -83,12 +85,15 @@ def generate(
         tokenizer: decodes the ids.
         max_tokens: largest number of tokens, at least 1.
         chance: receives each sampled id; returns the number (0 to 1) that decides its log probability.
-        chunk: tokens in each step. As with vLLM's `stream_interval`, the first step has one token.
+        first: tokens in the first step. It is one with vLLM's `stream_interval`, and more if its API server lags behind.
+        chunk: tokens in each other step.
+        halted: receives the number of tokens so far; returns whether the engine aborts the reply there. Tokens that wait for the rest of
+            their step are then in the last one.
         mode: which values are returned as log probabilities.
     """
     text = _VisibleText(request)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    step, target = GenerationStep(), 1
+    step, target = GenerationStep(), first
     for count, token_id in enumerate(ids, 1):
         decoded = decoder.decode(tokenizer.token_bytes(token_id))
         step.tokens.append(_weighed(token_id, decoded, request, chance(token_id), mode))
@@ -102,6 +107,8 @@ def generate(
             step.stop_reason = None if token_id == tokenizer.stop_id else token_id
         elif count >= max_tokens:
             step.finish_reason = "length"
+        elif len(step.tokens) < target and halted(count):
+            step.finish_reason = "abort"
         if step.finish_reason is not None or len(step.tokens) >= target:
             step.text = text.take(finished=step.finish_reason is not None)
             yield step
