@@ -1,5 +1,6 @@
 """A turn's request is stored with it: complete, once, and in the format of chat completions."""
 
+import hashlib
 import json
 
 import msgspec
@@ -63,7 +64,7 @@ async def test_an_edited_history_shares_its_beginning():
     assert [turn.match for turn in await store.turns("s")] == ["root", "continue", "resplice"]
 
 
-def test_media_are_not_stored():
+def test_of_images_only_references_are_stored_with_the_messages():
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "look"}, picture]}]}
     call = read_chat(json.dumps(body).encode(), IncrementalParser())
@@ -75,8 +76,11 @@ def test_media_are_not_stored():
     recorded = outcome.record(PrefixCache(MemoryStore(), max_bytes=1000))
     (entry,), (held,) = recorded.entries, recorded.prefixes
     assert entry.turn.marks == ("media",)
-    assert entry.context == b""
-    assert held.chain == ()  # and no later call can rest on them
+    assert entry.keys == ()  # the engine did not say where the image is, so no call continues from here
+    (stored,) = unpack_context(entry.context).messages
+    reference = "media:" + hashlib.sha256(b"\0\0\0").hexdigest()
+    assert json.loads(bytes(stored))["content"][1] == {"type": "image_url", "image_url": {"url": reference}}
+    assert held.chain == call.chain
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])

@@ -44,8 +44,8 @@ from tokencache.core.messages import Message, ToolCall, digest, exact_digest
 from tokencache.core.rules import STRICT, Leniency, expected_rewritings
 from tokencache.core.verdict import safe_id
 
-FIRST_CALL = "calls"
-"""The key in `Conversation.first_places` of the first message with a call."""
+FIRST_CALL, FIRST_MEDIA = "calls", "media"
+"""The keys in `Conversation.first_places` of the first message with a call, and with an image or another medium."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -58,7 +58,8 @@ class Conversation(msgspec.Struct, frozen=True):
         written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
         salt: 16 bytes, for keyed hashes of values that the conversation does not contain, such as handles.
-        first_places: role → place of its first message; `FIRST_CALL` → place of the first message with a call.
+        first_places: role → place of its first message; `FIRST_CALL` and `FIRST_MEDIA` → place of the first message with a
+            call, or with a medium.
     """
 
     messages: tuple[Message, ...]
@@ -125,6 +126,8 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     first_places = {message.role: place for place, message in reversed(numbered)} | known.first_places
     if FIRST_CALL not in first_places and (first := next((place for place, message in numbered if message.calls), None)) is not None:
         first_places[FIRST_CALL] = first
+    if FIRST_MEDIA not in first_places and (first := next((place for place, message in numbered if message.media), None)) is not None:
+        first_places[FIRST_MEDIA] = first
     for message, own, exact in zip(messages, digests, exacts, strict=True):
         if message.role == "assistant":
             calls = message.calls

@@ -15,7 +15,7 @@ exactly the values that the engine reported.
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -92,6 +92,11 @@ def find_last(haystack: bytes, needle: bytes) -> int:
     while at != -1 and at % ID_BYTES:
         at = haystack.rfind(needle, 0, at + len(needle) - 1)
     return at // ID_BYTES if at != -1 else -1
+
+
+def places_of(packed: bytes, tokens: Collection[int]) -> list[int]:
+    """Return the positions in packed ids, in order, at which one of `tokens` is."""
+    return [place for place, token in enumerate(unpack(packed)) if token in tokens]
 
 
 def common_head(a: bytes, b: bytes) -> int:

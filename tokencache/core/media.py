@@ -20,7 +20,7 @@ Parts of unknown kinds equal only parts that are written alike.
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -50,6 +50,57 @@ class PlacedMedia(msgspec.Struct, frozen=True):
     media_type: str
     start: int
     length: int
+
+    @property
+    def end(self) -> int:
+        """The index after its last token."""
+        return self.start + self.length
+
+
+class MediaPart(msgspec.Struct, frozen=True):
+    """A content part of a message that is not text.
+
+    Attributes:
+        modality: `image`, `video` or `audio`; `""` for a part of unknown kind.
+        sha256: hexadecimal SHA-256 of the decoded bytes; `""` if they are not in the message.
+        media_type: the declared MIME type; `""` if none is declared.
+        trusted: whether the engine can use nothing but these bytes: they are in the message, and it has no `uuid`.
+    """
+
+    modality: str = ""
+    sha256: str = ""
+    media_type: str = ""
+    trusted: bool = False
+
+
+Places = Mapping[str, Sequence[tuple[int, int]]]
+"""Modality → first token and number of tokens of each placeholder in a prompt, in order."""
+
+
+class PlacesDifferError(ValueError):
+    """The placeholders in a prompt are not those of the media in its messages."""
+
+
+def place_media(parts: Sequence[MediaPart], places: Places, prompt_tokens: int) -> tuple[PlacedMedia, ...]:
+    """Join the media of all messages of a prompt, in order, with the placeholders that the engine reports.
+
+    Raises:
+        PlacesDifferError: their numbers differ, or the placeholders overlap or end beyond the prompt.
+    """
+    waiting = {modality: iter(listed) for modality, listed in places.items()}
+    found: list[PlacedMedia] = []
+    for part in parts:
+        start, length = next(waiting.get(part.modality, iter(())), (0, 0))
+        if length <= 0:
+            raise PlacesDifferError(f"the messages have more media ({part.modality or 'unknown'}) than the engine placed")
+        found.append(PlacedMedia(part.modality, part.sha256, part.media_type, start, length))
+    if any(next(rest, None) is not None for rest in waiting.values()):
+        raise PlacesDifferError("the engine placed more media than the messages have")
+    found.sort(key=lambda medium: medium.start)
+    ends = [0, *(medium.end for medium in found)]
+    if any(medium.start < end for medium, end in zip(found, ends, strict=False)) or ends[-1] > prompt_tokens:
+        raise PlacesDifferError("the placeholders overlap, or end beyond the prompt")
+    return tuple(found)
 
 
 def media_identity(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +139,68 @@ def _content_of(url: str, modality: str) -> dict[str, str]:
         return {"url": url}
     kind = {} if modality == "image" else {"media_type": declared.partition(";")[0].strip().lower()}
     return {"sha256": hashlib.sha256(content).hexdigest(), **kind}
+
+
+def media_part(part: Mapping[str, Any], identity: Mapping[str, Any]) -> MediaPart:
+    """Describe a decoded content part that is not text; `identity` is its identity."""
+    found = identity[_KEY]
+    if "modality" not in found:
+        return MediaPart()
+    url = media_url(part)
+    declared = url[5:].partition(",")[0].partition(";")[0].strip().lower() if url[:5].lower() == "data:" else ""
+    sha256 = found.get("sha256", "")
+    named = {*found["members"], *found["other"]}
+    return MediaPart(found["modality"], sha256, declared, bool(sha256) and "uuid" not in named)
+
+
+def media_url(part: Mapping[str, Any]) -> str:
+    """Return the URL of a part with a URL, whichever way it is written; `""` if it has none."""
+    kind = part.get("type")
+    named = part.get(kind) if isinstance(kind, str) else None
+    url = named.get("url") if isinstance(named, dict) else named
+    return url if isinstance(url, str) else ""
+
+
+REFERENCE = "media:"
+"""Begins the reference that a stored message has in place of the bytes of a medium; their hexadecimal SHA-256 follows."""
+_LONG = 1024
+"""Characters. Longer texts in parts of unknown kinds are replaced by a reference too."""
+
+
+def as_reference(part: Mapping[str, Any], described: MediaPart) -> dict[str, Any]:
+    """Replace the bytes in a decoded content part by a reference."""
+    if not described.modality:
+        return {name: _shortened(value) for name, value in part.items()}
+    if not described.sha256:
+        return dict(part)
+    reference, kind = REFERENCE + described.sha256, part["type"]
+    named = part[kind]
+    if isinstance(named, str):
+        return {**part, kind: reference}
+    return {**part, kind: {**named, "data" if "data" in named else "url": reference}}
+
+
+def _shortened(value: Any) -> Any:
+    match value:
+        case str() if len(value) > _LONG:
+            return REFERENCE + hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()
+        case dict():
+            return {name: _shortened(inner) for name, inner in value.items()}
+        case list():
+            return [_shortened(inner) for inner in value]
+        case _:
+            return value
+
+
+def media_content(part: Mapping[str, Any]) -> bytes | None:
+    """Decode the bytes of a medium that are in a content part; `None` if they are not."""
+    kind = part.get("type")
+    named = part.get(kind) if isinstance(kind, str) else None
+    if kind == "input_audio" and isinstance(named, dict) and isinstance(named.get("data"), str):
+        return decode_base64(named["data"])
+    url = media_url(part)
+    head, comma, data = url.partition(",") if url[:5].lower() == "data:" else ("", "", "")
+    return decode_base64(data) if comma and head.lower().rstrip().endswith("base64") else None
 
 
 def decode_base64(text: str) -> bytes | None:

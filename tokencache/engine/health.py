@@ -42,7 +42,12 @@ RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed again."""
 _SERVER_ERROR = 500
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
-_NOT_IDENTIFYING = ("version", "why", "how", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates")
+_NOT_IDENTIFYING = frozenset(
+    {
+        *("version", "why", "how", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
+        *("images", "images_why", "placeholder_ids"),  # an engine without the plugin still serves text
+    }
+)
 """Members of a capability that may differ between the engines of one session: descriptions, and findings that serving corrects."""
 
 

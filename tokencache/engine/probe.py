@@ -21,6 +21,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.images import ImageRoute, ImageSupport, probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
@@ -110,7 +111,7 @@ class Capability(msgspec.Struct, frozen=True):
     derenders: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
-    images: Literal["", "plugin", "generate"] = ""
+    images: ImageRoute = ""
     images_why: str = "not asked"
     placeholder_ids: tuple[int, ...] = ()
     why: str = ""
@@ -120,7 +121,7 @@ class Capability(msgspec.Struct, frozen=True):
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
-            f"local_tokenizer={self.local_tokenizer} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
+            f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
         return found + (f" ({self.why or self.how})" if self.why or self.how else "")
 
@@ -218,7 +219,18 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
-    return _changed(found, level="exact", stop_candidates=possible, turn_ends=tuple(ends.turn_ends), stop_ids=stops, derenders=derenders)
+    images = await probe_images(ask, renderer, found.model, supply.plain) if driver.images else ImageSupport()
+    return _changed(
+        found,
+        level="exact",
+        stop_candidates=possible,
+        turn_ends=tuple(ends.turn_ends),
+        stop_ids=stops,
+        derenders=derenders,
+        images=images.route,
+        images_why=images.why,
+        placeholder_ids=images.placeholder_ids,
+    )
 
 
 _changed = msgspec.structs.replace

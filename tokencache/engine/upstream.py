@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import aiohttp
@@ -45,10 +46,11 @@ _REMIND_SECONDS = 60.0
 
 
 class EngineResponse(NamedTuple):
-    """A complete answer of an engine: HTTP status and body."""
+    """A complete answer of an engine: HTTP status, body and headers."""
 
     status: int
     body: bytes
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def json(self) -> Any:
         """Decode the body; `None` if it is not JSON."""
@@ -237,7 +239,7 @@ class Upstream:
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
-                return EngineResponse(response.status, await response.read())
+                return EngineResponse(response.status, await response.read(), response.headers)
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError(f"the engine at {self.url} broke off its answer: {_described(why)}") from why
 

@@ -35,6 +35,7 @@ from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, ParsedCompletion, Target
+from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
@@ -360,6 +361,8 @@ class CallAttempt:
             return await self._drop()  # the engine died before it answered: nothing that it sampled is known
         try:
             self._reply.prompt.sent = self._outcome.plan.sent
+            if self._chat.media:
+                self._outcome.places = read_places(answer.headers)
             self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
             if self._chat.echoes:
                 await self._compare_returned_ids()
@@ -642,6 +645,8 @@ class CallAttempt:
             self._outcome.again = "text completions are not continued"
         elif not model.capability.derenders:
             self._outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
+        elif self._chat.media:
+            self._outcome.again = "replies to requests with images are not continued"
         else:
             self._outcome.again = reason_against(self._chat.fields)
         return not self._outcome.again

@@ -15,6 +15,7 @@ from tokencache.core import evidence, experts, ids
 from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
+from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import REPLACED, Junction, fill, join, junction
@@ -66,6 +67,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         served: the parent's reply, which follows these messages.
         foreign: a hash of the client's own assistant messages among them (`core.evidence`).
         routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
+        media: the images and other media of the parent's prompt, with which this prompt begins.
+        sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
         client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
     """
 
@@ -85,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     served: Message | None = None
     foreign: bytes = b""
     routed: int = 0
+    media: tuple[PlacedMedia, ...] = ()
+    sampled: tuple[int, ...] = ()
     client_places: tuple[int, ...] = ()
 
     @property
@@ -92,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The exact prompt for a driver; `None` if the engine renders."""
         if self.prompt is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(self.prompt, self.fragment, self.last_reply)
+        return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.media, self.sampled)
 
     @property
     def sent(self) -> ids.Pieces:
@@ -173,6 +178,8 @@ class Planner:
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
+        if call.media and (why_not := _media_reason(call, model)):
+            return Plan(match="plain", reason=why_not)
         planning = _Planning(self._store, self._prefixes, session, call, model)
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
@@ -266,7 +273,7 @@ class _Planning:
             TailRefusedError: the ids are not proven, and no recorded reply is certain.
             RenderError: the engine cannot answer now.
         """
-        if self._returned is None or self._follows_template or await self._recorded(found, self._returned):
+        if self._returned is None or self._follows_template or self._call.media or await self._recorded(found, self._returned):
             return None
         try:
             proven = await prove(self._session, self._call, self._returned, self._model)
@@ -401,6 +408,8 @@ class _Planning:
             near=parent.id,
             shared=last_reply.end,
             routed=min(last_reply.end, experts.covered(parent)),
+            media=parent.media,
+            sampled=self._sampled(base, parent),
             parent_messages=found.at - 1,
             served=parent.served,
             foreign=parent.foreign,
@@ -422,7 +431,16 @@ class _Planning:
             near=parent.id,
             shared=kept,
             routed=min(kept, experts.covered(parent)),
+            media=parent.media,
+            sampled=self._sampled(ids.head(prompt, kept), parent),
         )
+
+    def _sampled(self, prefix: bytes, turn: Turn) -> tuple[int, ...]:
+        """Return the positions in a turn's prefix that have an id of a placeholder, but belong to no image."""
+        if not self._call.media:
+            return ()
+        inside = {place for medium in turn.media for place in range(medium.start, medium.end)}
+        return tuple(place for place in ids.places_of(prefix, self._model.capability.placeholder_ids) if place not in inside)
 
     async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:
         """Describe the reply at the end of a prefix."""
@@ -474,12 +492,21 @@ class _Planning:
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
             near=near.id,
+            sampled=self._sampled_in(prompt, spans),
         )
         if parent is None:
             return plan
         reason = found.reason if found.reason in _NOT_PLACED else Reason.RENDERED_ALIKE
         follows = msgspec.structs.replace(
-            plan, match="continue", reason=reason, parent=parent.id, origin=None, shared=last.end, routed=experts.covered(parent)
+            plan,
+            match="continue",
+            reason=reason,
+            parent=parent.id,
+            origin=None,
+            shared=last.end,
+            routed=experts.covered(parent),
+            media=parent.media,
+            sampled=self._sampled(ids.head(prompt, last.end), parent),
         )
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             if not self._follows_template:
@@ -489,6 +516,13 @@ class _Planning:
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
+
+    def _sampled_in(self, prompt: bytes, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the positions in replies, half-open ranges of a prompt, that have an id of a placeholder."""
+        if not self._call.media:
+            return ()
+        inside = {place for start, end in spans for place in range(start, end)}
+        return tuple(place for place in ids.places_of(prompt, self._model.capability.placeholder_ids) if place in inside)
 
     async def _lay_out(self, replies: Sequence[PlacedReply], stored: Mapping[str, Tokens]) -> "_Layout":
         """Lay out replies as they were sampled, after their generation prompts. A reply whose generation prompt is unknown is left out.
@@ -600,6 +634,18 @@ class _Layout(NamedTuple):
     replies: Sequence[PlacedReply]
     reason: str
     default_reason: str
+
+
+def _media_reason(call: ChatCall, model: Model) -> str:
+    """Return the reason why the engine cannot use an exact prompt with the media of a call; `""` if it can."""
+    parts = call.media_parts()
+    if not model.capability.images or any(part.modality != "image" for part in parts):
+        return Reason.MEDIA
+    if any(not part.sha256 for part in parts):
+        return Reason.MEDIA_BY_URL
+    if not all(part.trusted for part in parts):
+        return Reason.MEDIA
+    return Reason.MEDIA_WITH_FOLLOW if call.history == "follow" else ""
 
 
 def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:

@@ -16,11 +16,13 @@ from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.ids import Pieces
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.media import PlacedMedia, Places, PlacesDifferError, place_media
 from tokencache.core.messages import digest
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
@@ -66,6 +68,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             nothing of it), `internal-error`, or `""`.
         detail: the same in words.
         experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
+        places: the placeholders of media that the engine reports; `None` if it reports none.
         noted: incidents that were found before the turns are made.
         asked: the request fingerprint; `b""` if retries are not deduplicated.
         second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
@@ -87,6 +90,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     broke: str = ""
     detail: str = ""
     experts: dict[int, tuple[str, int]] = {}
+    places: Places | None = None
     noted: list[Incident] = []
     asked: bytes = b""
     second: str = ""
@@ -200,14 +204,30 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Return the prompt that the engine reports; `None` if it reports none."""
         plan, whole = self.plan, self.reply.prompt  # for all choices; `echo` is for a single choice
         if not echo and whole.agreed and (exact := plan.exact) is not None:
-            return _Prompt(exact.ids, exact.fragment, plan)
+            return self._with_media(_Prompt(exact.ids, exact.fragment, plan))
         echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
         if echoed is None:
             return None
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
-            return _Prompt(echoed, as_fragment(echo, echoed), plan)
+            return self._with_media(_Prompt(echoed, as_fragment(echo, echoed), plan))
         disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
         return _Prompt(echoed, as_fragment(echo, echoed), disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
+
+    def _with_media(self, prompt: "_Prompt") -> "_Prompt":
+        """Add the images of the messages to a prompt. The engine must report that they are where the recorded ones were."""
+        plan, parts = prompt.plan, self.call.media_parts()
+        if not parts or (self.places is None and plan.exact is None):  # without the plugin nothing is reported
+            return prompt
+        try:
+            media = place_media(parts, self.places or {}, ids.count(prompt.ids))
+        except PlacesDifferError as why:
+            difference = str(why)
+        else:
+            if media[: len(plan.media)] == plan.media:
+                return msgspec.structs.replace(prompt, media=media)
+            difference = "the engine reports other places of the recorded images"
+        disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
+        return _Prompt(prompt.ids, prompt.fragment, disagreed, (TurnMark.ENGINE_DISAGREES,), difference)
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
         call, plan = self.call, prompt.plan
@@ -265,18 +285,18 @@ class Outcome(msgspec.Struct, kw_only=True):
             prompt_version=versions.prompt,
             kv=versions.kv,
             pieces=pieces,
+            media=prompt.media,
             again=self.again if choice.finish_reason == "abort" or self.broke in {BROKE, DROPPED} else "",
         )
         keys: tuple[bytes, ...] = ()
-        if call.conversation is not None and not call.plain:
+        if call.conversation is not None and not call.plain and (not call.media or prompt.media):
             if self.whole and choice.finish_reason:
                 keys = turn_keys(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
             elif self._cut_short(choice):
                 keys = aborted_turn_keys(call.conversation)
         if self.asked:
             keys = (*keys, request_key(self.asked))
-        chain = () if call.media else call.chain  # messages that are not stored cannot be shared
-        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), chain)
+        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), call.chain)
         tokens = Tokens(ids.tail(prompt.ids, shared), completion, logprobs)
         return Entry(turn, tokens, keys, self._context(plan, turn.context_shared)), prefix
 
@@ -295,11 +315,11 @@ class Outcome(msgspec.Struct, kw_only=True):
         }
 
     def _context(self, plan: Plan, shared: int) -> bytes:
-        """Pack the messages that are not stored with another turn; messages with media are not stored."""
+        """Pack the messages that are not stored with another turn, with references in place of images and other media."""
         call = self.call
-        if call.media:
-            return b""
-        messages = [msgspec.Raw(raw) for raw in call.raw_messages[shared:]]
+        own = range(shared, len(call.raw_messages))
+        raw = ((with_references if index in call.media else bytes)(call.raw_messages[index]) for index in own)
+        messages = [msgspec.Raw(message) for message in raw]
         if shared:
             return pack_context(Context(messages), plan.served)
         args, _ = call.as_written()
@@ -307,8 +327,6 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def _context_base(self, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn with a request that began with the same messages, which are stored already; return its id and their number."""
-        if self.call.media:
-            return None, 0
         if plan.parent_messages:
             return plan.parent, plan.parent_messages
         best: tuple[str | None, int] = (None, 0)
@@ -328,12 +346,16 @@ class Outcome(msgspec.Struct, kw_only=True):
             DROPPED: choice.finish_reason == "abort",
             TurnMark.NO_LOGPROBS: len(choice.logprobs) != len(choice.ids),
             TurnMark.ENGINE_ERROR: bool(self.reply.error),
-            TurnMark.MEDIA: self.call.plain == Reason.MEDIA,
+            TurnMark.MEDIA: bool(self.call.media),
+            TurnMark.SAMPLED_PLACEHOLDER: self._sampled_placeholder(choice),
             TurnMark.SECOND_SAMPLE: bool(self.second),
             TurnMark.UNANSWERED: self.unanswered and self.whole,
             TurnMark.CONTINUED: self._continued(choice),
         }
         return (*prompt.marks, *(name for name, there in marks.items() if there), *versions.marks())
+
+    def _sampled_placeholder(self, choice: Choice) -> bool:
+        return self.model is not None and any(token in choice.ids for token in self.model.capability.placeholder_ids)
 
     def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn with a prefix that begins like the prompt; return its id and the number of common tokens."""
@@ -359,13 +381,14 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 
 
 class _Prompt(msgspec.Struct, frozen=True):
-    """The prompt that the engine used, the plan that it is recorded with, and how it differs from the prompt that was sent."""
+    """The prompt that the engine used, with its media, the plan that it is recorded with, and how it differs from what was sent."""
 
     ids: bytes
     fragment: Pieces
     plan: Plan
     marks: tuple[str, ...] = ()
     difference: str = ""
+    media: tuple[PlacedMedia, ...] = ()
 
 
 def _difference(plan: Plan, echoed: bytes) -> str:

@@ -29,6 +29,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks, split_cut
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.images import PLUGIN_HEADERS
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.net import end_to_end_headers
@@ -132,7 +133,7 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
 
 def whole_response(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
     """Make a response with the engine's status, reason and headers, and this body."""
-    headers = end_to_end_headers(answer.headers, drop=frozenset({"content-length"}))
+    headers = end_to_end_headers(answer.headers, drop=PLUGIN_HEADERS | {"content-length"})
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
     response.given = frozenset(name.lower() for name in headers)
     return response
@@ -185,7 +186,7 @@ class Response:
     async def open_like(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Send the engine's head, unless a head was sent."""
         if self.opened is None:
-            response = open_response(answer, drop=frozenset({"content-length"}))
+            response = open_response(answer, drop=PLUGIN_HEADERS | {"content-length"})
             if self.exchange.media_type != EVENT_STREAM:
                 response.headers["Content-Type"] = self.exchange.media_type
             await self._send_head(response)

@@ -74,6 +74,7 @@ class Completion:
         halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
         queued: whether it arrived while the engine was paused, and waits since.
         created: Unix time in seconds.
+        headers: headers of the response.
         versions: for each choice, the label of the weights that sampled each token.
     """
 
@@ -86,7 +87,12 @@ class Completion:
     halted: Callable[[int], bool] = lambda _tokens: False
     queued: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    headers: dict[str, str] = field(init=False)
     versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        """Begin with the headers of every response."""
+        self.headers = dict(self.settings.metadata.headers)
 
     async def whole(self) -> dict[str, Any]:
         """Generate everything. Returns the body of the reply."""

@@ -35,11 +35,12 @@ from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_re
 from tokencache.testing.faults import Fault, FaultKind, FaultOrders
 from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
+from tokencache.testing.images import ImageMode, Ranges, SimulatedImages, media_parts
 from tokencache.testing.metadata import ReplyMetadata
-from tokencache.testing.prompt import has_media, prompt_ids
+from tokencache.testing.prompt import prompt_ids
 from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
-from tokencache.testing.tokenizer import build_tokenizer
+from tokencache.testing.tokenizer import build_image_tokenizer, build_tokenizer
 from tokencache.testing.weights import SimulatedWeights
 
 if TYPE_CHECKING:
@@ -72,12 +73,14 @@ class SimulatedEngine:
         weight_versions: how it reports weight versions; see `metadata`.
         dev_mode: whether it has the routes with which a trainer replaces weights; see `dev_mode`.
         routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
+        images: whether its model accepts images, and whether it has the plugin for exact prompts with them; see `images`.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         journal: file that receives every token before it is sent; see `ground_truth`.
         orders: receives faults over HTTP; used instead of `choose_fault`.
 
     Attributes:
         ground_truth: one entry for each generation.
+        images: the images.
         weights: the weights, LoRA adapters and prefix cache.
         dev_mode: how it is paused, and what its trainer called.
         requests, headers: bodies and headers of the chat completion requests received, including refused ones.
@@ -104,11 +107,13 @@ class SimulatedEngine:
         weight_versions: VersionStyle = "",
         dev_mode: bool = False,
         routed_experts: tuple[int, int] | None = None,
+        images: ImageMode = "",
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         journal: Path | None = None,
         orders: FaultOrders | None = None,
     ) -> None:
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = build_image_tokenizer() if images else build_tokenizer()
+        self.images = SimulatedImages(images, self.tokenizer)
         self.model, self.version = model, version
         self.max_model_len = max_model_len
         self.honours_ids, self.derenders = honours_ids, derenders
@@ -277,12 +282,24 @@ class SimulatedEngine:
         return named if isinstance(named, str) and named in self.weights.adapters else self.model
 
     def _render(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
-        return prompt_ids(self.tokenizer, body, arguments, model=self.model, strict_arguments=self.strict_arguments)
+        return self._render_with_places(body, arguments)[0]
+
+    def _render_with_places(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[list[int], Ranges]:
+        """Return the ids of a conversation, and the placeholders of its images."""
+        ids = prompt_ids(
+            self.tokenizer,
+            body,
+            arguments,
+            model=self.model,
+            strict_arguments=self.strict_arguments,
+            takes_images=bool(self.images.mode),
+        )
+        return self.images.expanded(ids, self.images.read(body["messages"])) if self.images.mode else (ids, [])
 
     def _supplied_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused, as in vLLM 0.32."""
         ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        if ids is None or not self.honours_ids or body.get("echo") or has_media(body["messages"]):
+        if ids is None or not self.honours_ids or body.get("echo") or media_parts(body["messages"]):
             return None
         name = "kv_transfer_params.prompt_token_ids"
         if not isinstance(ids, list) or not ids or any(type(token_id) is not int or token_id < 0 for token_id in ids):
@@ -341,7 +358,7 @@ class SimulatedEngine:
             self._notify()
         if fault is not None and fault.kind is FaultKind.TRUNCATED:
             raw = raw[: len(raw) // 2]
-        return web.Response(body=raw, content_type="application/json", headers=self.metadata.headers)
+        return web.Response(body=raw, content_type="application/json", headers=completion.headers)
 
     def _halting(self, fault: Fault | None) -> Callable[[int], bool]:
         pauses = self._pauses
@@ -370,11 +387,20 @@ class SimulatedEngine:
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
-        supplied = self._supplied_ids(request.body)
-        ids = self._render(request.body, request.template_arguments) if supplied is None else supplied
+        supplied = self._supplied_prompt(request.body)
+        ids, places = self._render_with_places(request.body, request.template_arguments) if supplied is None else supplied
         limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
         entries = self._new_entries(request, [ids], supplied=supplied is not None)
-        return ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
+        completion = ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
+        completion.headers |= self.images.headers(places)
+        return completion
+
+    def _supplied_prompt(self, body: Mapping[str, Any]) -> tuple[list[int], Ranges] | None:
+        """Return the prompt supplied with a request, and the placeholders of its images; `None` if there is none that the engine uses."""
+        if self.images.mode and media_parts(body["messages"]):
+            return self.images.supplied(body, self.images.read(body["messages"]))
+        ids = self._supplied_ids(body)
+        return None if ids is None else (ids, [])
 
     def _new_entries(self, request: ChatRequest, prompts: Sequence[Sequence[int]], *, supplied: bool) -> list[GroundTruthEntry]:
         """Add one entry to the ground truth for each choice of each prompt.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from tokencache.testing.errors import RefusalResponse, senseless
+from tokencache.testing.images import IMAGE, media_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,8 +38,9 @@ def prompt_ids(
     *,
     model: str,
     strict_arguments: bool = False,
+    takes_images: bool = False,
 ) -> list[int]:
-    """Render and tokenize the conversation in a request's `body`.
+    """Render and tokenize the conversation in a request's `body`. Images have one token each (`images`), which is not expanded.
 
     Raises:
         RefusalResponse: vLLM answers 400.
@@ -48,7 +50,7 @@ def prompt_ids(
             "Chat template is passed with request, but --trust-request-chat-template is not set. "
             "Refused request with untrusted chat template."
         )
-    messages = _conversation(body["messages"], model=model, strict_arguments=strict_arguments)
+    messages = _conversation(body["messages"], model=model, strict_arguments=strict_arguments, takes_images=takes_images)
     if not messages:
         raise senseless("Cannot apply chat template to an empty conversation. Provide at least one message.")
     tools = [_tool(tool) for tool in body.get("tools") or []] or None
@@ -66,19 +68,8 @@ def prompt_ids(
     return tokenizer.encode(text)
 
 
-def has_media(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a message has a part that is not text. vLLM ignores supplied prompt ids for such requests."""
-    return any(
-        part.get("type") != "text"
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, dict)
-    )
-
-
-def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_arguments: bool) -> list[dict[str, Any]]:
-    if has_media(messages):
+def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_arguments: bool, takes_images: bool) -> list[dict[str, Any]]:
+    if media_parts(messages) and not takes_images:
         raise senseless(f"{model} is not a multimodal model")
     conversation = [_message(message, strict_arguments=strict_arguments) for message in messages]
     if not any(message["role"] == "developer" for message in conversation):
@@ -94,11 +85,12 @@ def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_a
 def _message(message: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:
     role = message["role"]
     content = message.get("content")
-    parts = [content] if isinstance(content, str) else [part if isinstance(part, str) else part.get("text", "") for part in content or []]
+    parts = [content] if isinstance(content, str) else [_part_text(part) for part in content or []]
     if role == "system":
         parts = [part.partition("\n")[2] if part.startswith(_BILLING) else part for part in parts]
         parts = [part for part in parts if part] or [""]
-    result: dict[str, Any] = {"role": role, "content": "\n".join(filter(None, parts))}
+    joint = "" if media_parts([message]) else "\n"  # with images, the template gets the parts, and joins them itself
+    result: dict[str, Any] = {"role": role, "content": joint.join(filter(None, parts))}
     if role == "assistant":
         reasoning = message.get("reasoning") if message.get("reasoning") is not None else message.get("reasoning_content")
         if reasoning is not None:
@@ -108,6 +100,12 @@ def _message(message: Mapping[str, Any], *, strict_arguments: bool) -> dict[str,
     if role == "tool" and "tool_call_id" in message:
         result["tool_call_id"] = message["tool_call_id"]
     return result
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    return IMAGE if part.get("type") == "image_url" else part.get("text", "")
 
 
 def _call(call: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:

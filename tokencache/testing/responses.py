@@ -24,7 +24,7 @@ _SERVERS_FAULT = 500
 
 async def stream_reply(http: web.Request, completion: Completion, fault: Fault | None) -> web.StreamResponse:
     """Send a completion as server-sent events, until a fault ends it."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **completion.settings.metadata.headers})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", **completion.headers})
     await response.prepare(http)
     sent = 0
     async for data in completion.stream():

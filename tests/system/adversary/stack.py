@@ -263,7 +263,9 @@ class Stack:
                 return True
 
             self._model = SimpleNamespace(
-                capability=SimpleNamespace(level="exact", tokenizes=True, max_model_len=0, later_system=bool(later), logprobs="raw"),
+                capability=SimpleNamespace(
+                    level="exact", tokenizes=True, max_model_len=0, later_system=bool(later), logprobs="raw", images="", placeholder_ids=()
+                ),
                 driver=Vllm(),
                 renderer=self.renderer,
                 stop_ids=stop_ids,

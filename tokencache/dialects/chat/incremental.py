@@ -12,7 +12,7 @@ Only the hash of a body, the positions of its messages and the parsed messages a
 
 import secrets
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import overload
 
 import msgspec
@@ -20,6 +20,7 @@ import xxhash
 from cachetools import LRUCache
 
 from tokencache.core.chain import Conversation
+from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.dialects.json_io import entries_of, fields_of
@@ -79,14 +80,14 @@ class ParsedHistory(msgspec.Struct, frozen=True):
     Attributes:
         scope: the prompt context that `conversation` is chained under.
         conversation: the messages in canonical form.
-        media: whether a message has parts other than text.
+        media: index of a message → its parts that are not text.
         malformed: indexes of messages with tool-call arguments that an engine may refuse.
         rewritten: whether a message differs from the body's: token ids were removed (`gym`), or it was rewritten (`gym_request`).
     """
 
     scope: bytes
     conversation: Conversation
-    media: bool
+    media: Mapping[int, tuple[MediaPart, ...]]
     malformed: tuple[int, ...]
     rewritten: bool = False
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.chain import Conversation, build_conversation, extend
+from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import Leniency
@@ -38,7 +39,7 @@ class ChatCall(msgspec.Struct):
         fields: the members of the body, raw.
         raw_messages: the items of `messages`, raw.
         conversation: the history in canonical form; `None` if it could not be parsed.
-        media: whether a message has parts other than text.
+        media: index of a message → its parts that are not text.
         malformed: indexes of messages with tool-call arguments that an engine may refuse.
         plain: why this call is not matched (`core.reasons`), or `""`.
         shows_ids, shows_logprobs, shows_reasoning: whether the client gets ids, log probabilities and reasoning.
@@ -65,7 +66,7 @@ class ChatCall(msgspec.Struct):
     shows_ids: bool
     shows_logprobs: bool
     shows_reasoning: bool
-    media: bool = False
+    media: Mapping[int, tuple[MediaPart, ...]] = {}
     malformed: tuple[int, ...] = ()
     plain: str = ""
     dialect: str = "chat"
@@ -93,6 +94,10 @@ class ChatCall(msgspec.Struct):
     def chain(self) -> tuple[bytes, ...]:
         """The chain of its conversation; empty if it could not be parsed."""
         return self.conversation.chain if self.conversation is not None else ()
+
+    def media_parts(self, until: int | None = None) -> list[MediaPart]:
+        """The parts of the messages (of those before `until`) that are not text, in order."""
+        return [part for index, parts in self.media.items() if until is None or index < until for part in parts]
 
     @property
     def tool_count(self) -> int:
@@ -195,7 +200,8 @@ def read_chat(
             before = known.conversation
             messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
         call.conversation = build_conversation(scope, messages, digests, exacts, model=model_name, secret=parser.secret)
-    call.media = (known is not None and known.media) or any(r.message.media for r in new)
+    media = {index: r.media for index, r in enumerate(new, split.old) if r.media}
+    call.media = {**known.media, **media} if known is not None and known.media else media
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
     call.plain = _plain_reason(call)
@@ -236,7 +242,6 @@ def _plain_reason(call: ChatCall) -> str:
     """Return why the engine cannot use supplied ids, or why the prompt is not a chat turn; `""` for an ordinary call."""
     fields = call.fields
     found = {
-        Reason.MEDIA: call.media,
         Reason.NO_MESSAGES: not call.raw_messages,
         Reason.CONTINUE_FINAL_MESSAGE: member(fields, "continue_final_message", (bool,), False),
         Reason.NO_GENERATION_PROMPT: not member(fields, "add_generation_prompt", (bool,), True),

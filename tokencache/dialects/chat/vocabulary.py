@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
-from tokencache.core.media import media_identity
+from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
 from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
 
@@ -43,12 +43,14 @@ class ReadMessage(msgspec.Struct, frozen=True):
         digest: equal for all ways to write one reply (`core.messages`).
         exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
+        media: its parts that are not text.
     """
 
     message: Message
     digest: bytes
     exact: bytes
     malformed: bool = False
+    media: tuple[MediaPart, ...] = ()
 
 
 class MessageReader:
@@ -68,17 +70,35 @@ class MessageReader:
         known = self._known.get(key)
         if known is None:
             entry = msgspec.json.decode(raw)
-            known = self._known[key] = _slim(with_media_identities(entry))
+            identified = with_media_identities(entry)
+            known = self._known[key] = _slim(identified, () if identified is entry else _described(entry, identified))
         return known
 
 
-def _slim(entry: Any) -> ReadMessage:
+def _slim(entry: Any, media: tuple[MediaPart, ...]) -> ReadMessage:
     message = _read(entry)
     own, exact = digest(message), exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
-        return ReadMessage(message, own, exact, malformed)
-    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, exact)
+        return ReadMessage(message, own, exact, malformed, media)
+    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, exact, media=media)
+
+
+def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
+    """Describe the parts of a decoded message that are not text; `identified` is the same message with identities."""
+    both = zip(entry["content"], identified["content"], strict=True)
+    return tuple(media_part(part, identity) for part, identity in both if part is not identity)
+
+
+def with_references(raw: bytes) -> bytes:
+    """Replace the bytes of images and other media in a raw message by references (`core.media`), for records."""
+    entry = msgspec.json.decode(raw)
+    identified = with_media_identities(entry)
+    if identified is entry:
+        return raw
+    both = zip(entry["content"], identified["content"], strict=True)
+    parts = [part if part is identity else as_reference(part, media_part(part, identity)) for part, identity in both]
+    return _ENCODER.encode({**entry, "content": parts})
 
 
 def read_message(entry: Any) -> Message:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.core.ids import Pieces
+from tokencache.core.media import PlacedMedia
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
 from tokencache.engine.template.renderer import EngineRenderer
@@ -49,11 +50,21 @@ class LastReply(NamedTuple):
 
 
 class ExactPrompt(NamedTuple):
-    """An exact prompt: its packed ids, the same ids as a JSON fragment in pieces (`core.ids`), and its last reply."""
+    """An exact prompt.
+
+    Attributes:
+        ids: its packed ids.
+        fragment: the same ids as a JSON fragment in pieces (`core.ids`).
+        last_reply: its last reply.
+        media: the images and other media in its beginning, as far as they are recorded. Those of new messages may follow.
+        sampled: positions at which the model itself sampled an id of a placeholder.
+    """
 
     ids: bytes
     fragment: Pieces
     last_reply: LastReply
+    media: tuple[PlacedMedia, ...] = ()
+    sampled: tuple[int, ...] = ()
 
 
 class Target(NamedTuple):
@@ -107,6 +118,7 @@ class Driver(ABC):
         sends_logprobs: whether a request must contain the log probabilities of that reply.
         skips_experts: whether a request may name the first token whose routed experts it wants (`routed_experts_prompt_start`). An engine
             that ignores the member returns all, which the proxy recognizes.
+        images: whether it can supply an exact prompt with images, where the engine accepts one (`engine.images`).
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
@@ -122,6 +134,7 @@ class Driver(ABC):
     adds_tail: ClassVar[bool] = False
     sends_logprobs: ClassVar[bool] = False
     skips_experts: ClassVar[bool] = False
+    images: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")

@@ -4,6 +4,8 @@
 `renderers/online_renderer.py::_reused_prompt_token_ids`). vLLM then skips rendering and tokenization, and does everything else as usual:
 tool and reasoning parsers, streaming, structured output. It needs no KV connector. Older versions and the Rust frontend ignore the member
 silently. So the probe tests it, and the proxy compares the ids that every reply reports.
+
+Requests with images are different: vLLM ignores the member there. They need the plugin, and have another member (`engine.images`).
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ import msgspec
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import Driver, ExactPrompt
+from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
 
 Raw = msgspec.Raw
@@ -29,6 +32,7 @@ class Vllm(Driver):
 
     name = "vllm"
     skips_experts = True
+    images = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
@@ -48,8 +52,12 @@ class Vllm(Driver):
         transfer = fields.pop("kv_transfer_params", _NULL)
         others = _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
         body = memoryview(_ENCODER.encode(fields))
-        inner = _ENCODER.encode(others)[:-1] + (b"," if others else b"")
-        return segmented_body(body[:1], body[1:-1], b',"kv_transfer_params":' + inner + b'"prompt_token_ids":[', *prompt.fragment, b"]}}")
+        inner = b',"kv_transfer_params":' + _ENCODER.encode(others)[:-1] + (b"," if others else b"")
+        if not call.media:
+            return segmented_body(body[:1], body[1:-1], inner + b'"prompt_token_ids":[', *prompt.fragment, b"]}}")
+        known = _ENCODER.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
+        inner += b'"%s":%s,"ids":[' % (PLUGIN_PROMPT.encode(), known)
+        return segmented_body(body[:1], body[1:-1], inner, *prompt.fragment, b"]}}}")
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""

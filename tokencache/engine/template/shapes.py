@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from tokencache.core.chain import FIRST_CALL, Conversation
+from tokencache.core.chain import FIRST_CALL, FIRST_MEDIA, Conversation
 from tokencache.core.messages import Message
 from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -175,6 +175,9 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
         request.at > 1 and request.conversation.messages[0].role == "system",
         # A later system message stays in its place, unless vLLM turns developer messages into system messages and merges them all.
         any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in request.raw),
+        # A template may count images, and write the number of each.
+        any(m.media for m in new),
+        FIRST_MEDIA in earlier,
     )
 
 

@@ -1,0 +1,176 @@
+"""Images in the simulated engine: a model with the image placeholders of Qwen-VL, and the plugin `tokencache.vllm_plugin`.
+
+The template writes `<|vision_start|><|image_pad|><|vision_end|>` for an image. As in vLLM 0.32, the engine then replaces the first
+`<|image_pad|>` that is left by as many as the image has patches of 28 by 28 pixels. So all ids that it reports are *expanded*. The size
+comes from the header of a PNG. An image at an `http` URL has one patch. Without the plugin the engine ignores supplied ids of a request
+with images, and renders. With it the engine behaves as `docs/images.md` describes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import struct
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from tokencache.testing.errors import RefusalResponse, senseless
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tokencache.testing.tokenizer import SimTokenizer
+
+ImageMode = Literal["", "stock", "plugin"]
+"""`""`: the model accepts no images. `stock`: it does. `plugin`: and exact prompts with them."""
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What the template writes for an image."""
+PLUGIN_HEADER, MEDIA_HEADER = "x-tokencache-plugin", "x-tokencache-media"
+_MEMBER = "tokencache_prompt"
+_PATCH = 28
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+Ranges = list[tuple[int, int]]
+"""First token and number of tokens of each image's placeholder."""
+
+
+class ImageFault(Enum):
+    """What goes wrong with exact prompts with images. The engine answers 200 all the same, except with `NOT_FOUND`."""
+
+    REEXPANDED = "re-expanded"
+    """The supplied ids are expanded again."""
+    NOT_FOUND = "not found"
+    """No placeholder is found, so the request is refused."""
+    WRONG_RANGES = "wrong ranges"
+    """The header has other places than those that were used."""
+    NO_RANGES = "no ranges"
+    """The header is missing."""
+    IGNORED = "ignored"
+    """The supplied ids are ignored."""
+
+
+class SimulatedImages:
+    """The images of one engine. Attributes may be changed while it serves.
+
+    Attributes:
+        mode: see `ImageMode`.
+        limit: number of images that a prompt may have.
+        fault: what goes wrong with every exact prompt; `None` for nothing.
+    """
+
+    def __init__(self, mode: ImageMode, tokenizer: SimTokenizer) -> None:
+        self.mode, self.limit = mode, 100
+        self.fault: ImageFault | None = None
+        self._pad = tokenizer.id_of("<|image_pad|>") if mode else -1
+        self._vocabulary = tokenizer.vocabulary_size
+
+    def expanded(self, ids: Sequence[int], images: Sequence[int]) -> tuple[list[int], Ranges]:
+        """Expand the placeholders of images with these numbers of tokens; a placeholder without an image stays as it is."""
+        expanded: list[int] = []
+        places: Ranges = []
+        for token in ids:
+            if token == self._pad and len(places) < len(images):
+                places.append((len(expanded), images[len(places)]))
+                expanded.extend([self._pad] * images[len(places) - 1])
+            else:
+                expanded.append(token)
+        if len(places) < len(images):
+            raise RefusalResponse(
+                f"Failed to apply prompt replacement for mm_items['image'][{len(places)}]", kind="InternalServerError", status=500
+            )
+        return expanded, places
+
+    def supplied(self, body: Mapping[str, Any], images: Sequence[int]) -> tuple[list[int], Ranges] | None:
+        """Return the exact prompt of a request, and its placeholders; `None` if it has none, or if the engine ignores it.
+
+        Raises:
+            RefusalResponse: the plugin refuses it.
+        """
+        given = (body.get("kv_transfer_params") or {}).get(_MEMBER)
+        if given is None or self.mode != "plugin" or self.fault is ImageFault.IGNORED:
+            return None
+        ids, sampled = list(given["ids"]), set(given.get("sampled") or ())
+        if max(ids) >= self._vocabulary:
+            raise _refused(f"token id {max(ids)} is out of vocabulary")
+        if self.fault is ImageFault.REEXPANDED:
+            return self.expanded(ids, images)
+        places = [] if self.fault is ImageFault.NOT_FOUND else self._find(ids, images)
+        if len(places) != len(images):
+            raise _refused(f"the request has {len(images)} images, and {len(places)} were found in the ids")
+        known = [tuple(place) for place in (given.get("ranges") or {}).get("image", [])]
+        if places[: len(known)] != known:
+            raise _refused(f"the images are at {places} in the ids, and `ranges` has {known}")
+        inside = {at for start, length in places for at in range(start, start + length)}
+        outside = [at for at, token in enumerate(ids) if token == self._pad and at not in inside | sampled]
+        if outside:
+            raise _refused(f"position {outside[0]} has an id that stands for an embedding, and no image")
+        return ids, places
+
+    def _find(self, ids: Sequence[int], images: Sequence[int]) -> Ranges:
+        """Find the placeholder of each image, in order; stop at the first that is not there."""
+        places: Ranges = []
+        at = 0
+        for size in images:
+            run = [self._pad] * size
+            found = next((i for i in range(at, len(ids) - size + 1) if list(ids[i : i + size]) == run), None)
+            if found is None:
+                break
+            places.append((found, size))
+            at = found + size
+        return places
+
+    def headers(self, places: Ranges) -> dict[str, str]:
+        """Return the plugin's headers of a response; none if the prompt has no images."""
+        if self.mode != "plugin" or not places:
+            return {}
+        if self.fault is ImageFault.NO_RANGES:
+            return {PLUGIN_HEADER: "images"}
+        shift = int(self.fault is ImageFault.WRONG_RANGES)
+        shown = json.dumps({"image": [(start + shift, length) for start, length in places]}, separators=(",", ":"))
+        return {PLUGIN_HEADER: "images", MEDIA_HEADER: shown}
+
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Load the images of messages. Returns how many tokens each has.
+
+        Raises:
+            RefusalResponse: vLLM answers 400.
+        """
+        sizes = [_tokens_of(part) for part in media_parts(messages)]
+        if len(sizes) > self.limit:
+            raise RefusalResponse(f"At most {self.limit} image(s) may be provided in one prompt.")
+        return sizes
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of messages that are not text."""
+    return [
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") != "text"
+    ]
+
+
+def _tokens_of(part: Mapping[str, Any]) -> int:
+    if part.get("type") != "image_url":
+        raise RefusalResponse(f"Unknown part type: {part.get('type')}")
+    url = str(part["image_url"]["url"])
+    if url.startswith(("http://", "https://")):
+        return 1
+    try:
+        data = base64.b64decode(url.partition("base64,")[2], validate=True)
+    except binascii.Error as error:
+        raise RefusalResponse(str(error)) from error
+    if not data.startswith(_PNG) or len(data) < 24:  # noqa: PLR2004 - up to the height
+        raise RefusalResponse("Failed to load image: cannot identify image file")
+    size: tuple[int, int] = struct.unpack_from(">II", data, 16)
+    width, height = size
+    return math.ceil(width / _PATCH) * math.ceil(height / _PATCH)
+
+
+def _refused(message: str) -> RefusalResponse:
+    return senseless(f"An exact prompt with images is refused: {message}.", f"kv_transfer_params.{_MEMBER}")
