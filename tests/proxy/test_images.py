@@ -3,9 +3,8 @@
 import pytest
 
 from tests.images import image
-from tests.proxy.kit import CALL, CHAT, HEADER, THOUGHT, TOOLS, echo, proxied, results, user
+from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.images import ImageFault
 
 EPISODES = {
     "look": [f"{THOUGHT}A cat.\n{CALL}", f"{THOUGHT}A dog  — naïve.", f"{THOUGHT}A house.\n{CALL}", "<think>\nok\n</think>\n\nYes."]
