@@ -7,12 +7,15 @@ import asyncio
 import json
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tokencache.batching.selection import main_line, select
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
+from tokencache.trajectories.values import Trajectory
 
 AGENTS = 4
 
@@ -94,6 +97,20 @@ async def test_compaction_keeps_what_is_still_the_models_own(rig):
     assert len(line["turns"]) == 4
     assert [turn["match"] for turn in after["turns"]] == ["resplice", "continue"]
     assert after["reason"] == "context-edited"
+
+
+async def test_results_removed_one_after_another_leave_one_line(rig):
+    """As with screenshots: each removal starts a sequence, which took its context from the one before it. None is beside the rollout."""
+    history = await agent(rig, [user("EPISODE:demo")], 2)
+    places = [i for i, message in enumerate(history) if message["role"] == "tool"]
+    for place in places[:2]:
+        history[place] = {**history[place], "content": "[removed]"}
+        said = await rig.say("s", history, tools=TOOLS)
+        history += [echo(said), *results(said)]
+    sequences = await starts(rig, root=1, resplice=2)
+    first, second, third = sorted(sequences, key=lambda sequence: sequence["turns"][0]["created"])
+    assert [second["parent"], third["parent"]] == [first["id"], second["id"]]
+    assert not select([msgspec.convert(await rig.exported(), Trajectory)], main_line).dropped
 
 
 async def test_a_summary_on_another_system_prompt_is_a_line_of_its_own(rig):

@@ -79,7 +79,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         call: the id of the HTTP call; the choices of one call with n > 1 have the same.
         match: how the history relates to recorded turns (`core.match`); `reason` is a `reasons.Reason` or `""`.
         parent: the turn whose prefix this prompt starts with, token for token (`continue` and `branch` only).
-        origin: the turn from which the context was taken, if that is not the parent (`resplice`).
+        origin: the turn from which the context was taken, if that is not the parent (`resplice`): its reply is the last one in the prompt.
         applied_rules: names of the rules that were needed to recognize the replies in its history; stored as `forgiven`.
         anchors: the recognized replies inside a respliced prompt.
         base, shared: for token storage: the prompt's first `shared` tokens are those of `base`'s prefix.

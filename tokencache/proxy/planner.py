@@ -488,7 +488,7 @@ class _Planning:
             prompt=prompt,
             fragment=ids.extended((), prompt),
             last_reply=LastReply(last.place, last.start, last.end, _logprobs_from(last.offset, stored[last.turn.id].logprobs)),
-            origin=near.id,
+            origin=last.turn.id,
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
             near=near.id,
