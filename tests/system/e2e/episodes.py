@@ -17,6 +17,13 @@ def think(thought, text=""):
 
 EPISODES = {
     "count": [think("Small first.", "One, two."), think("I count.", ", ".join(map(str, range(1000, 1050))) + "."), think("ok", "Three.")],
+    "tidy": [  # as the template writes it
+        think("I look first.", call({"command": "ls -la"})),
+        think("So it is.", "All is well, as café ☕ should be."),
+        think("Once more.", "I look again.\n" + call({"command": "cat a.txt"})),
+        think("As before.", "Nothing new."),
+        think("Again?", "Nothing at all."),
+    ],
     "see": [think("I look closely.", "A square, naïve in its colours ☕."), "Another one.", think("Hm.", "A third."), "The last one."],
     "placeholder": ["I write <|image_pad|>, as if I could draw.", "No more of it."],
     "hello": [

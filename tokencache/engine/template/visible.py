@@ -77,11 +77,15 @@ _NEVER_SHOWN = _Brackets("", "</think>")
 def as_served(raw: bytes, served: Message) -> bytes:
     """Write an echoed assistant message (raw JSON) as it was served, with its thinking; the ids of its calls stay as they are.
 
-    Arguments that are not a JSON object stay as they are, too: the engine might refuse them.
+    White space that the client trimmed from the text stays trimmed: without the proxy, the policy would not see it either. Arguments that
+    are not a JSON object stay as they are, too: the engine might refuse them.
     """
     entry = msgspec.json.decode(raw)
     entry.pop("reasoning_content", None)
-    entry |= {"content": served.content, "reasoning": served.reasoning}
+    content = entry.get("content")
+    if not isinstance(content, str | None) or (content or "").strip(BLANK) != (served.content or "").strip(BLANK):
+        content = served.content
+    entry |= {"content": content, "reasoning": served.reasoning}
     calls = entry.get("tool_calls") or []
     if len(calls) == len(served.calls):
         for call, ours in zip(calls, served.calls, strict=True):
