@@ -118,12 +118,12 @@ def allowed(kind: str, shape: str) -> set[str]:
 
 
 class KindStack(Stack):
-    """A `Stack` for any kind of template, also those that `KINDS` does not list."""
+    """A `Stack` for any kind of template, also those that `KINDS` does not list; `shared`: with the real template."""
 
-    def __init__(self, kind: Kind, *, seed: int = 0) -> None:
+    def __init__(self, kind: Kind, *, seed: int = 0, shared: bool = False) -> None:
         super().__init__(seed=seed)
         self.kind = kind
-        self.renderer = Renderer.of(kind)
+        self.renderer = Renderer.of(kind, shared=shared)
         self.engine = Engine(kind, self.renderer, self.rng)
 
 
