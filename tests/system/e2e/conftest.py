@@ -137,10 +137,8 @@ def weights_server(servers, tmp_path_factory):
         model = make_model(folder, tmp_path_factory.mktemp("model"))
         options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--enable-scale-out"]
         workdir = tmp_path_factory.mktemp("vllm")
-        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options)
-        environment = made.environment
         more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PACE": WEIGHTS_PACE}
-        made.environment = lambda: environment() | more
+        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options, variables=more)
         made.tokenizer_dir = folder
         return made
 
@@ -184,11 +182,11 @@ def vllm(vllm_server):
 
 
 def pytest_collection_modifyitems(items):
-    """Puts tests with another tokenizer last: one change of server, not many."""
+    """Puts tests on a server with weights to replace, and tests with another tokenizer, last: one change of server each, not many."""
 
     def other(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER
+        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER, "weights_server" in item.fixturenames
 
     items.sort(key=other)
 

@@ -87,6 +87,19 @@ EPISODES = {
         think("Again?", "Yes: 東京."),
     ],
     "plain": ["First answer, without any thought.", "Second answer.\n" + call({"command": "ls"}), "Third answer; that is all."],
+    "cut": [think("Naïve ☕.", "Both 🙂.\n" + call('{"command" : "ls  # ☕"}') + "\n" + call("{}", name="note"))],
+    "fleet": [
+        think(
+            " ".join(f"{n} — naïve ☕ {n * 37}," for n in range(12)),
+            "東京, 🙂🙃, Straße: "
+            + ", ".join(f"{n}. item é {n * 53}" for n in range(12))
+            + ".\n"
+            + call({"command": "echo '" + " ".join(f"☕{n * 71}" for n in range(12)) + "'", "timeout": 10.5})
+            + "\n"
+            + call({"command": "ls  -la # 🙂"}),
+        ),
+        think("ok", "That is all. 🙂"),
+    ],
     "long": [think("hm", "word and word " * 6000)],
     "gym": [
         think("Thin: the synonym is␟ Skin␟ny␟.", call({"synonym": "Sk␟inny"}, name="get_synonym_value")),

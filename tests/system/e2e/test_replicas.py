@@ -4,14 +4,8 @@ The proxies are separate processes, as in a deployment. The reference is the eng
 log.
 """
 
-import asyncio
-import contextlib
-import os
 import signal
-import socket
-import sys
 import time
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -19,6 +13,7 @@ from conftest import GroundTruth, Proxied
 from openai import AsyncOpenAI
 from rig.exported import assert_exported, generations, generations_of, get_json, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
+from rig.replica import replica
 from rig.server import MODEL
 
 from tests.support.redis_server import RealRedis, find_binary
@@ -28,43 +23,6 @@ pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server o
 TURNS = 5
 LONG = 24_000
 """Tokens that take a fast machine many seconds to sample."""
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.asynccontextmanager
-async def replica(vllm, redis, http, *options):
-    """`tokencache serve` in a separate process, ready; yields its process and URL."""
-    port = free_port()
-    command = ["serve", "--upstream", vllm, "--store", redis.url, "--port", str(port), *options]
-    process = await asyncio.create_subprocess_exec(
-        Path(sys.executable).parent / "tokencache", *command, env=os.environ | {"TOKENCACHE_LOG_LEVEL": "warning"}
-    )
-    try:
-        await until(lambda: is_ready(http, f"http://127.0.0.1:{port}/readyz"))
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await asyncio.wait_for(process.wait(), 60)
-
-
-async def is_ready(http, url):
-    with contextlib.suppress(aiohttp.ClientError):
-        async with http.get(url) as answer:
-            return answer.status == 200
-    return False
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not (found := await condition()):  # noqa: ASYNC110 - it is asked over HTTP
-            await asyncio.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -77,7 +35,10 @@ async def http():
 async def pair(vllm, http):
     """Two proxies on one Redis: their processes, and clients of each."""
     with RealRedis() as redis:
-        async with replica(vllm, redis, http) as (one, first), replica(vllm, redis, http) as (two, second):
+        async with (
+            replica(http, "--upstream", vllm, "--store", redis.url) as (one, first),
+            replica(http, "--upstream", vllm, "--store", redis.url) as (two, second),
+        ):
             yield (one, Proxied(first, vllm, http, None)), (two, Proxied(second, vllm, http, None))
 
 

@@ -130,6 +130,8 @@ class Harness:
         """What was added to the history, in order."""
         self.answered = []
         """Every answer with status 200."""
+        self.arrived = b""
+        """What has arrived of the last answer."""
 
     def say(self, text):
         self.messages.append({"role": "user", "content": text})
@@ -143,9 +145,11 @@ class Harness:
         headers = {SESSION_HEADER: self.session} if self.session else {}
         body = self.body(**fields)
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
-            raw = await answer.read()
+            self.arrived = b""
+            async for part in answer.content.iter_any():
+                self.arrived += part
             read = read_stream if answer.content_type == "text/event-stream" else read_body
-            replies = read(answer.status, raw)
+            replies = read(answer.status, self.arrived)
         self.answered += [reply for reply in replies if reply.status == 200]
         return replies
 

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,6 +29,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def all_started(*servers):
+    """Starts several servers at once; stopped, those that still run, on exit."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(VllmServer.__enter__, servers))
+        yield servers
+
+
 class VllmServer:
     """Starts on entry and is ready when that returns; stopped, with all its processes, on exit."""
 
@@ -43,6 +55,7 @@ class VllmServer:
         workdir=None,
         options=(),
         ground_truth=None,
+        variables=None,
         start_timeout=240,
     ):
         self.model_dir = Path(model_dir).resolve()
@@ -56,6 +69,7 @@ class VllmServer:
         self.log = self.workdir / "vllm.log"
         self.options = list(options)
         self.ground_truth = ground_truth  # a file: the engine logs every request's ids there, see ground_truth.py
+        self.variables = variables or {}
         self.start_timeout = start_timeout
         self.process = None
 
@@ -83,6 +97,7 @@ class VllmServer:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            **self.variables,
         }
 
     def __enter__(self):
@@ -131,6 +146,12 @@ class VllmServer:
                 break
         with contextlib.suppress(ProcessLookupError):  # an engine process that outlived its server
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process = None
+
+    def kill(self):
+        """Ends the server and its engine processes at once, as a crash of the machine would."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
         self.process = None
 
     def tail(self, lines=40):
