@@ -56,6 +56,10 @@ class PlacedMedia(msgspec.Struct, frozen=True):
         """The index after its last token."""
         return self.start + self.length
 
+    def is_same(self, other: "PlacedMedia") -> bool:
+        """Whether both are the same medium in the same place. The declared MIME type may differ."""
+        return (self.modality, self.sha256, self.start, self.length) == (other.modality, other.sha256, other.start, other.length)
+
 
 class MediaPart(msgspec.Struct, frozen=True):
     """A content part of a message that is not text.

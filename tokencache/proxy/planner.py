@@ -604,10 +604,17 @@ class _Planning:
 
     async def _same_prefix(self, prompt: bytes, last: PlacedReply) -> Turn | None:
         """Return the last reply's turn if the prompt still begins with its exact prefix after the edit; otherwise `None`."""
+        if (self._call.media or last.turn.media) and not self._has_media_of(last):
+            return None  # another image may have the same ids
         if last != evidence.whole_reply(last.place, last.turn):
             return None
         cached = await self._prefixes.get(self._session, last.turn.id)
         return last.turn if prompt.startswith(cached.prefix.ids) else None
+
+    def _has_media_of(self, last: PlacedReply) -> bool:
+        """Whether the messages before a reply have the media of its turn's prompt."""
+        here = [(part.modality, part.sha256) for part in self._call.media_parts(last.place)]
+        return here == [(medium.modality, medium.sha256) for medium in last.turn.media]
 
     def _request(self, at: int, reply_prompt: bytes | None = None) -> TailRequest:
         call = self._call

@@ -223,7 +223,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         except PlacesDifferError as why:
             difference = str(why)
         else:
-            if media[: len(plan.media)] == plan.media:
+            if len(media) >= len(plan.media) and all(one.is_same(other) for one, other in zip(plan.media, media, strict=False)):
                 return msgspec.structs.replace(prompt, media=media)
             difference = "the engine reports other places of the recorded images"
         disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)

@@ -151,7 +151,8 @@ def vision_server(servers, tmp_path_factory):
 
     def start():
         model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
-        return VisionServer(model, EPISODES, workdir=tmp_path_factory.mktemp("vllm"))
+        folder = tmp_path_factory.mktemp("vllm")
+        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
 
     return servers.keep("images", start)
 

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import msgspec
 from cachetools import LRUCache
 
+from tokencache.core.chain import FIRST_MEDIA
 from tokencache.core.reasons import Reason
 from tokencache.engine.template.boundary import SENTINEL, Boundary, BoundaryUnknownError, answering, reworded, stand_in
 from tokencache.engine.template.learned import (
@@ -124,6 +125,8 @@ class Tails:
             found = await (self._confirm(request, boundary) if confirms else self._prove(request, boundary))
             shape.generation_prompt = await self._generation_prompt(request, boundary, found)
         except (BoundaryUnknownError, TemplateRefusedError) as why:
+            if isinstance(why, TemplateRefusedError) and FIRST_MEDIA in request.conversation.first_places:
+                raise  # perhaps because of one image that the engine cannot load: the next may be valid
             shape.refuse(request, reason_of(why), everyone=everyone)
             level = logging.WARNING if everyone else logging.INFO  # a refusal of one conversation is not a fault of the template
             log.log(

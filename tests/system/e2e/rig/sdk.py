@@ -2,14 +2,27 @@
 
 A history is a list of `("user", text)`, `("reply", Reply)` and `("results", [(call's id, name, text)])`. A reply is sent back as the client
 returned it, as its documentation recommends, if this client returned it. Otherwise, or if the client is `forgetful`, it is rebuilt from its
-parsed content: text stripped, arguments in another order, no thoughts, no signatures, no item ids.
+parsed content: text stripped, arguments in another order, no thoughts, no signatures, no item ids. A text may be `Pictured`.
 """
 
+import base64
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 SYSTEM = "You are a careful agent — naïve ☕."
 LIMIT = 2000
+
+
+class Pictured(NamedTuple):
+    """A text, and images (PNG files) after it."""
+
+    text: str
+    images: Sequence[bytes]
+
+
+def png_uri(image):
+    return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
 @dataclass

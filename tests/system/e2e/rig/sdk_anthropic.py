@@ -1,5 +1,7 @@
 """The official Anthropic client."""
 
+import base64
+
 import anthropic
 
 from rig.harness import TOOLS
@@ -17,9 +19,9 @@ class Messages(Client):
         messages = []
         for kind, entry in history:
             if kind == "user":
-                messages.append({"role": "user", "content": entry})
+                messages.append({"role": "user", "content": _content(entry)})
             elif kind == "results":
-                results = [{"type": "tool_result", "tool_use_id": call, "content": text} for call, _, text in entry]
+                results = [{"type": "tool_result", "tool_use_id": call, "content": _content(text)} for call, _, text in entry]
                 messages.append({"role": "user", "content": results})
             else:
                 messages.append({"role": "assistant", "content": self.native(entry) or self.blocks(entry)})
@@ -52,3 +54,10 @@ class Messages(Client):
 
     async def count(self, history):
         return (await self.sdk.messages.count_tokens(**self.request(history))).input_tokens
+
+
+def _content(said):
+    if isinstance(said, str):
+        return said
+    sources = [{"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()} for image in said.images]
+    return [{"type": "text", "text": said.text}, *({"type": "image", "source": source} for source in sources)]

@@ -32,9 +32,9 @@ class Gemini(Client):
         contents = []
         for kind, entry in history:
             if kind == "user":
-                contents.append(types.Content(role="user", parts=[types.Part(text=entry)]))
+                contents.append(types.Content(role="user", parts=_parts(entry)))
             elif kind == "results":
-                answers = [types.FunctionResponse(id=call, name=name, response={"output": text}) for call, name, text in entry]
+                answers = [_response(call, name, said) for call, name, said in entry]
                 contents.append(types.Content(role="user", parts=[types.Part(function_response=answer) for answer in answers]))
             else:
                 contents += self.native(entry) or [types.Content(role="model", parts=self.parts(entry))]
@@ -86,3 +86,17 @@ class Gemini(Client):
 
     async def close(self):
         await self.sdk.aio.aclose()
+
+
+def _parts(said):
+    if isinstance(said, str):
+        return [types.Part(text=said)]
+    return [types.Part(text=said.text), *(types.Part.from_bytes(data=image, mime_type="image/png") for image in said.images)]
+
+
+def _response(call, name, said):
+    if isinstance(said, str):
+        return types.FunctionResponse(id=call, name=name, response={"output": said})
+    blobs = [types.FunctionResponseBlob(data=image, mime_type="image/png") for image in said.images]
+    parts = [types.FunctionResponsePart(inline_data=blob) for blob in blobs]
+    return types.FunctionResponse(id=call, name=name, response={"output": said.text}, parts=parts)

@@ -5,7 +5,7 @@ import json
 import openai
 
 from rig.harness import TOOLS
-from rig.sdk import LIMIT, SYSTEM, Client, Reply, rewritten
+from rig.sdk import LIMIT, SYSTEM, Client, Reply, png_uri, rewritten
 from rig.server import MODEL
 
 
@@ -19,9 +19,9 @@ class Chat(Client):
         messages = [{"role": "system", "content": SYSTEM}]
         for kind, entry in history:
             if kind == "user":
-                messages.append({"role": "user", "content": entry})
+                messages.append({"role": "user", "content": _chat_content(entry)})
             elif kind == "results":
-                messages += [{"role": "tool", "tool_call_id": call, "content": text} for call, _, text in entry]
+                messages += [{"role": "tool", "tool_call_id": call, "content": _chat_content(text)} for call, _, text in entry]
             else:
                 messages.append(self.native(entry) or self.message(entry))
         return {"model": MODEL, "max_tokens": LIMIT, "messages": messages, "tools": TOOLS}
@@ -64,9 +64,9 @@ class Responses(Client):
         items = []
         for kind, entry in history:
             if kind == "user":
-                items.append({"role": "user", "content": entry})
+                items.append({"role": "user", "content": _responses_content(entry)})
             elif kind == "results":
-                items += [{"type": "function_call_output", "call_id": call, "output": text} for call, _, text in entry]
+                items += [{"type": "function_call_output", "call_id": call, "output": _responses_content(text)} for call, _, text in entry]
             else:
                 items += self.native(entry) or self.items(entry)
         tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -105,3 +105,15 @@ class Responses(Client):
 
     async def count(self, history):
         return (await self.sdk.responses.input_tokens.count(**self.request(history))).input_tokens
+
+
+def _chat_content(said):
+    if isinstance(said, str):
+        return said
+    return [{"type": "text", "text": said.text}, *({"type": "image_url", "image_url": {"url": png_uri(image)}} for image in said.images)]
+
+
+def _responses_content(said):
+    if isinstance(said, str):
+        return said
+    return [{"type": "input_text", "text": said.text}, *({"type": "input_image", "image_url": png_uri(image)} for image in said.images)]
