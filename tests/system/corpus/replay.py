@@ -56,7 +56,14 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
         ReplayError: The proxy's answer differs from the recorded one.
         AssertionError: Its records differ from the engine's log.
     """
-    engine = SimulatedEngine(model=recording.header.model, max_model_len=CONTEXT, honours_ids=honours_ids, seed=11)
+    images = recording.header.harness.endswith("_images")
+    engine = SimulatedEngine(
+        model=recording.header.model,
+        max_model_len=CONTEXT,
+        honours_ids=honours_ids,
+        images="plugin" if images and honours_ids else "stock" if images else "",
+        seed=11,
+    )
     _prepare(engine, recording.calls)
     async with proxied(engine) as rig:
         await _Session(recording, rig).run()

@@ -1,5 +1,6 @@
 """Replays every recorded session through the real proxy: it is recognised as when the real program ran. Spoiled replays fail."""
 
+import base64
 import copy
 import json
 from itertools import pairwise
@@ -9,6 +10,7 @@ import pytest
 
 from tests.system.corpus.format import read
 from tests.system.corpus.replay import differences, replay
+from tests.system.corpus.sanitise import image_in, strings_in
 from tokencache.testing.parser import parse_reply
 
 FILES = sorted(Path(__file__).parent.glob("*.jsonl"))
@@ -90,3 +92,40 @@ async def test_ids_of_two_calls_swapped_are_noticed(path):
     assert first in body
     assert last in body
     assert await noticed(recording, call, body.replace(first, "\0").replace(last, first).replace("\0", last))
+
+
+WITH_IMAGES = [path for path in FILES if "_images" in path.stem and "browser-use" not in path.stem]  # which sends no reply back
+with_images = pytest.mark.parametrize("path", WITH_IMAGES, ids=lambda path: path.stem)
+
+
+def first_image(call):
+    """The base64 text of the first image in a call."""
+    text = next(text for text in strings_in(call.body) if image_in(text) is not None)
+    return text.rpartition(",")[2]
+
+
+def last_continued(recording):
+    """The last call that continues another."""
+    return next(call for call in reversed(recording.calls) if call.expected["match"] == "continue")
+
+
+@with_images
+async def test_another_image_in_the_history_is_noticed(path):
+    recording = read(path)
+    call = last_continued(recording)
+    image = first_image(call)
+    size = base64.b64decode(image)[:24]  # signature, length and type of the first chunk, width and height
+    other = base64.b64encode(size + b"other pixels").decode()
+    (found,) = await noticed(recording, call, json.dumps(call.body).replace(image, other))
+    assert "'match': 'resplice'" in found.partition("instead of")[0]
+    assert "'reason': 'context-edited'" in found.partition("instead of")[0]
+
+
+@with_images
+async def test_the_same_image_under_another_type_is_not(path):
+    """vLLM recognizes an image by its bytes, whatever the request calls it."""
+    recording = read(path)
+    call = last_continued(recording)
+    body = json.dumps(call.body)
+    assert "image/png" in body
+    assert not await noticed(recording, call, body.replace("image/png", "image/webp"))

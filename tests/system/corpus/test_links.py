@@ -26,16 +26,18 @@ LINKS = {
 """The only link of each file that has one, with the numbers of its calls."""
 
 BESIDE = {
+    "browser-use_images-0.13.14": [2, 3, 4, 5],  # no call contains an earlier reply: each is a line of one call
     "claude-code_agents-2.1.329": [2, 3, 4, 5, 6, 7],  # two sub-agents
     "claude-code_fork-2.1.329": [4],
     "claude-code_heard-2.1.329": [2],  # not recognized, so it has no parent
     "codex_agents-0.169.0": [3, 4, 5],
     "opencode-1.18.33": [1],  # a title
+    "opencode_images-1.18.33": [1],
     "opencode_task-1.18.33": [1, 3, 4, 5],
 }
 """The calls of each file that are not on the main line."""
 
-SIDE_CALLS = {"opencode-1.18.33": [1], "opencode_task-1.18.33": [1]}
+SIDE_CALLS = {"opencode-1.18.33": [1], "opencode_images-1.18.33": [1], "opencode_task-1.18.33": [1]}
 
 
 def links(replayed):
