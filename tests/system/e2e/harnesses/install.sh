@@ -29,6 +29,8 @@ qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4
 gemini-cli    0.61.0  npm   @google/gemini-cli@0.61.0
 pi            0.87.1  npm22 @earendil-works/pi-coding-agent@0.87.1
 kimi-code     2.1.0   npm22 @moonshot-ai/kimi-code@2.1.0
+computer-use  1.17.0  pip   anthropic==1.17.0
+browser-use   0.13.14 pip   browser-use==0.13.14
 TABLE
 }
 

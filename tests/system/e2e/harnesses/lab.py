@@ -24,6 +24,7 @@ from rig.server import MODEL, VllmServer
 from tokencache.adapters import files
 from tokencache.adapters.launch import prepare
 from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
 from tokencache.testing.tokenizer import build_tokenizer
 
 CONTEXT = 131072
@@ -75,12 +76,27 @@ def lab_engine(servers, tmp_path_factory):
 
 
 @dataclass(frozen=True)
+class SimulatedServer:
+    """The project's simulated engine, for runs that need what the real one here has not: a model that sees images."""
+
+    engine: SimulatedEngine
+    url: str
+    description = "this project's simulated engine"
+
+    @property
+    def max_model_len(self):
+        return self.engine.max_model_len
+
+
+@dataclass(frozen=True)
 class Through:
     """A run through the proxy, and the proxy's export of it."""
 
     run: Run
     exported: dict
     turns: list
+    about: dict
+    """The program's version, and the engine."""
 
     @property
     def forgiven(self):
@@ -91,11 +107,12 @@ class Through:
         return [(one["start"], one["reason"], len(one["turns"])) for one in self.exported["sequences"]]
 
 
-async def run_through_proxy(name, program, steps, server, folder):
-    """Runs these steps of `program` in a session of a separate proxy."""
+async def run_through_proxy(name, program, steps, server, folder, *, given=()):
+    """Runs these steps of `program` in a session of a separate proxy; `given` are files for the work directory, as `(name, content)`."""
     async with proxying(server.url, MemoryStore()) as proxied:
-        run = await run_harness(program, steps, server, folder, proxied.url)
-        through = Through(run, await trajectory(proxied, SESSION), await turns(proxied, SESSION))
+        run = await run_harness(program, steps, server, folder, proxied.url, given=given)
+        about = {"version": program.version, "engine": server.description}
+        through = Through(run, await trajectory(proxied, SESSION), await turns(proxied, SESSION), about)
     if records := os.environ.get("TOKENCACHE_E2E_RECORDS"):
         keep(through, Path(records) / name)
     return through
@@ -104,15 +121,17 @@ async def run_through_proxy(name, program, steps, server, folder):
 def keep(through, folder):
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(through.run.folder / "calls.jsonl", folder)
-    export = {"trajectories": through.exported, "turns": through.turns}
+    export = {"about": through.about, "trajectories": through.exported, "turns": through.turns}
     (folder / "export.json").write_text(json.dumps(export, ensure_ascii=False), encoding="utf-8")
     ground_truth = [json.dumps({"prompt": prompt, "sampled": sampled}) + "\n" for prompt, sampled in through.run.generations]
     (folder / "ground_truth.jsonl").write_text("".join(ground_truth), encoding="utf-8")
 
 
-async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=TIMEOUT_S):
+async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=TIMEOUT_S, given=()):
     """Runs these steps of `program` through `proxy`, or directly against the engine; its configuration is the same for both."""
     namespace.prepare(folder)
+    for name, content in given:
+        (folder / namespace.WORK.name / name).write_bytes(content)
     at_port = namespace.port()
     launch = prepare(program.adapter, f"http://127.0.0.1:{at_port}", session, None, MODEL, CONFIGURATION, context=server.max_model_len)
     outside = folder / CONFIGURATION.relative_to(namespace.RUN_DIR)
@@ -135,6 +154,8 @@ async def run_harness(program, steps, server, folder, proxy=None, *, session=SES
 
 async def read_generations(server):
     """Every request that the engine has finished so far, as `(prompt ids, sampled ids)`."""
+    if isinstance(server, SimulatedServer):
+        return [(entry.prompt_ids, entry.completion_ids) for entry in server.engine.ground_truth]
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": BARRIER, "max_tokens": 1}) as answer,

@@ -31,6 +31,8 @@ PACKAGES = {
     "terminus-2": "harbor",
     "pydantic-ai": "pydantic_ai_slim",
     "openai-agents": "openai_agents",
+    "computer-use": "anthropic",
+    "browser-use": "browser_use",
 }
 """The name under which an adapter's harness is installed, if it differs."""
 NODE_22 = ".node22/node_modules/node/bin"
@@ -90,7 +92,7 @@ class Program:
     @property
     def version(self):
         """The installed version, from the package's metadata."""
-        package = PACKAGES.get(self.adapter.name, self.adapter.name)
+        package = PACKAGES.get(self.name) or PACKAGES.get(self.adapter.name, self.adapter.name)
         if self.programs == NPM:
             return json.loads((self.home / "node_modules" / package / "package.json").read_text(encoding="utf-8"))["version"]
         (metadata,) = self.home.glob(f"lib/python3*/site-packages/{package}-*.dist-info")
@@ -117,6 +119,8 @@ def claude(*words):
     return ["-p", *words, "--dangerously-skip-permissions", "--output-format", "json"]
 
 
+QUIET = {"ANONYMIZED_TELEMETRY": "false", "BROWSER_USE_CLOUD_SYNC": "false", "BROWSER_USE_VERSION_CHECK": "false"}
+"""browser-use reports to its makers if it is not told otherwise."""
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
 
 PROGRAMS = {
@@ -172,6 +176,10 @@ PROGRAMS = {
         Program("smolagents", "chat", VENV, first=script("smol_agent.py")),
         Program("openhands", "chat", VENV, first=script("openhands_agent.py")),
         Program("terminus-2", "chat", VENV, first=script("terminus_agent.py")),
+        Program("computer-use", "messages", VENV, first=script("computer_use.py"), adapter_name="anthropic", folder="computer-use"),
+        Program(
+            "browser-use", "chat", VENV, first=script("browser_agent.py"), adapter_name="openai", folder="browser-use", environment=QUIET
+        ),
         Program(
             "qwen-code",
             "chat",

@@ -35,6 +35,16 @@ Sub-agents, forks, compaction and interrupts, through the proxy. Each call is re
 |---|---|---|---|---|---|
 """
 
+PICTURES = """
+## Images
+
+Harnesses that send images, through the proxy to the simulated engine as a model that sees images. What each does to an image is in
+[images.md](images.md).
+
+| harness | version | dialect | how the images get there | calls | contiguous | sequences | rules |
+|---|---|---|---|---|---|---|---|
+"""
+
 NOT_RUN = """
 ## Not run
 
@@ -102,8 +112,26 @@ class Shape:
         return line(self.title, self.what, self.calls, count(self.proxied), sequences(self.sequences), rules(self.rules))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """One run with images."""
+
+    title: str
+    version: str
+    dialect: str
+    what: str
+    calls: int
+    proxied: tuple
+    sequences: list
+    rules: tuple
+
+    def line(self):
+        measured = (self.calls, count(self.proxied), sequences(self.sequences), rules(self.rules))
+        return line(self.title, self.version, self.dialect, self.what, *measured)
+
+
 ROWS = {}
-"""Rows by name, and shapes: the measurements of this test run."""
+"""Rows by name, shapes, and runs with images: the measurements of this test run."""
 MISSING = {}
 """Title → why it was not run."""
 
@@ -113,6 +141,7 @@ def write(order, missing, path=TABLE):
     found = [ROWS[name] for name in order if name in ROWS]
     text = HEAD + "".join(row.line() for row in found if isinstance(row, Row))
     text += STRUCTURES + "".join(row.line() for row in found if isinstance(row, Shape))
+    text += PICTURES + "".join(row.line() for row in found if isinstance(row, Seen))
     if missing:
         text += NOT_RUN + "".join(line(title, why) for title, why in missing.items())
     Path(path).write_text(text, encoding="utf-8")

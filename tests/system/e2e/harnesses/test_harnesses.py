@@ -1,29 +1,27 @@
-"""Real harness programs do a job, directly on a real vLLM and through the proxy; the engine's own log is the reference.
-
-`$TOKENCACHE_E2E_HARNESSES` names those that must run here (and fail if they are not installed); without it all that are installed run.
-`$TOKENCACHE_E2E_WRITE_TABLE`: write docs/harnesses.md at the end.
-"""
+"""Real harness programs do a job, directly on a real vLLM and through the proxy; the engine's own log is the reference."""
 
 import json
-import os
-from collections import Counter
 
 import aiohttp
 import lineages
 import pytest
 import table
 import tasks
-from expected import EXPECTED, NOT_RUN
+from checks import assert_as_the_engine_says, assert_content, find_program, write_table
+from expected import EXPECTED
 from lab import lab_engine, read_generations, run_harness, run_through_proxy
 from namespace import remark
-from programs import PROGRAMS
 from rig.exported import generations
 from rig.server import MODEL
 from structures import STRUCTURES
 
 from tokencache.testing.tokenizer import build_tokenizer
 
-WANTED = os.environ.get("TOKENCACHE_E2E_HARNESSES", "").split()
+
+@pytest.fixture(scope="module", autouse=True)
+def written_table():
+    yield
+    write_table()
 
 
 @pytest.fixture(scope="module")
@@ -34,31 +32,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def engine(servers, tmp_path_factory):
     return lab_engine(servers, tmp_path_factory)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def written_table():
-    yield
-    if "TOKENCACHE_E2E_WRITE_TABLE" in os.environ:
-        table.write([*PROGRAMS, *STRUCTURES], table.MISSING | NOT_RUN)
-
-
-def find_program(name):
-    """The program of this name; if it is missing, fails if it was requested, else skips the test and notes the reason for the table."""
-    program = PROGRAMS[name]
-    if WANTED and name not in WANTED:
-        pytest.skip("not requested")
-    if not program.installed:
-        table.MISSING[program.adapter.title] = program.why_not()
-        (pytest.fail if name in WANTED else pytest.skip)(program.why_not())
-    return program
-
-
-def assert_content(run):
-    """Every request of the harness was answered, and it reported no error."""
-    assert all(ended.returncode == 0 for ended in run.ended), run.output
-    generating = [call for call in run.calls if call["method"] == "POST" and not call["left"]]
-    assert {call["status"] for call in generating} == {200}
 
 
 def assert_job_done(run):
@@ -106,16 +79,6 @@ def interrupted(structure, through, calls, tokenizer):
     received = lineages.shared(first.prefix, second.prompt) - len(first.prompt)
     assert words[-1] in tokenizer.decode(first.sampled[:received])  # it is in the next prompt with the sampled tokens
     return calls, structure.sequences
-
-
-def assert_as_the_engine_says(through, calls, sequences, adapter):
-    """The session is complete, has these sequences, and contains each call's ids as the engine logged them."""
-    assert through.exported["complete"], through.exported["incidents"]
-    assert sorted(through.sequences) == sorted(sequences)
-    assert lineages.lines(calls) == sorted((turns for _, _, turns in sequences), reverse=True)
-    recorded = [(prompt, ids) for prompt, ids, _ in generations(through.exported)]
-    assert Counter(recorded) == Counter((call.prompt, call.sampled) for call in calls)
-    assert set(through.forgiven) <= set(adapter.mutations.rules)
 
 
 async def test_the_engines_log_equals_what_it_returns_to_clients(engine):

@@ -43,6 +43,8 @@ def all_started(*servers):
 class VllmServer:
     """Starts on entry and is ready when that returns; stopped, with all its processes, on exit."""
 
+    description = "vLLM 0.32 with a tiny model"
+
     def __init__(
         self,
         model_dir,
