@@ -26,6 +26,7 @@ from tokencache.commands.lifecycle import (
     seal_sessions,
     set_reward,
 )
+from tokencache.commands.media import export_media
 from tokencache.commands.score import score_rollouts
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
@@ -169,6 +170,7 @@ app.command("delete")(delete_sessions)
 app.command("sessions")(list_sessions)
 app.command("show")(show_session)
 app.command("export")(export_sessions)
+app.command("media")(export_media)
 app.command("convert")(convert_file)
 app.command("verify")(verify_exports)
 app.command("score")(score_rollouts)

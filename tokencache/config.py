@@ -227,6 +227,12 @@ class Settings(BaseSettings):
     experts: Annotated[str, Shown("PLACE")] = Field(
         "", description="Directory or URL that receives routed experts. Without it they are dropped. URLs need the extra 'experts'."
     )
+    max_media_bytes: Annotated[int, Shown("BYTES")] = Field(
+        2**28,
+        ge=0,
+        description="Largest total of images and other media whose bytes are stored with a session. 0 stores none. The default is 256 MiB "
+        "(docs/images.md).",
+    )
     rules_off: Annotated[Names, Shown("RULE")] = Field(
         "", description="Rules of matching to switch off, separated by commas (docs/rules.md)."
     )

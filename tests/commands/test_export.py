@@ -253,6 +253,10 @@ class _Session:
             raise UnfinishedError("it has a call in flight")
         self.proxy.sealed.add(self.name)
 
+    async def media(self):
+        await self._do("media")
+        return []
+
     async def delete(self):
         await self._do("delete")
 

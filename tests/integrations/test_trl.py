@@ -88,7 +88,7 @@ async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
     assert len(set(found["session"])) == 4
     assert {tuple(ids) for ids in found["completion_ids"]} <= {tuple(one.completion_ids) for one in engine.ground_truth}
     asked = {
-        (body["temperature"], body["top_p"], body["max_tokens"]) for body in engine.requests if body["messages"][0]["content"] in "abb"
+        (body["temperature"], body["top_p"], body["max_tokens"]) for body in engine.requests if body["messages"][0]["content"] in ("a", "b")
     }
     assert asked == {(1.0, 0.9, 64)}
     if delete:

@@ -68,6 +68,28 @@ async def test_a_cluster_node_passes_all_checks():
         await store.close()
 
 
+class ReplacesMedia(MemoryStore):
+    async def put_media(self, session, epoch, medium, content, *, limit):
+        self._use_epoch(session, epoch).media.pop(medium.sha256, None)
+        return await super().put_media(session, epoch, medium, content, limit=limit)
+
+
+class SharesMedia(MemoryStore):
+    async def media(self, session, sha256):
+        return next((held.media[sha256] for held in self._sessions.values() if sha256 in held.media), None)
+
+
+class IgnoresMediaLimit(MemoryStore):
+    async def put_media(self, session, epoch, medium, content, *, limit):
+        return await super().put_media(session, epoch, medium, content, limit=10**9)
+
+
+class AcceptsLateMedia(MemoryStore):
+    async def put_media(self, session, epoch, medium, content, *, limit):
+        held = self._find(session)
+        return await super().put_media(session, held.epoch if held else epoch, medium, content, limit=limit)
+
+
 class LooksUpAllKeys(MemoryStore):
     async def begin(self, session, call, keys, **options):
         return BeginResult((await super().begin(session, call, [], **options)).epoch, await self.find(session, keys))
@@ -410,6 +432,10 @@ BROKEN = [
     (BindsAKeyOnce, "check_keys"),
     (KeepsFirstDocument, "check_documents"),
     (SharesKeys, "check_isolation"),
+    (ReplacesMedia, "check_media"),
+    (SharesMedia, "check_media"),
+    (IgnoresMediaLimit, "check_media_limit"),
+    (AcceptsLateMedia, "check_media_deletion"),
 ]
 
 

@@ -27,6 +27,7 @@ from tokencache.api.requests import (
     NewVersion,
     Take,
 )
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
@@ -72,6 +73,7 @@ class Operation(NamedTuple):
         id: OpenAPI's `operationId`, by which its handler is registered.
         summary: what it does, in one line.
         answer: type or JSON schema of the body of a successful answer.
+        content_type: media type of that body.
         description: further information for callers.
         query: its query parameters.
         body: type of the request body; `None` if it has none.
@@ -88,6 +90,7 @@ class Operation(NamedTuple):
     query: tuple[Parameter, ...] = ()
     body: type[msgspec.Struct] | None = None
     statuses: tuple[int, ...] = (200,)
+    content_type: str = "application/json"
     errors: Mapping[int, str] = {}
 
 
@@ -193,6 +196,25 @@ OPERATIONS = (
             ),
         ),
         errors={**_NO_SESSION, **_NO_VERSION},
+    ),
+    Operation(
+        "listMedia",
+        "GET",
+        _SESSION + "/media",
+        "List the images and other media of a session whose bytes are stored.",
+        _object(session=_TEXT, media={"type": "array", "items": StoredMedium}),
+        errors=_NO_SESSION,
+    ),
+    Operation(
+        "getMedium",
+        "GET",
+        _SESSION + "/media/{sha256}",
+        "Return the bytes of an image or another medium, by the hexadecimal SHA-256 of these bytes.",
+        {},
+        description="The content type is the one that the harness declared, if it is one of a few types without scripts; otherwise it is "
+        "`application/octet-stream`.",
+        content_type="*/*",
+        errors={404: "There is no such session or medium, or the bytes of the medium were not kept."},
     ),
     Operation(
         "getDrift",
@@ -612,7 +634,7 @@ def _described(operation: Operation) -> dict[str, Any]:
     named = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named]
     parameters += [{**parameter._asdict(), "in": "query"} for parameter in operation.query]
-    answer = {"description": "Success.", "content": _json(operation.answer)}
+    answer = {"description": "Success.", "content": {operation.content_type: {"schema": _schema(operation.answer)}}}
     failures = {**_COMMON_ERRORS, **operation.errors}
     written = {
         "operationId": operation.id,

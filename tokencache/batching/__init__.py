@@ -1,11 +1,13 @@
 """Turns trajectories into training batches, with plain functions.
 
-All functions compute from `Trajectory` values alone: none opens a socket or calls an engine. Only `load_experts` reads files.
+All functions compute from `Trajectory` values alone: none opens a socket or calls an engine. Only `load_experts`,
+`load_media` and `load_images` read files.
 
 `selection`   chooses the rows to train on, and reports every row that it drops
 `advantages`  compares the rewards of the sessions of a group
 `forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
 `experts`     loads the routed experts of a row as a numpy array (needs numpy)
+`media`       loads the images of a row (as images of Pillow, if that is installed)
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)
 
     selection = select(trajectories, complete_only, no_side_calls, at_least(16))
@@ -15,6 +17,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 
 from tokencache.batching.advantages import group_advantages, leave_one_out, mean_std, row_advantages
 from tokencache.batching.experts import load_experts
+from tokencache.batching.media import load_images, load_media
 from tokencache.batching.selection import (
     DroppedRow,
     Rule,
@@ -25,6 +28,7 @@ from tokencache.batching.selection import (
     main_line,
     max_lag,
     no_discarded_retries,
+    no_placeholders,
     no_side_calls,
     rewarded,
     select,
@@ -40,10 +44,13 @@ __all__ = [
     "group_advantages",
     "leave_one_out",
     "load_experts",
+    "load_images",
+    "load_media",
     "main_line",
     "max_lag",
     "mean_std",
     "no_discarded_retries",
+    "no_placeholders",
     "no_side_calls",
     "rewarded",
     "row_advantages",

@@ -5,13 +5,13 @@ The proxy stores only the rows that are new in each turn (`serve --experts`). Th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokencache.batching.files import read_file
 from tokencache.core.experts import joined, read_npy
-from tokencache.errors import extra_missing
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import Any
 
     from numpy.typing import NDArray
@@ -35,19 +35,8 @@ def load_experts(sequence: Sequence, root: str | Path) -> NDArray[Any]:
     """
     import numpy as np  # noqa: PLC0415 - needs the extra `batching`
 
-    rows = joined((part.start, read_npy(_read(root, part.path)).between(0, part.end - part.start)) for part in sequence.experts)
+    rows = joined((part.start, read_npy(read_file(root, part.path)).between(0, part.end - part.start)) for part in sequence.experts)
     if sequence.experts[0].start or len(rows) != sequence.tokens - 1:
         have = f"{sequence.experts[0].start} to {sequence.experts[0].start + len(rows)}"
         raise ValueError(f"sequence {sequence.id} has routed experts only for its tokens from {have}, not for all {sequence.tokens - 1}")
     return np.frombuffer(rows.data, rows.kind).reshape(len(rows), *rows.shape)
-
-
-def _read(root: str | Path, path: str) -> bytes:
-    if "://" not in str(root):
-        return (Path(root) / path).read_bytes()
-    try:
-        from fsspec.core import url_to_fs  # noqa: PLC0415 - needs the extra `experts`
-    except ModuleNotFoundError as why:
-        raise ValueError(extra_missing(str(root), "experts", why.name)) from why
-    files, folder = url_to_fs(str(root))
-    return bytes(files.cat_file(f"{folder}/{path}"))

@@ -17,6 +17,7 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 `no_side_calls`           drops calls beside the rollout, such as one that makes a title
 `no_discarded_retries`    drops answers that the harness discarded
 `at_least(n)`             drops rows with fewer than n trainable tokens
+`no_placeholders`         drops rows in which the model sampled tokens that stand for parts of images: no trainer accepts them
 `max_lag(n, current)`     drops rows with tokens of a policy version that lags more than n versions behind the current one
 ========================  ==========================================================================================================
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tokencache.core.weights import Announced
+from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.values import Sequence, Trajectory
 from tokencache.trajectories.versions import LagLimit
 
@@ -114,6 +116,16 @@ def complete_only(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: A
 def rewarded(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
     """Drop all rows of a trajectory without a reward."""
     return "the session has no reward" if trajectory.reward is None else ""
+
+
+def no_placeholders(trajectory: Trajectory, sequence: Sequence) -> str:
+    """Drop rows in which the model sampled tokens that stand for parts of images, or that repeat such a reply (`docs/images.md`)."""
+    tainted = with_sampled_placeholders(
+        TurnOrigin(turn.turn, turn.parent, [anchor.turn for anchor in turn.anchors], turn.marks)
+        for one in trajectory.sequences
+        for turn in one.turns
+    )
+    return "the model sampled tokens that stand for parts of images" if any(turn.turn in tainted for turn in sequence.turns) else ""
 
 
 def at_least(trainable_tokens: int) -> Rule:

@@ -30,6 +30,8 @@ class AsyncSession(Access):
     trajectory = awaited(session_operations.trajectory)
     fetch = awaited(session_operations.fetch)
     fetch_json = awaited(session_operations.fetch_json)
+    media = awaited(session_operations.media)
+    medium = awaited(session_operations.medium)
     delete = awaited(session_operations.delete)
     revoke = awaited(session_operations.revoke)
 

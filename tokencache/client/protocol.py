@@ -95,6 +95,13 @@ def call(request: Request, kind: type[T]) -> Steps[T]:
     return _read((yield from _send(request))[0], request, kind)
 
 
+def call_for_bytes(request: Request) -> Steps[bytes]:
+    """Send a request, repeatedly if necessary, and return the body of the response."""
+    response = (yield from _send(request))[0]
+    _check(response, request)
+    return response.body
+
+
 def send_delete(path: str, params: dict[str, str] | None = None) -> Steps[None]:
     """Send a DELETE. A 404 at a later attempt counts as success: an earlier attempt succeeded and its response was lost."""
     request = Request("DELETE", path, params or {})
@@ -158,13 +165,7 @@ def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
         AnswerError: the proxy refused, or the body is not what tokencache returns.
         WrongServerError: the server is not tokencache.
     """
-    own = request.path.startswith(BASE)  # the proxy relays other paths to its engine
-    if own and is_foreign(response.status, response.body):
-        words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
-        message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
-        raise WrongServerError(message, status=response.status)
-    if response.status >= _REDIRECTION:
-        raise error_of(response.status, response.body, str(request))
+    own = _check(response, request)
     try:
         return msgspec.json.decode(response.body, type=kind)
     except msgspec.MsgspecError as error:
@@ -172,6 +173,23 @@ def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
         if own:
             raise WrongServerError(f"{words}. It came from {response.url}. {BASE_URL_ADVICE}", status=response.status) from None
         raise AnswerError(words, status=response.status) from None
+
+
+def _check(response: ServerResponse, request: Request) -> bool:
+    """Check that a response reports success. Returns whether the API of tokencache has the path: others are relayed to the engine.
+
+    Raises:
+        AnswerError: the proxy refused.
+        WrongServerError: the server is not tokencache.
+    """
+    own = request.path.startswith(BASE)
+    if own and is_foreign(response.status, response.body):
+        words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
+        message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
+        raise WrongServerError(message, status=response.status)
+    if response.status >= _REDIRECTION:
+        raise error_of(response.status, response.body, str(request))
+    return own
 
 
 def _excerpt(body: bytes) -> str:

@@ -1,5 +1,6 @@
 """Defines the operations on one session (`protocol`): the methods of `Session` and `AsyncSession`."""
 
+import hashlib
 import json
 import math
 import time
@@ -11,13 +12,18 @@ import msgspec
 
 from tokencache.backoff import delays
 from tokencache.client.access import Access
-from tokencache.client.errors import NotFoundError, SealedError, WaitTimeoutError
-from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
+from tokencache.client.errors import AnswerError, NotFoundError, SealedError, WaitTimeoutError
+from tokencache.client.protocol import BASE, Pause, Request, Steps, call, call_for_bytes, send_delete
+from tokencache.core.media import StoredMedium
 from tokencache.trajectories.lengths import ExportOptions, parameters_of
 from tokencache.trajectories.values import RewardState, SessionState, Trajectory
 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 """Seconds between two requests for the state of a session: the first and the longest pause."""
+
+
+class _Media(msgspec.Struct):
+    media: list[StoredMedium]
 
 
 def path_of(name: str) -> str:
@@ -172,6 +178,24 @@ def fetch_json(session: Access, format: str = "native", *, drift: str = "", **le
     `fetch` documents the arguments.
     """
     return bytes((yield from call(_trajectory(session.id, format, drift, lengths), msgspec.Raw)))
+
+
+def media(session: Access) -> Steps[list[StoredMedium]]:
+    """List the images and other media of the session whose bytes are stored, in the order in which they were stored (docs/images.md)."""
+    return (yield from call(Request("GET", f"{path_of(session.id)}/media"), _Media)).media
+
+
+def medium(session: Access, sha256: str) -> Steps[bytes]:
+    """Fetch the bytes of an image or another medium, by their hexadecimal SHA-256 (`PlacedMedia.sha256`).
+
+    Raises:
+        NotFoundError: there is no such session or medium, or its bytes were not kept.
+        AnswerError: the bytes that arrived have another SHA-256.
+    """
+    content = yield from call_for_bytes(Request("GET", f"{path_of(session.id)}/media/{quote(sha256, safe='')}"))
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise AnswerError(f"session {session.id!r}: the bytes that arrived for medium {sha256} have another SHA-256")
+    return content
 
 
 def delete(session: Access) -> Steps[None]:

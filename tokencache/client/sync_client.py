@@ -34,6 +34,8 @@ class Session(Access):
     trajectory = blocking(session_operations.trajectory)
     fetch = blocking(session_operations.fetch)
     fetch_json = blocking(session_operations.fetch_json)
+    media = blocking(session_operations.media)
+    medium = blocking(session_operations.medium)
     delete = blocking(session_operations.delete)
     revoke = blocking(session_operations.revoke)
 

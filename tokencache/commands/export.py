@@ -21,11 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState, UnfinishedError
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.media import write_media
 from tokencache.commands.sink import FileError, Sink
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
 from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
-from tokencache.trajectories.values import OverlongFigures, StaleFigures
+from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
 
 CONCURRENCY = 4
 """Sessions that are fetched at a time, and rollouts that are in memory."""
@@ -37,7 +38,7 @@ _NAMES_SHOWN = 5
 class FetchedRollout(msgspec.Struct, frozen=True):
     """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `tokens`: number of tokens of its sequences.
 
-    `overlong`, `stale`: what the limits of length and lag did; `None` without limits.
+    `overlong`, `stale`: what the limits of length and lag did; `None` without limits. `placeholders`: see `Export`.
     """
 
     session: str
@@ -47,6 +48,7 @@ class FetchedRollout(msgspec.Struct, frozen=True):
     tokens: int
     overlong: OverlongFigures | None
     stale: StaleFigures | None
+    placeholders: int
 
 
 class Export(msgspec.Struct, kw_only=True):
@@ -61,10 +63,13 @@ class Export(msgspec.Struct, kw_only=True):
         gone: sessions that were deleted before they could be fetched.
         seal, delete, force: whether sessions are sealed first, and deleted afterwards; whether unfinished ones are sealed, too.
         deleted, kept: sessions that were deleted after the export; those that may still change, and so were neither sealed nor deleted.
+        media: the folder that their images and other media are written to; `None` if they are not fetched. `with_media`: sessions that were
+            not deleted, because their media would be lost.
         whole: whether the file is complete and has its name.
         partial: the file with the data of an unfinished export.
         lengths: limits for sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened. `stale`,
             `unknown_lag`: number of sequences that were left out because they lag too much, or because their lag is not known.
+            `placeholders`: number of sequences that were left out because the model sampled placeholders of images.
     """
 
     names: Sequence[str]
@@ -76,18 +81,21 @@ class Export(msgspec.Struct, kw_only=True):
     delete: bool = False
     force: bool = False
     complete_only: bool = False
+    media: Path | None = None
     exported: list[str] = []
     incomplete: list[str] = []
     skipped: list[str] = []
     gone: list[str] = []
     deleted: list[str] = []
     kept: list[str] = []
+    with_media: list[str] = []
     tokens: int = 0
     dropped: int = 0
     cut: int = 0
     masked: int = 0
     stale: int = 0
     unknown_lag: int = 0
+    placeholders: int = 0
     size: int = 0
     whole: bool = False
     partial: Path | None = None
@@ -116,6 +124,9 @@ class Export(msgspec.Struct, kw_only=True):
             raise
         for name in final if self.delete else ():
             with suppress(NotFoundError):  # someone else deleted it
+                if self.media is None and await client.session(name).media():
+                    self.with_media.append(name)
+                    continue
                 await client.session(name).delete()
             self.deleted.append(name)
 
@@ -135,6 +146,7 @@ class Export(msgspec.Struct, kw_only=True):
         if fetched.stale is not None:
             self.stale += fetched.stale.dropped
             self.unknown_lag += fetched.stale.unknown
+        self.placeholders += fetched.placeholders
         self.size += len(fetched.rollout)
         return True
 
@@ -168,13 +180,16 @@ class Export(msgspec.Struct, kw_only=True):
             with suppress(UnfinishedError):  # it is exported as it is, and reported
                 await session.seal(force=self.force)
         state = await session.state()
+        if self.media is not None:
+            await write_media(session, self.media)
         rollout = await session.fetch_json(self.format, drift=self.drift, **self.lengths)
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
         tokens = figures.trainable_tokens + figures.masked_tokens
         final = state.sealed and not state.open_calls
-        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale)
+        placeholders = figures.placeholders.dropped if figures.placeholders is not None else 0
+        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale, placeholders)
 
 
 class _Figures(msgspec.Struct, frozen=True):
@@ -182,6 +197,7 @@ class _Figures(msgspec.Struct, frozen=True):
     masked_tokens: int = 0
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
+    placeholders: PlaceholderFigures | None = None
 
 
 class _Labels(msgspec.Struct, frozen=True):
@@ -243,6 +259,15 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         int | None,
         typer.Option("--max-lag", metavar="N", min=0, help="Leave out sequences that lag more policy versions, or an unknown number."),
     ] = None,
+    media: Annotated[
+        Path | None,
+        typer.Option(
+            "--media",
+            metavar="DIR",
+            help="Also write images and other media to this folder, as `tokencache media` does.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
@@ -288,6 +313,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
             delete=delete,
             force=force,
             complete_only=complete_only,
+            media=media,
         )
         sink = files.create(to, wanted, overwrite=overwrite)
     except (ClientError, HarnessError, FileError, OSError) as error:
@@ -338,6 +364,9 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
         _print(console, f"{plural(export.stale, 'sequence')} left out: older than --max-lag allows", "yellow")
     if export.unknown_lag:
         _print(console, f"{plural(export.unknown_lag, 'sequence')} left out: how old their policy versions are is not known", "yellow")
+    if export.placeholders:
+        words = "left out: the model sampled tokens that stand for parts of images, which no trainer accepts (docs/images.md)"
+        _print(console, f"{plural(export.placeholders, 'sequence')} {words}", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.skipped, "incomplete and left out", "yellow"),
@@ -347,6 +376,7 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
             f"not sealed{' and not deleted' if export.delete else ''}: not finished, or a call is in flight (finish it, or use --force)",
             "yellow",
         ),
+        (export.with_media, "not deleted: they have images or other media, which would be lost (name a folder: --media DIR)", "yellow"),
         (export.deleted, "deleted from the proxy", ""),
     ):
         if names:

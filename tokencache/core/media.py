@@ -107,6 +107,40 @@ def place_media(parts: Sequence[MediaPart], places: Places, prompt_tokens: int) 
     return tuple(found)
 
 
+class StoredMedium(msgspec.Struct, frozen=True):
+    """An image, video or audio that a store has the bytes of.
+
+    Attributes:
+        sha256: hexadecimal SHA-256 of the bytes.
+        media_type: the MIME type that the harness declared; `""` if it declared none.
+        bytes: their number.
+    """
+
+    sha256: str
+    media_type: str
+    bytes: int
+
+
+_ENDINGS: Mapping[str, str] = {
+    "image/png": ".png",
+    "image/jpeg": ".jpg",
+    "image/gif": ".gif",
+    "image/webp": ".webp",
+    "image/bmp": ".bmp",
+    "audio/wav": ".wav",
+    "audio/mpeg": ".mp3",
+    "audio/ogg": ".ogg",
+    "audio/flac": ".flac",
+    "video/mp4": ".mp4",
+    "video/webm": ".webm",
+}
+
+
+def file_name(sha256: str, media_type: str) -> str:
+    """Return the name of the file of a medium: its digest, and an ending that its media type selects (`.bin` for unknown types)."""
+    return sha256 + _ENDINGS.get(media_type, ".bin")
+
+
 def media_identity(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON value that is equal for all ways to write one image, video or audio, and different for any other.
 

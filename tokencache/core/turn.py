@@ -28,6 +28,10 @@ class TurnMark(Described):
     INTERNAL_ERROR = "internal-error", "tokencache failed to pass the reply on"
     NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities"
     MEDIA = "media", "the request contains images or other media"
+    MEDIA_NOT_KEPT = (
+        "media-not-kept",
+        "the bytes of an image of the request are not stored: the limit (`--max-media-bytes`) is reached, or the store failed",
+    )
     SAMPLED_PLACEHOLDER = (
         "sampled-placeholder",
         "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",

@@ -73,11 +73,13 @@ class FinishedRollout(NamedTuple):
         trajectory: in the native format.
         export: in the requested format.
         rows: which sequences are trained, and which are not.
+        media: the bytes of the images in the rows that are trained, by digest.
     """
 
     trajectory: Trajectory
     export: dict[str, Any]
     rows: Selection
+    media: Mapping[str, bytes]
 
     @property
     def kept(self) -> set[str]:
@@ -103,6 +105,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
         form: the export format of the trainer.
         harness: name of the harness adapter; `""` for none.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
+        images: whether the trainer gets the images of the rows. Otherwise rows with images are refused.
         delete: delete each session from the proxy once its rollout was fetched. If `False`, sessions stay until they expire.
     """
 
@@ -112,6 +115,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
     form: str
     harness: str = ""
     timeout: float = 60.0
+    images: bool = False
     delete: bool = False
 
     async def run(
@@ -128,7 +132,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
         If `play` raises, the session is finished without a reward and stays on the proxy, and the exception is passed on.
 
         Raises:
-            RowsError: the rows do not fit the policy. The session stays on the proxy.
+            RowsError: the rows do not fit the policy, or have images that the trainer does not get. The session stays on the proxy.
             WaitTimeoutError: a call is still in flight after `timeout`. The session stays on the proxy, unsealed.
             ClientError: the proxy refused a request.
         """
@@ -137,10 +141,13 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
         await session.seal()
         limits = lengths or ExportOptions()
         trajectory = await session.trajectory(drift="off", **limits)
+        chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
+        wanted = {medium.sha256 for row in chosen.kept for medium in row.sequence.media if medium.sha256}
         finished = FinishedRollout(
             trajectory,
             await session.fetch(self.form, **limits),
-            choose_rows(trajectory, self.rows, several=self.several),
+            chosen,
+            {sha256: await session.medium(sha256) for sha256 in sorted(wanted)},
         )
         if self.delete:
             await session.delete()

@@ -11,13 +11,14 @@ trainers accept one row for each prompt. So every integration has the option `ro
 `all`         every row with trainable tokens. Only where the trainer accepts several rows for each prompt
 ============  ====================================================================================================================
 
-Rows without a trainable token are always left out. A rollout without any other row raises `RowsError`.
+Rows without a trainable token, and rows with sampled placeholders of images, are always left out. A rollout without any other row raises
+`RowsError`.
 """
 
 import logging
 from typing import Literal, get_args
 
-from tokencache.batching.selection import DroppedRow, Selection, at_least, main_line, select
+from tokencache.batching.selection import DroppedRow, Selection, at_least, main_line, no_placeholders, select
 from tokencache.trajectories.values import Trajectory
 
 log = logging.getLogger(__name__)
@@ -45,22 +46,23 @@ def check_policy(rows: str, *, several: bool) -> None:
         raise ValueError(f"rows: {rows!r} is none of {', '.join(known)}{reason}")
 
 
-def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool) -> Selection:
+def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, images: bool = False) -> Selection:
     """Choose rows of a rollout, and log a warning if trainable tokens are left out.
 
     Args:
         trajectory: the rollout.
         rows: the policy.
         several: whether the trainer accepts several rows for each prompt.
+        images: whether the trainer gets the images of the rows.
 
     Returns:
         The rows to train on, at least one, and all others with the reason why each was left out.
 
     Raises:
-        RowsError: no row has a trainable token, or several remain where one is allowed.
+        RowsError: no row has a trainable token, or several remain where one is allowed, or a row has images and the trainer gets none.
     """
-    rules = (at_least(1), main_line) if rows == "main" else (at_least(1),)
-    chosen = select([trajectory], *rules)
+    rules = (no_placeholders, at_least(1))
+    chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()))
     if rows == "longest" and chosen.kept:
         longest = max(chosen.kept, key=lambda row: sum(row.sequence.loss_mask))
         shorter = [
@@ -75,6 +77,11 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool) -> Se
         advice = "Use" + other + " rows='longest' to take one of them, or a trainer that accepts several rows for each prompt"
         raise RowsError(
             f"session {trajectory.session!r} has {len(chosen.kept)} rows, and one is allowed (rows={rows!r}): {found}. {advice}"
+        )
+    if not images and (seeing := [row.sequence.id for row in chosen.kept if row.sequence.media]):
+        raise RowsError(
+            f"session {trajectory.session!r} has images in {', '.join(seeing)}, and this integration passes none to its trainer, which "
+            "would train their placeholders as text. Fetch the native format, and load the images with tokencache.batching.load_images"
         )
     if any(sum(dropped.row.sequence.loss_mask) for dropped in chosen.dropped):
         log.warning("session %r: rows=%r leaves out trainable tokens. %s", trajectory.session, rows, _listed(chosen))

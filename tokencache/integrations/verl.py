@@ -12,12 +12,15 @@ verl creates it by name, from the file that `actor_rollout_ref.rollout.agent.age
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from tokencache.batching.media import contents_of, images_only, open_image
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
 from tokencache.integrations.rows import RowPolicy, check_policy
 from tokencache.trajectories.lengths import ExportOptions
+from tokencache.trajectories.values import Sequence
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
@@ -77,7 +80,7 @@ class TokencacheAgentLoop(AgentLoopBase):
         )
         several = rows == "all"
         self._rollouts = Rollouts(
-            play=load_play(play), rows=rows, several=several, form="verl", harness=harness, timeout=timeout, delete=delete
+            play=load_play(play), rows=rows, several=several, form="verl", harness=harness, timeout=timeout, images=True, delete=delete
         )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -96,12 +99,27 @@ class TokencacheAgentLoop(AgentLoopBase):
 def _outputs(rollout: FinishedRollout) -> list[AgentLoopOutput]:
     """Return the kept rows as outputs.
 
+    `multi_modal_data` holds the images of a row in order, as images of Pillow: verl's worker processes them again.
     `reward_extra_info` holds the components of the reward. verl requires it beside a reward, and the same names in a whole batch.
     """
     outputs = []
+    sequences = {sequence.id: sequence for sequence in rollout.trajectory.sequences}
     for row in rollout.export["outputs"]:
         labels = row["extra_fields"]["tokencache"]
         if labels["id"] in rollout.kept:
             extra = {"tokencache": {**labels, "dropped": rollout.dropped}, "reward_extra_info": rollout.trajectory.reward_components}
-            outputs.append(AgentLoopOutput(**{**row, "extra_fields": extra}))
+            images = _images(sequences[labels["id"]], rollout.media)
+            outputs.append(AgentLoopOutput(**{**row, **images, "extra_fields": extra}))
     return outputs
+
+
+def _images(sequence: Sequence, media: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the images of a row as verl's member; nothing if it has none.
+
+    Raises:
+        ValueError: an image was sent as a URL, or it cannot be read, or there is video or audio.
+    """
+    if not sequence.media:
+        return {}
+    contents = images_only(sequence, contents_of(sequence, lambda medium: media[medium.sha256]))
+    return {"multi_modal_data": {"images": [open_image(content) for content in contents]}}

@@ -299,6 +299,7 @@ class CallAttempt:
         outcome, ended = self._outcome, time.time()
         await outcome.weights.end()
         await self._ledger.keep_experts(outcome)
+        await self._ledger.keep_media(self._begun, outcome)
         try:
             recorded = outcome.record(self._ledger.prefixes)
         except Exception as why:  # a bug in tokencache: the client gets its reply, and the trainer an incident

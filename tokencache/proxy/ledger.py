@@ -20,6 +20,7 @@ from cachetools import LRUCache
 from tokencache import metrics
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import TurnMark
+from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
@@ -66,7 +67,15 @@ class Ledger:
         changed: wakes those who wait for a session to be finished, or for its last call to end.
     """
 
-    def __init__(self, store: Store, prefixes: PrefixCache, *, strict: bool = False, experts: RoutedExperts | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefixes: PrefixCache,
+        *,
+        strict: bool = False,
+        experts: RoutedExperts | None = None,
+        max_media_bytes: int = 0,
+    ) -> None:
         """Wrap a store.
 
         Args:
@@ -74,6 +83,7 @@ class Ledger:
             prefixes: the cached prefixes of its turns.
             strict: whether a store error fails the call.
             experts: writes routed experts; `None` if they are not kept.
+            max_media_bytes: how many bytes of images and other media are stored in a session.
         """
         self.store = store
         self.prefixes = prefixes
@@ -81,6 +91,7 @@ class Ledger:
         self.changed = Wakeup()
         self._strict = strict
         self._experts = experts
+        self._media = MediaRecord(store, max_media_bytes)
         self._late = SampledCounter()
         self._spent = SampledCounter()
         self._unsaved: dict[str, list[Incident]] = {}
@@ -227,6 +238,20 @@ class Ledger:
         """Write the routed experts of a reply, before its turns are made."""
         if self._experts is not None:
             await self._experts.keep(outcome)
+
+    async def keep_media(self, begun: BeginResult | None, outcome: Outcome) -> None:
+        """Store the images and other media of a call with a reply, before its turns are made.
+
+        Raises:
+            StoreError: the store failed and the policy is strict.
+        """
+        if not outcome.call.media or not outcome.reply.choices or begun is None:
+            return
+        try:
+            outcome.media_kept = await self._media.keep(outcome.session, begun.epoch, outcome.call)
+        except StoreError as why:
+            outcome.media_kept = False
+            self._failed("put_media", outcome.session, outcome.call_id, why)
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """Delete a session and its files; false if the session does not exist. With `reuse` its name may be used again at once.

@@ -69,6 +69,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         detail: the same in words.
         experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
         places: the placeholders of media that the engine reports; `None` if it reports none.
+        media_kept: whether the bytes of its media are stored, as far as they are known.
         noted: incidents that were found before the turns are made.
         asked: the request fingerprint; `b""` if retries are not deduplicated.
         second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
@@ -91,6 +92,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     detail: str = ""
     experts: dict[int, tuple[str, int]] = {}
     places: Places | None = None
+    media_kept: bool = True
     noted: list[Incident] = []
     asked: bytes = b""
     second: str = ""
@@ -347,6 +349,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             TurnMark.NO_LOGPROBS: len(choice.logprobs) != len(choice.ids),
             TurnMark.ENGINE_ERROR: bool(self.reply.error),
             TurnMark.MEDIA: bool(self.call.media),
+            TurnMark.MEDIA_NOT_KEPT: not self.media_kept,
             TurnMark.SAMPLED_PLACEHOLDER: self._sampled_placeholder(choice),
             TurnMark.SECOND_SAMPLE: bool(self.second),
             TurnMark.UNANSWERED: self.unanswered and self.whole,

@@ -13,6 +13,7 @@ from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
+from tokencache.api.media import add_media_routes
 from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.api.weights import add_weight_routes, engine_weights
@@ -72,7 +73,8 @@ class Proxy:
         self.pool = Pool(engine_at, names_in(settings.upstream))
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
-        self.ledger = Ledger(self.store, prefixes, strict=settings.on_store_error == "fail", experts=experts)
+        strict = settings.on_store_error == "fail"
+        self.ledger = Ledger(self.store, prefixes, strict=strict, experts=experts, max_media_bytes=settings.max_media_bytes)
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
@@ -138,6 +140,7 @@ class Proxy:
         add_engine_routes(app, self._auth, self.membership, self.pool)
         add_weight_routes(app, self._auth, self.weights, self.pool)
         add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, weights=self.weights, max_ready=self.settings.max_ready)
+        add_media_routes(app, self._auth, self.ledger, self.weights)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
         return app

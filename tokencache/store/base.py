@@ -1,8 +1,8 @@
 """The interface of a session store: what every store must do, its values and its errors.
 
 A store holds sessions. A session has turns (immutable, in the order they were recorded), their tokens as deltas, lookup keys that find
-turns, open calls, incidents, and documents: what a dialect must find again, such as a response that is requested by its id. Any replica
-can read what `commit` has written as soon as `commit` returns.
+turns, open calls, incidents, documents (what a dialect must find again, such as a response that is requested by its id), and the bytes of
+the media in its prompts. Any replica can read what `commit` has written as soon as `commit` returns.
 
 A call starts with `begin` and ends with `commit` (with turns) or `settle` (without). A call that never ended stays in
 `SessionInfo.open_calls`, so a crash cannot hide a missing turn.
@@ -26,6 +26,7 @@ import msgspec
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -573,6 +574,29 @@ class Store(Protocol):
 
     async def delete_document(self, session: str, name: str) -> bool:
         """Delete a document. Returns false if it did not exist."""
+
+    async def put_media(self, session: str, epoch: str, medium: StoredMedium, content: bytes, *, limit: int) -> bool:
+        """Store the bytes of a medium. If the session has them, nothing changes.
+
+        Args:
+            session: name of the session.
+            epoch: the session's epoch when the call began.
+            medium: describes it.
+            content: the bytes.
+            limit: the media of a session may take this many bytes.
+
+        Returns:
+            Whether they are stored. False if the media of the session would take more than `limit` bytes.
+
+        Raises:
+            SessionGoneError: this epoch of the session does not exist.
+        """
+
+    async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
+        """Read the media type and the bytes of a medium; `None` if they are not stored."""
+
+    async def stored_media(self, session: str) -> list[StoredMedium]:
+        """List the media of a session in the order in which they were stored; empty if the session does not exist."""
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         """Bind an API key, given by its hash. Replaces its previous binding."""

@@ -16,6 +16,7 @@ from cachetools import TTLCache
 
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.core.weights import WeightsState
@@ -64,6 +65,7 @@ class _Session:
         self.begun = self.sampled = self.bytes = 0
         self.incidents: list[Incident] = []
         self.documents: dict[str, bytes] = {}
+        self.media: dict[str, tuple[str, bytes]] = {}
         self._latest: Turn | None = None  # the next call nearly always continues it; kept to avoid decoding it
 
     def turn(self, name: str) -> Turn:
@@ -381,6 +383,23 @@ class MemoryStore(MemoryQueue):
             return False
         held.bytes -= len(held.documents.pop(name))
         return True
+
+    async def put_media(self, session: str, epoch: str, medium: StoredMedium, content: bytes, *, limit: int) -> bool:
+        held = self._use_epoch(session, epoch)
+        if medium.sha256 not in held.media:
+            if sum(len(stored) for _, stored in held.media.values()) + len(content) > limit:
+                return False
+            held.media[medium.sha256] = (medium.media_type, content)
+            held.bytes += len(content)
+        return True
+
+    async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
+        held = self._find(session)
+        return held.media.get(sha256) if held else None
+
+    async def stored_media(self, session: str) -> list[StoredMedium]:
+        held = self._find(session)
+        return [StoredMedium(sha256, kind, len(content)) for sha256, (kind, content) in held.media.items()] if held else []
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         self._bindings[key] = binding

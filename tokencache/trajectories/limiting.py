@@ -1,11 +1,12 @@
-"""Applies limits of length (`lengths`) and of lag (`versions`) to the sequences of a rollout."""
+"""Leaves out sequences of a rollout: by limits of length (`lengths`) and of lag (`versions`), and those that no trainer can use."""
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
+from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of, with_versions
-from tokencache.trajectories.values import OverlongFigures, StaleFigures
+from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.trajectories.versions import LagLimit
 
 
@@ -52,12 +53,33 @@ def limit_lag(rollout: Rollout, most: LagLimit) -> Rollout:
     return _only(rollout, kept, stale=stale)
 
 
-def _only(rollout: Rollout, kept: list[TokenSequence], **reports: OverlongFigures | StaleFigures) -> Rollout:
+def without_placeholders(rollout: Rollout) -> Rollout:
+    """Leave out the sequences that no trainer can use: the model sampled a token that stands for a part of an image (`placeholders`).
+
+    Weights and figures are those of the sequences that remain.
+    """
+    tainted = with_sampled_placeholders(
+        TurnOrigin(span.turn.id, span.turn.parent, [anchor.turn for anchor in span.turn.anchors], span.turn.marks)
+        for sequence in rollout.sequences
+        for span in sequence.turns
+    )
+    lost = [sequence for sequence in rollout.sequences if any(span.turn.id in tainted for span in sequence.turns)]
+    if not lost:
+        return rollout
+    report = PlaceholderFigures(
+        dropped=len(lost),
+        trainable_tokens_lost=sum(sequence.trainable for sequence in lost),
+        turns=[span.turn.id for sequence in lost for span in sequence.turns],
+    )
+    return _only(rollout, [sequence for sequence in rollout.sequences if sequence not in lost], placeholders=report)
+
+
+def _only(rollout: Rollout, kept: list[TokenSequence], **reports: OverlongFigures | StaleFigures | PlaceholderFigures) -> Rollout:
     """Return a rollout with some sequences only. `reports` go into its figures."""
     turns = [span.turn for sequence in kept for span in sequence.turns]
     old = rollout.figures
     figures = figures_of_sequences(turns, rollout.incidents, kept, old.drift, rollout.announced)
-    figures = msgspec.structs.replace(figures, overlong=old.overlong, stale=old.stale)
+    figures = msgspec.structs.replace(figures, overlong=old.overlong, stale=old.stale, placeholders=old.placeholders)
     return msgspec.structs.replace(
         rollout,
         sequences=tuple(kept),

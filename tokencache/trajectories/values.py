@@ -249,6 +249,18 @@ class StaleFigures(msgspec.Struct, frozen=True):
     turns: list[str] = []
 
 
+class PlaceholderFigures(msgspec.Struct, frozen=True):
+    """What the formats of trainers leave out, because the model sampled tokens that stand for parts of images (`docs/images.md`).
+
+    Attributes:
+        dropped: sequences that were left out. `trainable_tokens_lost`: their trainable tokens. `turns`: ids of their turns.
+    """
+
+    dropped: int
+    trainable_tokens_lost: int
+    turns: list[str] = []
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Counts over a rollout.
 
@@ -263,6 +275,7 @@ class Figures(msgspec.Struct, frozen=True):
         drift: `None` if nothing was measured.
         overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
         stale: the same for a limit of lag.
+        placeholders: the same for sequences with sampled placeholders; `None` if there are none, and in the native format, which has them.
     """
 
     calls: int
@@ -281,6 +294,7 @@ class Figures(msgspec.Struct, frozen=True):
     drift: DriftFigures | None = None
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
+    placeholders: PlaceholderFigures | None = None
 
 
 class EngineWeightsInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `trained`    mask 1 exactly on tokens that were sampled with log probabilities, in sequences that a limit of length did not
              mask; log probabilities are finite and at most 0 there, and 0.0 elsewhere
 `hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
+`media`      the images and other media of a sequence are in its prompts, in order and apart, and have a digest or none; a branch
+             has those of its parent's prefix
 `lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off
 `anchors`    the replies that a `resplice` names are at the positions that it names
 `links`      the turns that a link names exist, and its sources ended before the turn that received their text
@@ -23,6 +25,7 @@ A limit of length (`lengths`) may leave turns out. Then the export names them, a
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
@@ -51,6 +54,7 @@ AROUND = 10
 _SHOWN = 6
 """Number of ids that are shown of a long range."""
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _STARTS = ("root", "branch", "resplice", "plain")
 _WEIGHT_SLACK = 1e-9
 
@@ -104,8 +108,8 @@ def verify(trajectory: Trajectory) -> list[CheckFailure]:
 
 
 def verify_sequence(sequence: Sequence) -> list[CheckFailure]:
-    """Check a sequence by itself: `aligned`, and if that holds `trained` and `hashes`."""
-    return [*_aligned(sequence)] or [*_trained(sequence), *_hashes(sequence)]
+    """Check a sequence by itself: `aligned`, and if that holds `trained`, `hashes` and `media`."""
+    return [*_aligned(sequence)] or [*_trained(sequence), *_hashes(sequence), *_media(sequence)]
 
 
 def around(token_ids: list[int], start: int, end: int) -> str:
@@ -222,6 +226,21 @@ def _hashes(s: Sequence) -> Iterator[CheckFailure]:
             yield _failure("hashes", words, s, turn, turn.completion)
 
 
+def _media(s: Sequence) -> Iterator[CheckFailure]:
+    at = 0
+    for n, medium in enumerate(s.media, 1):
+        name, where = f"medium {n}", (medium.start, medium.end)
+        if not (at <= medium.start < medium.end <= len(s.token_ids)):
+            yield _failure("media", f"{name} has the tokens {_range(where)}, but must be after token {at} and before {len(s.token_ids)}", s)
+            return
+        at = medium.end
+        sampled = next((turn for turn in s.turns if turn.completion[0] < medium.end and medium.start < turn.completion[1]), None)
+        if sampled is not None:
+            yield _failure("media", f"{name} has tokens that were sampled", s, sampled, where)
+        if medium.sha256 and not _SHA256.fullmatch(medium.sha256):
+            yield _failure("media", f"the digest of {name} is not a SHA-256: {medium.sha256[:80]!r}", s, where=where)
+
+
 def _same_logprobs(s: Sequence, turn: TurnSpan) -> bool:
     return hash_logprobs(ids.pack_logprobs(s.logprobs[slice(*turn.completion)])).hex() == turn.logprobs_hash
 
@@ -258,6 +277,9 @@ def _branched(s: Sequence, turn: TurnSpan, parent: _Located) -> Iterator[CheckFa
     if own != whole:
         words = f"differs from the prefix of its parent {turn.parent} (sequence {parent.sequence.id}) here"
         yield _failure("lineage", words, s, turn, _first_difference(own, whole))
+    elif [medium for medium in s.media if medium.start < end] != [medium for medium in parent.sequence.media if medium.start < end]:
+        words = f"has other media than the prefix of its parent {turn.parent} (sequence {parent.sequence.id})"
+        yield _failure("media", words, s, turn)
 
 
 def _first_difference(own: list[int], other: list[int]) -> int:

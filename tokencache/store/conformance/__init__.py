@@ -15,7 +15,7 @@ use is not disturbed. `check_replicas` gets two stores over one database. No tes
 from collections.abc import Awaitable, Callable
 
 from tokencache.store.base import Store
-from tokencache.store.conformance import concurrency, deletion, duplicates, lifecycle, listing, lookup, queue, sessions
+from tokencache.store.conformance import concurrency, deletion, duplicates, lifecycle, listing, lookup, media, queue, sessions
 from tokencache.store.conformance.concurrency import check_replicas
 from tokencache.store.conformance.support import Built, build, record
 
@@ -23,7 +23,7 @@ __all__ = ["CHECKS", "Built", "build", "check_replicas", "record"]
 
 CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = tuple(
     check
-    for module in (sessions, lifecycle, listing, lookup, deletion, duplicates, concurrency, queue)
+    for module in (sessions, lifecycle, listing, lookup, deletion, duplicates, concurrency, queue, media)
     for name, check in vars(module).items()
     if name.startswith("check_") and check is not check_replicas
 )

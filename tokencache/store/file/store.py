@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -398,6 +399,31 @@ class FileStore(FileQueue):
         held = _find(db, session)
         number = held["id"] if held else 0
         return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", (number, text(name))).rowcount > 0
+
+    @writes
+    def put_media(self, db: sqlite3.Connection, session: str, epoch: str, medium: StoredMedium, content: bytes, *, limit: int) -> bool:
+        number = self._use_epoch(db, session, epoch)
+        if db.execute("SELECT 1 FROM media WHERE session = ? AND sha256 = ?", (number, medium.sha256)).fetchone():
+            return True
+        (stored,) = db.execute("SELECT coalesce(sum(length(data)), 0) FROM media WHERE session = ?", (number,)).fetchone()
+        if stored + len(content) > limit:
+            return False
+        db.execute("INSERT INTO media VALUES (?, ?, ?, ?)", (number, medium.sha256, text(medium.media_type), content))
+        return True
+
+    @reads
+    def media(self, db: sqlite3.Connection, session: str, sha256: str) -> tuple[str, bytes] | None:
+        held = _find(db, session)
+        number = held["id"] if held else 0
+        row = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", (number, sha256)).fetchone()
+        return (untext(row["media_type"]), row["data"]) if row else None
+
+    @reads
+    def stored_media(self, db: sqlite3.Connection, session: str) -> list[StoredMedium]:
+        held = _find(db, session)
+        number = held["id"] if held else 0
+        found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", (number,))
+        return [StoredMedium(sha256, untext(media_type), size) for sha256, media_type, size in found]
 
     @writes
     def bind_key(self, db: sqlite3.Connection, key: str, binding: Binding) -> None:

@@ -31,6 +31,8 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 `=<key>`                                     numbers of the turns found under that key
 `I<n>`                                       an incident
 `D<name>`                                    a document
+`P<sha256>`                                  the bytes of an image or another medium
+`media` `media_bytes`                        a line of JSON for each of them, in the order stored; the sum of their lengths
 ===========================================  =========================================================================
 
 The key of a session is `<prefix>:{<session>}`. A deleted session leaves a tombstone there for a while, the string `gone`, which refuses

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Turn
 from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
@@ -64,6 +67,21 @@ def turn_field(turn: str) -> bytes:
 def document_field(name: str) -> bytes:
     """Field of a document."""
     return b"D" + text(name)
+
+
+def media_field(sha256: str) -> bytes:
+    """Field of the bytes of a medium."""
+    return b"P" + text(sha256)
+
+
+def pack_medium(medium: StoredMedium) -> bytes:
+    """Encode an entry of the list of media: a line of JSON."""
+    return msgspec.json.encode(medium) + b"\n"
+
+
+def unpack_media(packed: bytes) -> list[StoredMedium]:
+    """Decode the list of media."""
+    return [msgspec.json.decode(line, type=StoredMedium) for line in packed.splitlines()]
 
 
 def engine_field(url: str, replica: str) -> bytes:

@@ -375,6 +375,27 @@ return redis.call('HDEL', session, ARGV[1])
 """
 )
 
+OVER_LIMIT, STORED, NO_SESSION = 0, 1, 2
+"""Replies of PUT_MEDIA."""
+
+PUT_MEDIA = (
+    SESSION_KEY
+    + f"local OVER_LIMIT, STORED, NO_SESSION = {OVER_LIMIT}, {STORED}, {NO_SESSION}\n"
+    + """
+-- ARGV: ttl, epoch, field of the medium, its line in the list, its bytes, how many bytes all media of the session may take
+if epoch ~= ARGV[2] then return NO_SESSION end
+local stored = redis.call('HMGET', session, 'media', 'media_bytes')
+local list = stored[1] or ''
+if not string.find(list, string.sub(ARGV[3], 2), 1, true) then
+  local total = tonumber(stored[2] or 0) + #ARGV[5]
+  if total > tonumber(ARGV[6]) then return OVER_LIMIT end
+  redis.call('HSET', session, ARGV[3], ARGV[5], 'media', list .. ARGV[4], 'media_bytes', total)
+end
+redis.call('PEXPIRE', session, ARGV[1])
+return STORED
+"""
+)
+
 SET_ONCE = """
 -- ARGV: value. Sets the key to it if the key is not set. Returns the value of the key.
 local value = redis.call('GET', KEYS[1])
@@ -517,5 +538,16 @@ for first = 1, #ARGV, 500 do
   for _, value in ipairs(values) do found[#found + 1] = value end
 end
 return found
+"""
+)
+
+MEDIA = (
+    SESSION_KEY
+    + """
+-- ARGV: field of a medium, or nothing. Returns the list of media, and the bytes of that medium.
+if gone then return {} end
+local list = redis.call('HGET', session, 'media')
+if not list then return {} end
+return {list, ARGV[1] and redis.call('HGET', session, ARGV[1])}
 """
 )

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -45,7 +46,7 @@ from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_pref
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
-from tokencache.store.redis.fields import decoding, document_field, turn_field
+from tokencache.store.redis.fields import decoding, document_field, media_field, turn_field
 from tokencache.store.redis.retries import RetryingClient
 
 SCHEMA = 1
@@ -394,6 +395,24 @@ class RedisStore:
     async def delete_document(self, session: str, name: str) -> bool:
         keys = [self._keys.session(session)]
         return bool(await self._script("delete_document", scripts.DELETE_DOCUMENT, keys, document_field(name), repeatable=False))
+
+    async def put_media(self, session: str, epoch: str, medium: StoredMedium, content: bytes, *, limit: int) -> bool:
+        args: list[Argument] = [self._ttl, text(epoch), media_field(medium.sha256), fields.pack_medium(medium), content, limit]
+        stored = await self._script("put_media", scripts.PUT_MEDIA, [self._keys.session(session)], *args)
+        if stored == scripts.NO_SESSION:
+            raise SessionGoneError(session)
+        return bool(stored == scripts.STORED)
+
+    async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
+        reply = await self._script("media", scripts.MEDIA, [self._keys.session(session)], media_field(sha256))
+        with decoding(session):
+            kinds = {medium.sha256: medium.media_type for medium in fields.unpack_media(reply[0])} if reply else {}
+            return (kinds[sha256], reply[1]) if sha256 in kinds else None
+
+    async def stored_media(self, session: str) -> list[StoredMedium]:
+        reply = await self._script("stored_media", scripts.MEDIA, [self._keys.session(session)])
+        with decoding(session):
+            return fields.unpack_media(reply[0]) if reply else []
 
     async def bind_key(self, key: str, binding: Binding) -> None:
         await self._command("bind_key", "SET", self._keys.binding(key), pack(binding), "PX", self._ttl)

@@ -17,7 +17,7 @@ from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verifiers import verifiers
 from tokencache.trajectories.formats.verl import verl
 from tokencache.trajectories.lengths import Lengths
-from tokencache.trajectories.limiting import limit, limit_lag
+from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 from tokencache.trajectories.versions import LagLimit
 
@@ -83,8 +83,9 @@ def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, 
 
 
 def write(whole: Rollout, wanted: Format, *, text: bool = False) -> bytes:
-    """Write a rollout in a format, as JSON text, with a digest of each row (`digest`)."""
-    made = native_with_text(whole) if text and wanted.write is native else wanted.write(whole)
+    """Write a rollout in a format, as JSON text, with a digest of each row (`digest`). Only the native format has all sequences."""
+    usable = whole if wanted.write is native else without_placeholders(whole)
+    made = native_with_text(usable) if text and wanted.write is native else wanted.write(usable)
     written = msgspec.json.decode(_ENCODER.encode(made))
     for row in [written] if wanted.write is native or not wanted.rows else written[wanted.rows]:
         add_digest(row)

@@ -8,7 +8,8 @@ predicts target `i`. Everything in `loss_fn_inputs` is aligned with the targets.
 never a sampled token either, because engines do not answer an empty prompt.
 
 ============================  ==========  ==================================================================================
-`model_input.chunks`          one chunk   `{"type": "encoded_text", "tokens": [...]}`
+`model_input.chunks`          chunks      `{"type": "encoded_text", "tokens": [...]}`, and an image in the place of its tokens:
+                                          `{"type": "image_asset_pointer", "format", "location", "expected_tokens"}`
 `loss_fn_inputs`              tensors     `{"data": [...], "dtype": "int64" or "float32", "shape": [n]}`
 - `target_tokens`             int64
 - `logprobs`                  float32     as sampled; 0.0 where the mask is 0
@@ -17,7 +18,10 @@ never a sampled token either, because engines do not answer an empty prompt.
 ============================  ==========  ==================================================================================
 
 The trainer adds `advantages`: one number times `mask`. The rewards are labels: `tokencache.reward` (of the sequence) and
-`tokencache.session_reward`. In Python:
+`tokencache.session_reward`. The `location` of an image is the
+name of the file that `tokencache media` writes (`<sha256>.png`): put the folder before it, or send an `ImageChunk` with the bytes. Tinker
+reads PNG and JPEG. A row with another medium, or with an image without a digest, is written as tokens only and cannot be trained as it is:
+`tokencache.media` lists what it needs. In Python:
 
     Datum(ModelInput(**row["model_input"]), {name: TensorData(**tensor) for name, tensor in row["loss_fn_inputs"].items()})
 """
@@ -25,8 +29,12 @@ The trainer adds `advantages`: one number times `mask`. The rewards are labels: 
 from typing import Any
 
 from tokencache.core.lineage import TokenSequence
+from tokencache.core.media import file_name
 from tokencache.trajectories.formats.rows import rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
+
+_FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
+"""The formats of images that Tinker reads (`ImageAssetPointerChunk.format`), by media type."""
 
 
 def tinker(rollout: Rollout) -> dict[str, Any]:
@@ -39,13 +47,31 @@ def tinker(rollout: Rollout) -> dict[str, Any]:
 
 def _datum(sequence: TokenSequence) -> dict[str, Any]:
     return {
-        "model_input": {"chunks": [{"type": "encoded_text", "tokens": sequence.token_ids[:-1]}]},
+        "model_input": {"chunks": _chunks(sequence)},
         "loss_fn_inputs": {
             "target_tokens": _tensor(sequence.token_ids[1:], "int64"),
             "logprobs": _tensor(sequence.logprobs[1:], "float32"),
             "mask": _tensor([float(one) for one in sequence.loss_mask[1:]], "float32"),
         },
     }
+
+
+def _chunks(sequence: TokenSequence) -> list[dict[str, Any]]:
+    """Split the tokens of the input at its images."""
+    end, at = len(sequence.token_ids) - 1, 0
+    chunks: list[dict[str, Any]] = []
+    for medium in sequence.media:
+        if medium.media_type not in _FORMATS or not medium.sha256 or medium.end > end:
+            return [_text(sequence.token_ids[:-1])]
+        chunks += [_text(sequence.token_ids[at : medium.start])] if medium.start > at else []
+        location, at = file_name(medium.sha256, medium.media_type), medium.end
+        image = {"type": "image_asset_pointer", "format": _FORMATS[medium.media_type], "location": location}
+        chunks.append({**image, "expected_tokens": medium.length})
+    return [*chunks, _text(sequence.token_ids[at:-1])] if at < end or not chunks else chunks
+
+
+def _text(tokens: list[int]) -> dict[str, Any]:
+    return {"type": "encoded_text", "tokens": tokens}
 
 
 def _tensor(values: list[Any], dtype: str) -> dict[str, Any]:
