@@ -56,7 +56,7 @@ class Rollout(msgspec.Struct, frozen=True):
         weights: for each sequence its share of the rollout's trainable tokens. The weights sum to 1, or are all 0 if nothing can be
             trained. So a rollout counts once, however many sequences it has: the sum of each sequence's token mean times its weight is
             the mean over all tokens of the rollout.
-        contexts: the whole request messages of each turn, by turn id. If the request of a turn is not kept (media), it has none.
+        contexts: the whole request messages of each turn, by turn id. If the request of a turn is not kept, it has none.
         stage: where the session is in its life cycle.
         labels: what the trainer noted about the session.
         reward: the newest reward of the session; an empty one if it has none.

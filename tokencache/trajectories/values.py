@@ -97,7 +97,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
         reward: the reward that the trainer gave to this turn; `None` if it gave none.
-        request: what it answers; `None` if the export holds no text, or if the messages are not kept (media).
+        request: what it answers; `None` if the export holds no text, or if the messages are not kept.
     """
 
     turn: str

@@ -5,7 +5,7 @@ started as slime; all members here have the same names and meanings in both. Nei
 
 ===================  =====================  ===========================================================================
 `prompt`             [message] or `""`      the request messages of the first turn, as in chat completions; `""` if they
-                                            are not kept (media)
+                                            are not kept
 `tokens`             [int]                  prompt and response
 `response_length`    int                    number of tokens at the end that are the response
 `loss_mask`          [int]                  over the response only; 1: sampled here
