@@ -136,6 +136,10 @@ CONVERSATIONS = {
             }
         ],
     ),
+    "an image without padding": (
+        [user({"inlineData": {"mimeType": "image/png", "data": "aGkh_g"}}, {"inlineData": {"mimeType": "image/png", "data": "aGkh_g=="}})],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGkh/g=="}}] * 2}],
+    ),
     "results with images beside them, as Gemini CLI sends them": (
         [
             HI,
@@ -166,6 +170,9 @@ def test_a_conversation_in_both_dialects(name):
     said, wanted = CONVERSATIONS[name]
     found = chat_of(said)["messages"]
     assert digests(found) == digests(wanted)
+    assert [one["content"] for one in found if isinstance(one.get("content"), list)] == [
+        one["content"] for one in wanted if isinstance(one.get("content"), list)
+    ]
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         assert one.get("tool_call_id") == other.get("tool_call_id")

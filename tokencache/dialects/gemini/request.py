@@ -44,6 +44,7 @@ _BESIDE = frozenset(
 )
 """Members of a part besides its data (`callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
+_STANDARD_BASE64 = str.maketrans("-_", "+/")
 
 
 class Contents:
@@ -228,7 +229,9 @@ def _image(part: RequestObject, name: str) -> dict[str, Any]:
     kind, data = blob.text("mimeType") or "", blob.text("data") or ""
     if not kind.startswith("image/"):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
-    standard = data.translate(str.maketrans("-_", "+/"))  # Gemini accepts both base64 alphabets
+    # protocol buffers in JSON accept both alphabets, and no padding (https://protobuf.dev/programming-guides/json/); vLLM 0.32 does not
+    standard = data.translate(_STANDARD_BASE64).rstrip("=")
+    standard += "=" * (-len(standard) % 4)
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{standard}"}}
 
 

@@ -38,6 +38,8 @@ class Pictures:
     """How the images get into a request."""
     title: str = ""
     """The program, if the adapter's title is not its name."""
+    needs: tuple = ()
+    """Programs, one of which has to be on this machine."""
     one_by_one: bool = False
     """Whether the history does not contain the model's answers, so that their number does not tell which is next."""
 
@@ -178,6 +180,7 @@ PICTURES = {
         files={"page.html": PAGE},
         title="browser-use",
         note="the current screenshot; no answer comes back",
+        needs=("chromium", "chromium-browser", "google-chrome"),
         one_by_one=True,
     ),
 }

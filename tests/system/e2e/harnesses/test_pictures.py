@@ -1,5 +1,7 @@
 """Real harness programs read pictures, through the proxy and the simulated engine as a model that sees images."""
 
+import shutil
+
 import lineages
 import pytest
 import table
@@ -31,6 +33,8 @@ def replies(engine, pictures, name):
 async def test_every_turn_with_images_extends_the_previous_one(name, tmp_path, figures):
     pictures = PICTURES[name]
     program = find_program(pictures.harness)
+    if pictures.needs and not any(map(shutil.which, pictures.needs)):
+        pytest.skip(f"needs one of {', '.join(pictures.needs)}")
     engine = SimulatedEngine(model=MODEL, max_model_len=CONTEXT, images="plugin", seed=5)
     replies(engine, pictures, name)
     async with engine.serve() as url:
