@@ -40,9 +40,15 @@ def tokens_of(text: bytes) -> bytes:
     return _TABLE[(words * np.uint32(2654435761)) >> np.uint32(17)].tobytes()
 
 
+class _NotTextError(Exception):
+    """A message has images: the mock engine refuses it, as a model for text does."""
+
+
 @lru_cache(20_000)
 def _message(raw: bytes) -> bytes:
     entry = msgspec.json.decode(raw)
+    if isinstance(entry.get("content"), list):
+        raise _NotTextError
     text = (entry.get("content") or "").encode() + b"".join(msgspec.json.encode(c["function"]) for c in entry.get("tool_calls") or ())
     parts = tokens_of(entry["role"].encode() + _ROLE_END), tokens_of(text), tokens_of(b"\n")
     return b"%d,%s%s%d,%s" % (START, parts[0], parts[1], END, parts[2])
@@ -125,7 +131,10 @@ class Server(asyncio.Protocol):
             body = bytes(memoryview(self.buffer)[self.start : self.wanted])
             del self.buffer[: self.wanted]
             self.wanted = 0
-            self._serve(body)
+            try:
+                self._serve(body)
+            except _NotTextError:
+                self._json(b'{"error":{"message":"the mock engine accepts no images","code":400}}', b"400 Bad Request")
 
     def _head(self) -> bool:
         end = self.buffer.find(b"\r\n\r\n")
@@ -155,8 +164,9 @@ class Server(asyncio.Protocol):
         else:
             self._json(b"{}")
 
-    def _json(self, body: bytes) -> None:
-        self.transport.writelines([b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body), body])
+    def _json(self, body: bytes, status: bytes = b"200 OK") -> None:
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        self.transport.writelines([head % (status, len(body)), body])
 
     def _chat(self, body: bytes) -> None:
         prompt, at = b"", -1
