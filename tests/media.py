@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
 from typing import TYPE_CHECKING
 
 from tokencache.core.media import StoredMedium
+from tokencache.engine.images import png
 
 if TYPE_CHECKING:
     from tokencache.store.base import Store
@@ -15,16 +14,7 @@ if TYPE_CHECKING:
 LIMIT = 2**20
 
 
-def png(width: int = 2, height: int = 1, color: tuple[int, int, int] = (255, 0, 0)) -> bytes:
-    """A PNG of one color (PNG specification, 3rd edition)."""
-    rows = (b"\0" + bytes(color) * width) * height
-    chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
-
-
-RED, BLUE = png(), png(color=(0, 0, 255))
+RED, BLUE = png(2, 1, 255), png(2, 1, 0)
 
 
 def described(content: bytes, media_type: str = "image/png") -> StoredMedium:

@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from tests.batching.made import as_trajectory, shape
-from tests.media import BLUE, RED, described, png
+from tests.media import BLUE, RED, described
 from tests.trajectories.images import of_talk, placed, sampled_placeholder, seeing
 from tokencache.batching import load_images, load_media, no_placeholders, select
+from tokencache.engine.images import png
 from tokencache.integrations.rows import RowsError, choose_rows
 
 
@@ -34,13 +35,13 @@ def test_the_images_of_a_row_in_order(folder, sequence):
 
 def test_as_images_of_pillow(folder, sequence):
     pytest.importorskip("PIL")
-    assert [image.getpixel((0, 0)) for image in load_images(sequence, folder)] == [(255, 0, 0), (0, 0, 255)]
+    assert [image.getpixel((0, 0)) for image in load_images(sequence, folder)] == [(255, 0, 128), (0, 255, 128)]
 
 
 def test_what_cannot_be_loaded_is_named(folder, sequence):
     pytest.importorskip("PIL")
-    with pytest.raises(OSError, match=described(png(9)).sha256):
-        load_media(with_media(sequence, placed(png(9))), folder)
+    with pytest.raises(OSError, match=described(png(9, 9, 9)).sha256):
+        load_media(with_media(sequence, placed(png(9, 9, 9))), folder)
     with pytest.raises(ValueError, match="medium 2 was sent as a URL"):
         load_media(with_media(sequence, placed(), msgspec.structs.replace(placed(), sha256="")), folder)
     (folder / f"{described(RED).sha256}.png").write_bytes(BLUE)

@@ -4,7 +4,7 @@ import base64
 
 import pytest
 
-from tokencache.core.media import decode_base64, media_identity
+from tokencache.core.media import decode_base64, media_identity, references_in
 
 PIXELS = b"\x89PNG one image\xfb\xff"
 TEXT = base64.b64encode(PIXELS).decode()
@@ -77,3 +77,18 @@ def test_inline_audio_is_identified_by_its_bytes():
 )
 def test_base64_is_decoded_or_refused(text, content):
     assert decode_base64(text) == content
+
+
+def test_stored_messages_name_their_media():
+    parts = [
+        {"type": "text", "text": "hi"},
+        {"type": "image_url", "image_url": {"url": "media:ab", "detail": "high"}},
+        {"type": "image_url", "image_url": "media:cd"},
+        {"type": "input_audio", "input_audio": {"data": "media:ef", "format": "wav"}},
+        {"type": "image_url", "image_url": {"url": "https://host/x.png"}},
+        {"type": "unknown", "of": "media:12"},
+    ]
+    found = references_in({"role": "user", "content": parts})
+    assert [tuple(one) for one in found] == [("image", "ab"), ("image", "cd"), ("audio", "ef"), ("image", ""), ("", "")]
+    assert references_in({"role": "user", "content": "media:ab"}) == []
+    assert references_in({"role": "user"}) == []

@@ -510,7 +510,9 @@ OPERATIONS = (
         "GET",
         _SEQUENCE,
         "Return the runs of tokens of one kind in a sequence, for the viewer.",
-        _object(session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}),
+        _object(
+            session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}, media={}
+        ),
         errors={404: "There is no such session or sequence."},
     ),
     Operation(

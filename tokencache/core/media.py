@@ -21,7 +21,7 @@ Parts of unknown kinds equal only parts that are written alike.
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -216,6 +216,30 @@ def as_reference(part: Mapping[str, Any], described: MediaPart) -> dict[str, Any
     if isinstance(named, str):
         return {**part, kind: reference}
     return {**part, kind: {**named, "data" if "data" in named else "url": reference}}
+
+
+class MediaReference(NamedTuple):
+    """A part of a stored message that is not text: its modality (`""` if it is unknown), and the SHA-256 of its bytes (`""` for a URL)."""
+
+    modality: str
+    sha256: str
+
+
+def references_in(message: Mapping[str, Any]) -> list[MediaReference]:
+    """Return the parts of a decoded stored message that are not text, in order."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [_reference(part) for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+
+
+def _reference(part: Mapping[str, Any]) -> MediaReference:
+    kind = part.get("type")
+    named = part.get(kind) if isinstance(kind, str) else None
+    stored = named.get("data") if kind == "input_audio" and isinstance(named, dict) else media_url(part)
+    modality = "audio" if kind == "input_audio" else _MODALITIES.get(kind, "") if isinstance(kind, str) else ""
+    if not modality or not isinstance(stored, str) or not stored.startswith(REFERENCE):
+        return MediaReference(modality, "")
+    return MediaReference(modality, stored.removeprefix(REFERENCE))
 
 
 def _shortened(value: Any) -> Any:

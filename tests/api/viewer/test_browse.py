@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.api.viewer.scenes import ANSWERS, EPISODES, GROUP, crowd, group, lively, long
+from tests.media import put
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tokencache.api.viewer.groups import GroupComparison
@@ -362,11 +363,12 @@ async def test_the_data_needs_the_key():
         await lively(rig, "hidden-name")
         await rig.store.set_labels("hidden-name", LabelChanges(group="hidden-group"))
         (turn, *_) = await rig.store.turns("hidden-name")
+        (sha256,) = await put(rig.store, "hidden-name", b"a failing test")
         known = {route.resource.canonical for route in rig.proxy.application().router.routes() if route.method == "GET"}
         paths = {path for path in known if path.startswith("/tokencache/")}
         assert {f"{V1}/summaries", "/tokencache/ui/", "/tokencache/ui/main.js"} <= paths
         for pattern in sorted(paths):
-            path = pattern.format(session="hidden-name", turn=turn.id, sequence=turn.id, rest="x")
+            path = pattern.format(session="hidden-name", turn=turn.id, sequence=turn.id, sha256=sha256, rest="x")
             for key in ("", "Bearer", "Bearer wrong", f"Bearer {KEY}"):
                 async with rig.http.get(
                     f"{rig.url}{path}?turn={turn.id}&ids=1&group=hidden-group", headers={"Authorization": key}

@@ -154,6 +154,7 @@ class _ViewerApi:
             "tokens": layout.tokens,
             "turns": [turn.id for turn in layout.turns],
             "runs": layout.runs,
+            "media": layout.turns[-1].media,
         })  # fmt: skip
 
     async def tokens(self, request: web.Request) -> web.StreamResponse:

@@ -15,6 +15,7 @@ import msgspec
 
 from tokencache.api.viewer.tokens import Run
 from tokencache.core.context import whole_context
+from tokencache.core.media import MediaReference, references_in
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
@@ -26,6 +27,8 @@ SHOWN = 4000
 MAX_SHOWN = 1_000_000
 """Characters of each text in a window of one message."""
 
+_Read = tuple[Message | None, Sequence[MediaReference]]
+"""A message, and its parts that are not text."""
 _REPLIES = frozenset({"sampled", "unscored", "earlier", "anchor"})
 
 
@@ -35,6 +38,7 @@ class Place(NamedTuple):
     Attributes:
         at: its index in the conversation.
         message: the message; `None` if it cannot be read.
+        media: its parts that are not text.
         turn: the turn that sampled it; `""` if it is not a recognized reply.
         asked: the turn whose request has it first; `""` for a recognized reply.
         tokens: the half-open range of tokens that holds it. Neighbouring messages that no reply separates share one range.
@@ -42,6 +46,7 @@ class Place(NamedTuple):
 
     at: int
     message: Message | None
+    media: Sequence[MediaReference]
     turn: str
     asked: str
     tokens: tuple[int, int]
@@ -81,7 +86,7 @@ def transcribe(last: Turn, turns: Mapping[str, Turn], contexts: Mapping[str, byt
         if turn is not last:
             replies[turn.messages] = turn.id
     kept = all(contexts[name] for name in needed_contexts(last, turns))
-    messages: dict[int, Message | None] = {at: turns[name].served for at, name in replies.items() if name in turns}
+    messages: dict[int, _Read] = {at: (turns[name].served, ()) for at, name in replies.items() if name in turns}
     if kept:
         sent = whole_context(last.id, turns, contexts).messages
         messages = {at: _read(raw) for at, raw in enumerate(sent)} | messages
@@ -98,7 +103,7 @@ def _ancestry(last: Turn, turns: Mapping[str, Turn]) -> list[Turn]:
 
 
 def _placed(
-    messages: Mapping[int, Message | None], replies: Mapping[int, str], line: Sequence[Turn], spans: Mapping[str, tuple[int, int]], end: int
+    messages: Mapping[int, _Read], replies: Mapping[int, str], line: Sequence[Turn], spans: Mapping[str, tuple[int, int]], end: int
 ) -> list[Place]:
     found = []
     lengths = [turn.messages for turn in line]
@@ -110,15 +115,16 @@ def _placed(
             (_, before), (until, after) = next(gaps)
         name = replies.get(at, "")
         asked = "" if name else line[bisect_right(lengths, at)].id
-        found.append(Place(at, messages[at], name, asked, after if at == until else (before[1], after[0])))
+        found.append(Place(at, *messages[at], name, asked, after if at == until else (before[1], after[0])))
     return found
 
 
-def _read(raw: bytes) -> Message | None:
+def _read(raw: bytes) -> _Read:
     try:
-        return read_message(msgspec.json.decode(raw))
+        entry = msgspec.json.decode(raw)
+        return read_message(entry), references_in(entry)
     except (UnreadableError, msgspec.DecodeError, RecursionError):
-        return None
+        return None, ()
 
 
 def message_objects(places: Sequence[Place]) -> list[dict[str, Any]]:
@@ -133,14 +139,16 @@ def message_objects(places: Sequence[Place]) -> list[dict[str, Any]]:
             "turn": place.turn,
             "asked": place.asked,
             "tokens": place.tokens,
-            "message": _message(place.message, limit) if place.message is not None else None,
+            "message": _message(place.message, place.media, limit) if place.message is not None else None,
         }
         for place in places
     ]
 
 
-def _message(message: Message, limit: int) -> dict[str, Any]:
-    parts = _parts(message, limit)
+def _message(message: Message, media: Sequence[MediaReference], limit: int) -> dict[str, Any]:
+    """Write a message. Images and other media follow its texts: `name` is the modality, `id` the digest of the bytes (`""` for a URL)."""
+    shown = [{"kind": "media", "text": "", "length": 0, "cut": False, "name": one.modality, "id": one.sha256} for one in media]
+    parts = [*_parts(message, limit), *shown]
     return {"role": message.role, "name": message.name, "answers": message.answers, "media": bool(message.media), "parts": parts}
 
 

@@ -9,7 +9,7 @@ import { driftOf } from "./drift.js";
 import { count, many, share } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { walkRows } from "./poll.js";
-import { drawTokens, runAt } from "./tokens.js";
+import { drawTokens, mediumAt, runAt } from "./tokens.js";
 import { Transcript } from "./transcript.js";
 import { KINDS, reasonText, STARTS } from "./words.js";
 
@@ -144,7 +144,7 @@ export class SequencePage {
   }
 
   draw(tokens) {
-    return drawTokens(tokens, this.found.runs, this.sites, (id) => this.turnLink(id));
+    return drawTokens(tokens, this.found.runs, this.sites, this.found.media, (id) => this.turnLink(id));
   }
 
   turnLink(id) {
@@ -208,6 +208,7 @@ export class SequencePage {
   }
 
   async jump(token, pin = true, block = "center") {
+    token = mediumAt(this.found.media, token)?.start ?? token; // an image is one box
     if (!(token >= 0 && token < this.found.tokens)) return;
     const node = await this.blocks.reveal(token).catch(() => null);
     if (!node) return;
@@ -243,7 +244,8 @@ export class SequencePage {
   }
 
   key(event) {
-    const jumps = { ArrowLeft: this.current - 1, ArrowRight: this.current + 1 };
+    const medium = mediumAt(this.found.media, this.current);
+    const jumps = { ArrowLeft: this.current - 1, ArrowRight: medium ? medium.start + medium.length : this.current + 1 };
     if (event.key in jumps) this.jump(jumps[event.key], true, "nearest");
     else if (event.key === "Home") this.jump(0, false);
     else if (event.key === "End") this.jump(this.found.tokens - 1, false);

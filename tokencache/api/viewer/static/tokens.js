@@ -25,9 +25,9 @@ export function runAt(runs, token) {
  * Draw a block's tokens.
  *
  * `tokens` is {start, end, ids, logprobs, texts}; `runs` those of the whole sequence; `sites` where a plain rendering differs,
- * sorted; `turn(id)` gives a link to a turn.
+ * sorted; `media` the images of the sequence, each drawn as one box; `turn(id)` gives a link to a turn.
  */
-export function drawTokens(tokens, runs, sites, turn) {
+export function drawTokens(tokens, runs, sites, media, turn) {
   const drawn = [];
   const differs = marker(sites, tokens.start);
   for (let n = runAt(runs, tokens.start); n < runs.length && runs[n].start < tokens.end; n += 1) {
@@ -35,7 +35,11 @@ export function drawTokens(tokens, runs, sites, turn) {
     const from = Math.max(run.start, tokens.start);
     const to = Math.min(run.end, tokens.end);
     const text = h("div", { class: `text${tokens.texts ? "" : " ids"}` });
-    for (let i = from; i < to; i += 1) text.append(token(tokens, i, run.kind, differs(i)));
+    for (let i = from; i < to; i += 1) {
+      const medium = mediumAt(media, i);
+      text.append(medium ? placeholder(medium, i, run.kind) : token(tokens, i, run.kind, differs(i)));
+      if (medium) i = Math.min(to, medium.start + medium.length) - 1;
+    }
     const begins = from === run.start;
     drawn.push(h("div", { class: `run k-${run.kind}${begins ? " begins" : ""}` },
       h("div", { class: "margin" },
@@ -44,6 +48,15 @@ export function drawTokens(tokens, runs, sites, turn) {
       text));
   }
   return drawn;
+}
+
+/** The image or other medium that a token is a part of. */
+export const mediumAt = (media, i) => media.find(({ start, length }) => start <= i && i < start + length);
+
+/** All tokens of a medium as one box; in the block after a boundary, those that follow. */
+function placeholder({ modality, start, length, sha256 }, i, kind) {
+  const text = `${modality}, ${count(length)} ${length === 1 ? "token" : "tokens"}${i > start ? " (continued)" : ""}`;
+  return h("span", { class: `t medium k-${kind}`, id: `t${i}`, data: { i }, title: sha256 ? `SHA-256 ${sha256}` : "by URL" }, text);
 }
 
 function token(tokens, i, kind, site) {

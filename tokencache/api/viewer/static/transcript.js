@@ -5,6 +5,7 @@ import { at, get } from "./api.js";
 import { Blocks } from "./blocks.js";
 import { badge, copier, h, note } from "./dom.js";
 import { count, readable } from "./format.js";
+import { Media } from "./media.js";
 import { runAt } from "./tokens.js";
 import { KINDS } from "./words.js";
 
@@ -13,6 +14,7 @@ const HEIGHT = { lines: 34, short: 132, whole: 210 }; // expected height of a me
 const PREVIEW = 160;
 const LINES = 8; // of a text in a short message (also in tokens.css)
 const LONG = 500; // characters that may need more lines
+const PREVIEWS = { call: (part) => `${part.name}(${part.text})`, media: (part) => `[${part.name || "unknown"}]` };
 export const FOLDS = { lines: "one line each", short: "short", whole: "whole" };
 
 export class Transcript {
@@ -22,7 +24,7 @@ export class Transcript {
 
   /** `page` is the page of the sequence; `jump(token)` shows a token. */
   constructor(page, jump) {
-    Object.assign(this, { page, jump });
+    Object.assign(this, { page, jump, media: new Media(page.session, page.signal) });
     this.path = at(page.session, "sequences", page.target.id, "messages");
     this.body = h("div", { class: "messages" });
     this.folds = h("div", { class: "choices", role: "group", "aria-label": "How much of each message is shown" });
@@ -43,7 +45,7 @@ export class Transcript {
     });
     this.setFold(found.messages > 60 ? "lines" : "short");
     this.body.replaceChildren(
-      found.kept ? "" : note("The requests of this session are not kept (media): only the replies are shown."),
+      found.kept ? "" : note("The requests of this session are not kept: only the replies are shown."),
       this.blocks.element,
     );
     this.blocks.start();
@@ -92,10 +94,10 @@ export class Transcript {
   message(place) {
     const { page } = this;
     const [start, end] = place.tokens;
-    const { role = "unreadable", name = null, media = false, parts = [] } = place.message ?? {};
+    const { role = "unreadable", name = null, parts = [] } = place.message ?? {};
     const run = page.found.runs[runAt(page.found.runs, start)];
     const kind = place.turn ? run?.kind ?? "prompt" : "prompt";
-    const preview = parts.map((part) => (part.kind === "call" ? `${part.name}(${part.text})` : part.text)).at(-1) ?? "";
+    const preview = parts.map((part) => PREVIEWS[part.kind]?.(part) ?? part.text).at(-1) ?? "";
     const node = h("article", { class: `message k-${kind}${role === "tool" ? " result" : ""}${this.open.has(place.at) ? " open" : ""}`, data: { i: place.at } },
       h("header", {},
         h("button", { type: "button", class: "role", title: "show or fold", onclick: () => this.toggle(place, node) }, readable(role)),
@@ -103,18 +105,18 @@ export class Transcript {
         place.turn ? page.turnLink(place.turn) : null,
         place.turn && kind !== "sampled" ? badge(KINDS[kind][0], `k-${kind}`, KINDS[kind][1]) : null,
         role === "assistant" && !place.turn ? badge("not recognized", "plain", "the harness sent it as a reply, but it is not recognized as one of the model's") : null,
-        media ? badge("media", "mark", "parts that are not text are not shown") : null,
         h("span", { class: "preview" }, readable(preview.slice(0, PREVIEW))),
         end > start ? h("a", { class: "place", href: `${page.base}/sequence/${encodeURIComponent(page.target.id)}?token=${start}`, title: "show its tokens",
           onclick: (event) => (event.preventDefault(), this.jump(start)) }, `${count(start)}–${count(end - 1)}`) : null),
       h("div", { class: "words" },
-        place.message === null ? note("This message cannot be read.") : parts.length || media ? parts.map((part) => this.part(place, part)) : note("Nothing.")),
+        place.message === null ? note("This message cannot be read.") : parts.length ? parts.map((part) => this.part(place, part)) : note("Nothing.")),
       parts.some(({ text }) => text.length > LONG || text.split("\n").length > LINES)
         ? h("button", { type: "button", class: "unfold", onclick: () => this.toggle(place, node) }, "show all") : null);
     return node;
   }
 
   part(place, part) {
+    if (part.kind === "media") return this.media.part(part);
     const rest = part.cut ? this.more(place, part) : null;
     if (part.kind === "reasoning")
       return h("details", { class: "reasoning", open: this.fold === "whole" || place.message.parts.length === 1 },

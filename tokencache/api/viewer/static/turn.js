@@ -74,7 +74,7 @@ export class TurnPanel {
 
   echoes(turn, other) {
     if (turn.torn) return [note(`The records of its messages are torn: ${turn.torn}`)];
-    if (turn.kept === false) return [note("Its messages are not kept (media).")];
+    if (turn.kept === false) return [note("Its messages are not kept.")];
     const changed = turn.echoes.filter((echo) => echo.verdict !== "same");
     const same = turn.echoes.length - changed.length;
     const plain = same ? note(same === 1 ? "One reply in the history came back as it was served." : `${count(same)} replies in the history came back as they were served.`) : null;
