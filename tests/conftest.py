@@ -1,7 +1,7 @@
 """Loads hypothesis before the first test.
 
-Its pytest plugin otherwise loads it at the end of a run. pytest parses what it loads, and CPython 3.11 raises `SystemError` ("AST constructor
-recursion depth mismatch") if a garbage collection runs finalizers of tests' objects meanwhile.
+Its pytest plugin otherwise loads it at the end of a run. pytest parses what it loads, and CPython 3.11 raises `SystemError` ("AST
+constructor recursion depth mismatch") if a garbage collection runs finalizers of tests' objects meanwhile.
 """
 
 import contextlib
