@@ -435,6 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="as vLLM's option")
     parser.add_argument("--journal", type=Path, help="file that receives every token before it is sent")
     parser.add_argument("--dev-mode", action="store_true", help="have the routes with which a trainer replaces weights")
+    parser.add_argument("--enable-scale-out", action="store_true", help="serve render and derender, as vLLM with this option")
     parser.add_argument("--control", action="store_true", help="accept faults over HTTP: POST /control/faults")
     options = parser.parse_args(arguments)
     engine = SimulatedEngine(
@@ -448,6 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         honours_ids=not options.ignore_ids,
         logprobs_mode=options.logprobs_mode,
         dev_mode=options.dev_mode,
+        derenders=options.enable_scale_out,
         journal=options.journal,
         orders=FaultOrders() if options.control else None,
     )

@@ -6,7 +6,8 @@
 Agents in three dialects, streaming and not, with tools, forks and sub-agents, call a random replica each time; sometimes one disconnects in
 the middle of a reply. Meanwhile disasters happen, one after the other, in an order that the seed decides, each kind as often as any
 other. At the end everything the harnesses received is compared with the engines' own log and with the exports that a trainer would fetch
-(`checker`). A last part does the same to a Redis without persistence, which restarts empty.
+(`checker`). A second part breaks engines that have derender, so the replies that they break off are continued. A last part does the same to
+a Redis without persistence, which restarts empty.
 
 The exit code is 1 if anything was lost, false, or missing without a mark. The seed decides what is requested, what breaks and in which
 order; how calls and disasters coincide depends on the machine.
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 OPTIONS = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
 LOGGED = ("--appendonly", "yes")
 ENGINE = ("--token-delay", "0.002", "--chunk-tokens", "2")
+DERENDERS = (*ENGINE, "--enable-scale-out", "--seed", "0")
+"""Engines of one seed, as of the same weights: each can continue a reply of the other."""
+BREAKS = ("engine-killed", "engine-no-done", "engine-error-event", "engine-torn-down", "engine-torn-down-at-once")
+"""Disasters in which engines break replies off, and one engine is left to continue them."""
 AT_ONCE, LONGEST = 12, 12
 MOST = 5
 """Upper limit on the turns, as a multiple of those requested."""
@@ -53,8 +58,7 @@ class Campaign:
     """One campaign and its results.
 
     `frozen` is how many seconds Redis freezes, `kinds` are the permitted disasters (all, if none is named), `between` is how many turns
-    pass
-    from the end of one disaster to the next.
+    pass from the end of one disaster to the next, `engine` are the options of the engines.
     """
 
     turns: int
@@ -62,6 +66,7 @@ class Campaign:
     frozen: float = 1.0
     kinds: tuple[str, ...] = ()
     between: int = 10
+    engine: tuple[str, ...] = ENGINE
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     agents: list[Agent] = field(default_factory=list)
@@ -78,7 +83,7 @@ class Campaign:
         with (
             RealRedis(*LOGGED) as server,
             Pipe(server.port) as wire,
-            Stack(folder, options=OPTIONS, engine=ENGINE, engines=2, store=wire.url) as stack,
+            Stack(folder, options=OPTIONS, engine=self.engine, engines=2, store=wire.url) as stack,
             closing(Disasters(stack, server, wire, self.seed, passing=self._passing, frozen=self.frozen)) as disasters,
         ):
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
@@ -184,7 +189,7 @@ def report(campaign: Campaign, found: Findings) -> str:
     reasons = Counter(kind for kinds in found.marked.values() for kind in kinds)
     lines = [
         ("turns", f"{sum(len(agent.asked) for agent in campaign.agents)} in {len(campaign.agents)} sessions, seed {campaign.seed}"),
-        ("received whole", f"{found.turns}, of which recorded: {found.recorded}"),
+        ("received whole", f"{found.turns}, of which recorded: {found.recorded}, continued after a cut: {found.continued}"),
         ("tries that failed", _counted(Counter({end: n for end, n in campaign.ends.items() if end != "received"}))),
         ("faults", f"{campaign.faults.total()}: {_counted(campaign.faults)}"),
         ("lost", str(len(found.lost))),
@@ -214,6 +219,10 @@ def main() -> int:
         campaign = Campaign(options.turns, options.seed, options.frozen, tuple(options.only))
         found = asyncio.run(campaign.run(at))
         print(report(campaign, found))
+        (at / "continued").mkdir()
+        continued = Campaign(options.turns // 5, options.seed, kinds=BREAKS, between=4, engine=DERENDERS)
+        went_on = asyncio.run(continued.run(at / "continued"))
+        print("with derender", report(continued, went_on), sep="\n")
         (at / "empty").mkdir()
         emptied = asyncio.run(run_empty(options.seed, at / "empty"))
     print(
@@ -221,10 +230,10 @@ def main() -> int:
         f"{len(emptied.beheaded)} beheaded, {len(emptied.marked)} marked; lost {len(emptied.lost)}, false {len(emptied.false)}, "
         f"unmarked {len(emptied.unmarked)}, unnamed {len(emptied.unnamed)}"
     )
-    for one in (found, emptied):
+    for one in (found, went_on, emptied):
         if not one.clean:
             print(one.words, file=sys.stderr)
-    return int(not (found.clean and emptied.clean))
+    return int(not (found.clean and went_on.clean and emptied.clean))
 
 
 if __name__ == "__main__":

@@ -44,10 +44,15 @@ UNKNOWN = "unrecognised-reply"
 
 @dataclass
 class Findings:
-    """The findings, as sentences; `marked` are the sessions marked incomplete, with the kinds of holes that they name."""
+    """The findings, as sentences.
+
+    `turns` were received whole, of which `recorded` are in a turn. `continued` turns have several pieces. `marked` are the sessions marked
+    incomplete, with the kinds of holes that they name.
+    """
 
     turns: int = 0
     recorded: int = 0
+    continued: int = 0
     lost: list[str] = field(default_factory=list)
     false: list[str] = field(default_factory=list)
     unmarked: list[str] = field(default_factory=list)
@@ -180,16 +185,25 @@ class _Session:
             self._false(f"turn {one.turn['turn']}: its prompt has the marks {marks}, its call's history {call.marks}")
 
     def _check_ground_truth(self, one: _Recorded) -> None:
-        """The log must have an entry of these tokens, or of a longer reply if the turn is marked as cut short."""
+        """The log must have an entry of each piece's tokens, or of more tokens if the engine broke it off or the turn is cut short."""
         cut_short = bool(_CUT_SHORT & set(one.turn["marks"]))
-        n = len(one.completion)
+        pieces = [(piece["start"], piece["end"]) for piece in one.turn["pieces"]] or [(0, len(one.completion))]
+        self._found.continued += len(pieces) > 1
+        if [start for start, _ in pieces] != [0, *(end for _, end in pieces[:-1])] or pieces[-1][1] != len(one.completion):
+            self._false(f"turn {one.turn['turn']}: its pieces {pieces} are not its {len(one.completion)} tokens")
+        for number, (start, end) in enumerate(pieces, 1):
+            if not self._take_entry(one, start, end, cut_short=cut_short or number < len(pieces)):
+                self._false(f"turn {one.turn['turn']} ({one.turn['match']}): the log has no such generation of the tokens {start} to {end}")
+
+    def _take_entry(self, one: _Recorded, start: int, end: int, *, cut_short: bool) -> bool:
+        """Take the entry of a part of a turn from the log; false if there is none."""
+        n, prompt = end - start, one.prompt + one.completion[:start]
         for entry in self._left:
-            same = entry.prompt_ids == one.prompt and entry.completion_ids[: n if cut_short else None] == one.completion
-            if same and ("no-logprobs" in one.turn["marks"] or entry.logprobs[:n] == one.logprobs):
+            same = entry.prompt_ids == prompt and entry.completion_ids[: n if cut_short else None] == one.completion[start:end]
+            if same and ("no-logprobs" in one.turn["marks"] or entry.logprobs[:n] == one.logprobs[start:end]):
                 self._left.remove(entry)
-                return
-        if n or not cut_short:  # a reply may have been cut off before its first token
-            self._false(f"turn {one.turn['turn']} ({one.turn['match']}): the log has no such generation of {n} tokens")
+                return True
+        return cut_short and not n  # it may have been cut off before its first token
 
     def _parent(self, one: _Recorded) -> None:
         if (one.turn["parent"] is not None) != (one.turn["match"] in {"continue", "branch"}):

@@ -49,7 +49,7 @@ class Stack:
         self.folder, self.ground_truth = folder, folder / "ground_truth.jsonl"
         self.redis = RealRedis(*redis)
         self._store, self._options, self._replicas = store, options, replicas
-        self.engines = [Engine(f"engine-{n}", folder, self.ground_truth, *engine, "--seed", str(n)) for n in range(engines)]
+        self.engines = [Engine(f"engine-{n}", folder, self.ground_truth, "--seed", str(n), *engine) for n in range(engines)]
         self.proxies: list[Proxy] = []
 
     @property

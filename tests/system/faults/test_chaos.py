@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.redis_server import find_binary
-from tests.system.faults.chaos import Campaign, report, run_empty
+from tests.system.faults.chaos import BREAKS, DERENDERS, Campaign, report, run_empty
 
 pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
 KINDS = ("proxy-killed", "redis-killed", "redis-frozen", "redis-cut-off", "engine-killed", "engine-no-done")
@@ -19,6 +19,15 @@ async def test_nothing_is_lost_and_nothing_is_false(tmp_path):
     assert set(campaign.faults) >= set(KINDS)
     assert found.marked, "disasters leave holes, and sessions report them"
     assert found.recorded > found.turns // 3
+
+
+async def test_engines_break_off_replies_that_are_continued(tmp_path):
+    """Killed, torn down, in error: a reply that goes on is one turn, whose pieces are what the engines sampled."""
+    campaign = Campaign(turns=120, seed=6, kinds=BREAKS, between=4, engine=DERENDERS)
+    found = await campaign.run(tmp_path)
+    assert found.clean, f"{report(campaign, found)}\n{found.words}"
+    assert set(campaign.faults) >= set(BREAKS)
+    assert found.continued
 
 
 async def test_a_store_that_restarts_empty(tmp_path):

@@ -11,7 +11,7 @@ from tests.proxy.kit import proxied
 from tests.system.faults.checker import UNKNOWN, check
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 
 HOLE = {"kind": "store-error", "detail": "", "hole": True, "call": "00c0ffee", "turn": "", "at": 1.0}
 
@@ -212,3 +212,46 @@ async def test_lost_memory_is_counted_separately_and_only_where_it_was_lost(evid
     messages["sequences"][0]["turns"][0]["reason"] = UNKNOWN
     assert evidence.found(memory_lost=True).beheaded == ["s-messages"]
     assert evidence.found().lost
+
+
+@pytest.fixture
+async def continued():
+    """A reply that was cut after nine tokens and continued."""
+    async with proxied(SimulatedEngine(seed=3, derenders=True)) as rig:
+        rig.engine.faults.append(Fault.abort(9))
+        agent = Agent("s-chat", DIALECTS[0], rig.http, [rig.url])
+        assert await agent.turn()
+        return Evidence(agent.asked, copy.deepcopy(rig.engine.ground_truth), {"s-chat": await rig.exported("s-chat")})
+
+
+def pieces_of(evidence):
+    return evidence.sequence["turns"][0]["pieces"]
+
+
+def cut_elsewhere(evidence):
+    first, second = pieces_of(evidence)
+    first["end"] = second["start"] = 8
+
+
+def overlapping(evidence):
+    pieces_of(evidence)[1]["start"] = 8
+
+
+def without_last_piece(evidence):
+    pieces_of(evidence).pop()
+
+
+def piece_never_sampled(evidence):
+    evidence.ground_truth.pop()
+
+
+async def test_a_continued_reply_is_clean(continued):
+    found = continued.found()
+    assert found.clean, found.words
+    assert (found.recorded, found.continued) == (1, 1)
+
+
+@pytest.mark.parametrize("spoil", [cut_elsewhere, overlapping, without_last_piece, piece_never_sampled])
+async def test_wrong_pieces_are_found(continued, spoil):
+    spoil(continued)
+    assert continued.found().false

@@ -9,6 +9,8 @@ import pytest
 from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
+from tests.system.faults.processes import ask, until
+from tokencache.engine.pool import preference
 
 KINDS = pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 
@@ -22,6 +24,24 @@ def stack(started):
     made.engine.ready().clear_faults()
     made.proxies[0].ready()
     return made
+
+
+@pytest.fixture
+def pair(started):
+    """Two engines with derender that have the same weights: each continues the replies of the other."""
+    engine = ("--token-delay", "0.005", "--enable-scale-out", "--seed", "0")
+    made = started(replicas=1, engines=2, engine=engine, options=(*QUICK, "--hold", "30"))
+    for one in made.engines:
+        if not one.alive:
+            one.start()
+    for one in made.engines:
+        one.ready()
+    until(lambda: serve(made) == [True, True], "the engines do not serve")
+    return made
+
+
+def serve(stack):
+    return [engine["serves"] for engine in ask(f"{stack.urls[0]}/tokencache/v1/engines")[1]["engines"]]
 
 
 def status(code):
@@ -46,6 +66,26 @@ async def test_killed_in_mid_stream(stack, http, dialect):
     found = stack.check([agent])
     assert found.clean, found.words
     assert found.marked == {agent.session: ["upstream-broke"]}
+
+
+@KINDS
+async def test_killed_in_mid_stream_and_continued(pair, http, dialect):
+    agent = Agent(f"continued-{dialect.name}", dialect, http, pair.urls)
+    assert await agent.turn()
+    home, other = (pair.engines[place] for place in preference(agent.session, [engine.url for engine in pair.engines]))
+
+    def kill(events):
+        if events == 8:
+            home.kill()
+
+    agent.watch = kill
+    assert await agent.turn(), "the harness receives the whole reply"
+    assert await agent.turn()
+    found = pair.check([agent])
+    assert found.clean, found.words
+    assert (found.recorded, found.continued, found.marked) == (3, 1, {})
+    _, cut, _ = [turn for sequence in pair.export(agent.session)["sequences"] for turn in sequence["turns"]]
+    assert [(piece["engine"], piece["ended"]) for piece in cut["pieces"]] == [(home.url, "lost"), (other.url, cut["finish_reason"])]
 
 
 @KINDS
