@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import namespace
+import pictures
 import structures
 import tasks
 from conftest import proxying
@@ -20,6 +21,7 @@ from rig.exported import trajectory, turns
 from rig.ground_truth import read_ground_truth
 from rig.model import make_model
 from rig.server import MODEL, VllmServer
+from rig.vision import VisionServer, make_vision_model
 
 from tokencache.adapters import files
 from tokencache.adapters.launch import prepare
@@ -75,9 +77,22 @@ def lab_engine(servers, tmp_path_factory):
     return servers.keep("lab", make)
 
 
+def seeing_engine(servers, tmp_path_factory):
+    """A real vLLM of a model that sees images, with the plugin and the episodes of `pictures`."""
+
+    def make():
+        folder = tmp_path_factory.mktemp("pictures")
+        build_tokenizer().save(folder / "tokenizer")
+        model = make_vision_model(folder / "tokenizer", folder / "model")
+        more = {"workdir": folder, "ground_truth": folder / "ground_truth.jsonl"}
+        return VisionServer(model, pictures.scripts(), max_model_len=CONTEXT, images=pictures.MOST, **more)
+
+    return servers.keep("pictures", make)
+
+
 @dataclass(frozen=True)
 class SimulatedServer:
-    """The project's simulated engine, for runs that need what the real one here has not: a model that sees images."""
+    """The project's simulated engine as a model that sees images, for a harness whose turns the scripted model cannot count."""
 
     engine: SimulatedEngine
     url: str

@@ -117,6 +117,10 @@ BROWSING = [
 ]
 
 
+MOST = 16
+"""Images in a request, at most: Gemini CLI sends twelve."""
+
+
 def seeing(name):
     """Hermes sends images only to models that are declared to see them, in its own configuration."""
     return [
@@ -184,3 +188,9 @@ PICTURES = {
         one_by_one=True,
     ),
 }
+
+
+def scripts():
+    """Episodes for the scripted model."""
+    side = say("\nA title is wanted.\n", "Look At Pictures")
+    return {name: {"turns": run.turns, "side": side} for name, run in PICTURES.items()}

@@ -38,8 +38,8 @@ Sub-agents, forks, compaction and interrupts, through the proxy. Each call is re
 PICTURES = """
 ## Images
 
-Harnesses that send images, through the proxy to the simulated engine as a model that sees images. What each does to an image is in
-[images.md](images.md).
+Harnesses that send images, through the proxy to a real vLLM with a tiny model that sees images (browser-use: to the simulated engine). What
+each does to an image is in [images.md](images.md).
 
 | harness | version | dialect | how the images get there | calls | contiguous | sequences | rules |
 |---|---|---|---|---|---|---|---|

@@ -133,10 +133,12 @@ def _config(ids):
 class VisionServer(VllmServer):
     """A real vLLM with images, with the plugin or without it."""
 
-    def __init__(self, model_dir, episodes, *, plugin=True, **more):
-        super().__init__(model_dir, episodes, max_model_len=16384, **more)
+    description = "vLLM 0.32 with a tiny model for images"
+
+    def __init__(self, model_dir, episodes, *, plugin=True, max_model_len=16384, images=IMAGES_AT_MOST, **more):
+        super().__init__(model_dir, episodes, max_model_len=max_model_len, **more)
         self.plugin = plugin
-        limits = json.dumps({"image": IMAGES_AT_MOST, "video": 0})  # without it vLLM tries the longest videos when it starts
+        limits = json.dumps({"image": images, "video": 0})  # without it vLLM tries the longest videos when it starts
         self.options += ["--load-format", "dummy", "--skip-mm-profiling", "--limit-mm-per-prompt", limits]
 
     def environment(self):
