@@ -233,6 +233,11 @@ class Settings(BaseSettings):
         description="Largest total of images and other media whose bytes are stored with a session. 0 stores none. The default is 256 MiB "
         "(docs/images.md).",
     )
+    fetch_media: bool = Field(
+        False,
+        description="Fetch images that requests name by URL, once for each session, and send their bytes to the engine. Only public "
+        "addresses are fetched (docs/images.md).",
+    )
     rules_off: Annotated[Names, Shown("RULE")] = Field(
         "", description="Rules of matching to switch off, separated by commas (docs/rules.md)."
     )

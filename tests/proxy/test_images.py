@@ -294,3 +294,9 @@ def text(words):
 
 def sha256(part):
     return hashlib.sha256(base64.b64decode(part["image_url"]["url"].partition(",")[2])).hexdigest()
+
+
+async def test_a_harness_cannot_supply_an_exact_prompt_itself(rig):
+    exact = {"tokencache_prompt": {"ids": [1, 2, 3]}}
+    status, said = await rig.post("s", messages=[shown("EPISODE:see go", image(1))], kv_transfer_params=exact)
+    assert (status, said["error"]["param"]) == (400, "kv_transfer_params.tokencache_prompt")

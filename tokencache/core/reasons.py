@@ -133,7 +133,10 @@ class Reason(Described):
     # The request.
     SWITCHED_OFF = "switched-off", "the request needs a rule that is switched off"
     MEDIA = "media", "the request contains images or other media that the engine cannot use in an exact prompt (`images_why` in `/readyz`)"
-    MEDIA_BY_URL = "media-by-url", "the request contains an image as a URL: its content is not known, and may change"
+    MEDIA_BY_URL = (
+        "media-by-url",
+        "the request contains an image as a URL: its content is not known, and may change (`--fetch-media` fetches it)",
+    )
     MEDIA_WITH_FOLLOW = "media-with-follow", "the request contains images, and exact prompts with `--history follow` have none"
     CONTINUE_FINAL_MESSAGE = "continue-final-message", "the request asks the engine to continue the last message"
     NO_GENERATION_PROMPT = "no-generation-prompt", "the request asks for a prompt without a generation prompt"

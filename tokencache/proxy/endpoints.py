@@ -49,6 +49,7 @@ from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
 from tokencache.proxy.dedup.in_flight import CallsInFlight
+from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
@@ -134,9 +135,11 @@ class Endpoints:
         profiles: HarnessProfiles,
         aliases: ModelAliases,
         options: EndpointOptions,
+        media: FetchedMedia | None,
     ) -> None:
         self._pool, self._ledger, self._planner, self._calls = pool, ledger, planner, calls
         self._bodies, self._profiles, self._aliases, self._options = bodies, profiles, aliases, options
+        self._media = media
         self._settings = SettingsCache(ledger.store)
         self._served_here = {CHAT: self._chat, COMPLETIONS: self._complete_text, TOKENIZE: self._tokenize}
         self._rewrite_chat = gym_request.chat_members if options.token_ids else None
@@ -201,7 +204,8 @@ class Endpoints:
 
     async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
         body = await body_of(asked.request)
-        call = read_chat(body, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
+        own = await self._with_media(asked, body)
+        call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
         self._apply(asked, call)
         call.replaced = self._pin(asked, call.fields)
         options = self._options
@@ -266,12 +270,21 @@ class Endpoints:
 
         `known_as` is the incremental parser's key of the earlier body that this one may continue.
         """
+        body = await self._with_media(asked, body)
         call = read_chat(body, self._bodies, known_as, served=self._served(asked), rewrite=self._rewrite_translated)
         if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
         self._apply(asked, call)
         return call
+
+    async def _with_media(self, asked: SessionRequest, body: bytes) -> bytes:
+        """Write the images that a chat request names by URL into it, if they are fetched.
+
+        Raises:
+            HarnessError: an image cannot be fetched.
+        """
+        return body if self._media is None else await self._media.written_in(asked.session, body)
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
@@ -283,7 +296,7 @@ class Endpoints:
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
         await self._check_settings(asked)
-        body = await body_of(asked.request)
+        body = await self._with_media(asked, await body_of(asked.request))
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
             self._apply(asked, call)

@@ -31,6 +31,7 @@ from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.endpoints import EndpointOptions, Endpoints
+from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.kv_salt import KvSalts
@@ -98,8 +99,17 @@ class Proxy:
         services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
+        self._media = FetchedMedia() if settings.fetch_media else None
         endpoints = Endpoints(
-            self.pool, self.ledger, planner, self._calls, bodies=self._bodies, profiles=self.profiles, aliases=aliases, options=options
+            self.pool,
+            self.ledger,
+            planner,
+            self._calls,
+            bodies=self._bodies,
+            profiles=self.profiles,
+            aliases=aliases,
+            options=options,
+            media=self._media,
         )
         self._auth = AdminAuth(settings.admin_key)
         self.sessions = SessionFinder(
@@ -153,6 +163,8 @@ class Proxy:
             if self._parser is not None:
                 opened.push_async_callback(self._parser.close)
                 await self._parser.open()
+            if self._media is not None:
+                opened.push_async_callback(self._media.close)
             await opened.enter_async_context(self.pool.open())
             await opened.enter_async_context(self.membership.following())
             await opened.enter_async_context(self.weights.following())

@@ -31,6 +31,9 @@ SAMPLING = (
 )  # fmt: skip
 """Members that are recorded with the turn as its sampling parameters."""
 
+_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt")
+"""Members of `kv_transfer_params` with an exact prompt: vLLM's, and that of the plugin for prompts with images."""
+
 
 class ChatCall(msgspec.Struct):
     """A chat completions request.
@@ -164,10 +167,10 @@ def read_chat(
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
     transfer = member(fields, "kv_transfer_params", (dict,), {})
-    if transfer.get("prompt_token_ids") is not None:
+    if (name := next((name for name in _EXACT_PROMPTS if transfer.get(name) is not None), None)) is not None:
         raise HarnessError(
-            "'kv_transfer_params.prompt_token_ids' cannot be set within a session: the proxy supplies the exact ids",
-            param="kv_transfer_params.prompt_token_ids",
+            f"'kv_transfer_params.{name}' cannot be set within a session: the proxy supplies the exact ids",
+            param=f"kv_transfer_params.{name}",
         )
     model = resolve_model(fields, served)
     call = ChatCall(

@@ -1,0 +1,194 @@
+"""Images by URL: fetched once, bounded, and never from a private network."""
+
+import asyncio
+import base64
+import contextlib
+import json
+
+import pytest
+from aiohttp import web
+
+from tests.images import image
+from tests.proxy.kit import HEADER, echo, proxied, results
+from tests.proxy.test_images import seeing, sha256, shown
+from tokencache.errors import HarnessError
+from tokencache.proxy import fetched_media
+from tokencache.proxy.fetched_media import FetchedMedia, is_public
+
+PICTURE = base64.b64decode(image(1)["image_url"]["url"].partition(",")[2])
+
+
+@pytest.mark.parametrize("address", ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c", "::ffff:93.184.215.14"])
+def test_public_addresses(address):
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255"),
+        "0.0.0.0",  # noqa: S104 - it is refused
+        *("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "::ffff:169.254.169.254"),
+        *("64:ff9b::a00:1", "2002:a00:1::1", "2001:0:a00:1::1"),
+    ],
+)
+def test_addresses_that_are_not(address):
+    assert not is_public(address)
+
+
+class Site:
+    """A web server with images; counts what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+        self.content = PICTURE
+        self.url = ""
+        self.hung = asyncio.Event()
+
+    async def answer(self, request):
+        self.asked.append(request.path)
+        match request.path:
+            case "/page":
+                return web.Response(text="<p>no image</p>", content_type="text/html")
+            case "/moved":
+                raise web.HTTPFound("/a.png")
+            case "/round":
+                raise web.HTTPFound("/round")
+            case "/file":
+                raise web.HTTPFound("file:///etc/passwd")
+            case "/away":
+                raise web.HTTPFound(request.query["to"])
+            case "/gone":
+                raise web.HTTPNotFound
+            case "/packed":
+                return web.Response(body=self.content, content_type="image/png", headers={"Content-Encoding": "gzip"})
+            case "/hangs":
+                await self.hung.wait()
+        return web.Response(body=self.content, content_type="image/png")
+
+
+@pytest.fixture
+async def site():
+    made = Site()
+    app = web.Application()
+    app.router.add_get("/{path:.*}", made.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.05)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    made.hung.set()
+    await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def fetching(**options):
+    media = FetchedMedia(**options)
+    try:
+        yield media
+    finally:
+        await media.close()
+
+
+def request(*urls):
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}, shown("See", *parts)], "top_p": 0.50}).encode()
+
+
+def anywhere(_address):
+    return True
+
+
+async def test_the_bytes_are_written_into_the_request_and_fetched_once(site):
+    async with fetching(allows=anywhere) as media:
+        body = request(f"{site.url}/a.png", f"{site.url}/a.png", f"{site.url}/moved", image(2)["image_url"]["url"])
+        written = json.loads(await media.written_in("s", body))
+        given = json.loads(body)
+        fetched = {"url": image(1)["image_url"]["url"], "detail": "low"}
+        for part in given["messages"][1]["content"][1:4]:
+            part["image_url"] = fetched
+        assert written == given
+        assert sorted(site.asked) == ["/a.png", "/a.png", "/moved"]
+        site.content = b"other bytes"
+        assert await media.written_in("s", body) == await media.written_in("s", body)
+        assert len(site.asked) == 3
+        assert b"b3RoZXIgYnl0ZXM=" in await media.written_in("t", body), "another session has other images"
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"messages": [{"image_url": "http', b'{"image_url": "http"}', b'{"messages": [{"content": "image_url http://x"}]}']
+)
+async def test_other_requests_are_left_alone(body):
+    async with fetching() as media:
+        assert await media.written_in("s", body) == body
+
+
+REFUSED = {
+    "/page": "sent text/html, not an image",
+    "/gone": "answered 404",
+    "/round": "more than 3 redirects",
+    "/file": "NonHttpUrlRedirect",
+    "/packed": "compressed",
+    "/large": "more than 9 bytes",
+    "/hangs": "longer than 0.2 s",
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+async def test_what_is_no_image_is_refused_with_the_reason(site, monkeypatch, path):
+    monkeypatch.setattr(fetched_media, "SECONDS", 0.2 if path == "/hangs" else 60)
+    monkeypatch.setattr(fetched_media, "MOST_BYTES", 9 if path == "/large" else 10**6)
+    async with fetching(allows=anywhere) as media:
+        with pytest.raises(HarnessError, match=REFUSED[path]) as refused:
+            await media.written_in("s", request(f"{site.url}{path}?key=secret"))
+        assert refused.value.status == 400
+        assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433"])
+async def test_a_private_network_is_never_asked(site, host):
+    port = site.url.rpartition(":")[2]
+    async with fetching() as media:
+        with pytest.raises(HarnessError, match="cannot be fetched"):
+            await media.written_in("s", request(f"http://{host}:{port}/a.png"))
+    assert site.asked == []
+
+
+async def test_a_redirect_into_a_private_network_is_not_followed(site):
+    allowed = []
+
+    def only_first(address):
+        allowed.append(address)
+        return len(allowed) == 1
+
+    async with fetching(allows=only_first) as media:
+        with pytest.raises(HarnessError, match="address is not public"):
+            await media.written_in("s", request(f"{site.url}/away?to={site.url}/a.png"))
+    assert site.asked == ["/away"]
+
+
+async def test_too_many_images_are_refused():
+    async with fetching() as media:
+        with pytest.raises(HarnessError, match="at most 64"):
+            await media.written_in("s", request(*(f"https://example.org/{n}" for n in range(65))))
+
+
+async def test_a_conversation_with_images_by_url_is_exact(site, monkeypatch):
+    """In another dialect, too. Without the option the call is relayed (`test_images`)."""
+    monkeypatch.setattr(FetchedMedia.__init__, "__defaults__", (anywhere,))
+    async with proxied(seeing(), fetch_media=True) as rig:
+        by_url = {"type": "image_url", "image_url": {"url": f"{site.url}/a.png"}}
+        messages = [shown("EPISODE:see go", by_url)]
+        messages.append(echo(await rig.say("s", messages)))
+        await rig.say("s", [*messages, *results(messages[-1])])
+        status, said = await rig.post("s", messages=[*messages, shown("And this?", {**by_url, "image_url": {"url": f"{site.url}/gone"}})])
+        assert (status, said["error"]["param"]) == (400, "image_url")
+        source = {"type": "image", "source": {"type": "url", "url": f"{site.url}/gone"}}
+        asked = {"model": "sim", "max_tokens": 9, "messages": [{"role": "user", "content": [source]}]}
+        async with rig.http.post(f"{rig.url}/v1/messages", json=asked, headers={HEADER: "s"}) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["type"] == "error"
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+        exported = await rig.check()
+        assert [medium["sha256"] for medium in exported["sequences"][0]["media"]] == [sha256(image(1))]
+        assert all("http" not in json.dumps(sent["messages"]) for sent in rig.engine.requests)

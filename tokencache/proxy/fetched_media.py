@@ -1,0 +1,174 @@
+"""Fetches images that a request names by URL, and writes their bytes into the request (`--fetch-media`).
+
+An engine would fetch them itself, in every turn, so that nobody knows which bytes it used. Here each URL of a session is fetched once. The
+engine, the record and the comparison of histories then have the same bytes, as if the harness had sent them.
+
+A harness may name any address, and the proxy is inside the network of the trainer. So every address to which a connection is made must be
+public, also after a redirect: the check is at the connection, not at the name, which may resolve to another address the next time.
+"""
+
+import asyncio
+import base64
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+from cachetools import LRUCache
+from yarl import URL
+
+from tokencache.core.media import media_url
+from tokencache.dialects.json_io import entries_of, fields_of
+from tokencache.errors import HarnessError
+
+MOST_BYTES = 20 * 2**20
+"""Largest content that is fetched."""
+SECONDS = 20.0
+"""Longest time of one fetch, with all redirects."""
+MOST_REDIRECTS = 3
+MOST_IMAGES = 64
+"""Number of URLs that one request may have."""
+MEMORY = 256 * 2**20
+"""Bytes of fetched contents that are remembered, as base64."""
+_OK = 200
+_SCHEMES = ("http://", "https://")
+_CHUNK = 64 * 1024
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "2002::/16", "2001::/32")))
+"""IPv6 addresses that stand for an IPv4 address: NAT64, 6to4 and Teredo."""
+Raw = msgspec.Raw
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is on the public Internet."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return is_public(str(found.ipv4_mapped))
+        if any(found in network for network in _TRANSLATED):
+            return False
+    return found.is_global and not found.is_multicast
+
+
+class FetchedMedia:
+    """Fetches images by URL, and remembers them by session. `allows` decides to which IP addresses connections are made."""
+
+    def __init__(self, allows: Callable[[str], bool] = is_public) -> None:
+        self._allows = allows
+        self._known: LRUCache[tuple[str, str], str] = LRUCache(MEMORY, getsizeof=len)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def written_in(self, session: str, body: bytes) -> bytes:
+        """Replace the URLs of images in a chat completions request by data URIs; a body that cannot be read is returned unchanged.
+
+        Raises:
+            HarnessError: an image cannot be fetched.
+        """
+        if b"http" not in body or b"image_url" not in body:
+            return body
+        try:
+            fields = fields_of(body)
+            messages = entries_of(fields.get("messages", Raw(b"[]")))
+            decoded = {index: msgspec.json.decode(raw) for index, raw in enumerate(messages) if b"image_url" in raw}
+        except (HarnessError, ValueError, RecursionError):
+            return body
+        parts = [part for message in decoded.values() for part in _parts(message)]
+        urls = dict.fromkeys(url for part in parts if (url := media_url(part)).lower().startswith(_SCHEMES))
+        if not urls:
+            return body
+        if len(urls) > MOST_IMAGES:
+            raise HarnessError(f"the request has {len(urls)} images by URL: at most {MOST_IMAGES} are fetched")
+        async with asyncio.TaskGroup() as group:
+            fetches = {url: group.create_task(self._uri(session, url)) for url in urls}
+        found = {url: fetch.result() for url, fetch in fetches.items()}
+        refused = next((uri for uri in found.values() if isinstance(uri, HarnessError)), None)
+        if refused is not None:
+            raise refused
+        for part in parts:
+            if (uri := found.get(media_url(part))) is not None:
+                named = part["image_url"]
+                part["image_url"] = {**named, "url": uri} if isinstance(named, dict) else uri
+        rewritten = [Raw(msgspec.json.encode(decoded[index])) if index in decoded else Raw(raw) for index, raw in enumerate(messages)]
+        return msgspec.json.encode({**fields, "messages": rewritten})
+
+    async def _uri(self, session: str, url: str) -> str | HarnessError:
+        """Return the data URI of an image, or why it cannot be fetched."""
+        known = self._known.get((session, url))
+        if known is None:
+            try:
+                async with asyncio.timeout(SECONDS):
+                    known = await self._fetch(url)
+            except TimeoutError:
+                return _refusal(url, f"it took longer than {SECONDS:g} s")
+            except aiohttp.TooManyRedirects:
+                return _refusal(url, f"it has more than {MOST_REDIRECTS} redirects")
+            except (aiohttp.ClientError, ValueError, OSError) as why:
+                return _refusal(url, _described(why))
+            if len(known) <= MEMORY:
+                self._known[session, url] = known
+        return known
+
+    async def _fetch(self, url: str) -> str:
+        """Fetch an image as a data URI.
+
+        Raises:
+            ValueError: it is too large, or the answer is not an image.
+            aiohttp.ClientError: it cannot be fetched.
+        """
+        async with self._client().get(URL(url), max_redirects=MOST_REDIRECTS + 1) as answer:
+            if answer.status != _OK:
+                raise ValueError(f"the server answered {answer.status}")
+            if not answer.content_type.startswith("image/"):
+                raise ValueError(f"the server sent {answer.content_type[:80]}, not an image")
+            if answer.headers.get("Content-Encoding", "identity") != "identity":
+                raise ValueError("the server compressed it")
+            content = bytearray()
+            async for chunk in answer.content.iter_chunked(_CHUNK):
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"it has more than {MOST_BYTES} bytes")
+            return f"data:{answer.content_type};base64,{base64.b64encode(content).decode()}"
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(socket_factory=self._socket, force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tokencache"},
+                auto_decompress=False,
+            )
+        return self._http
+
+    def _socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        if not self._allows(str(address[4][0])):
+            raise PermissionError("its address is not public")
+        return socket.socket(*address[:3])
+
+
+def _parts(message: Any) -> list[dict[str, Any]]:
+    """Return the image parts of a decoded message."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return [part for part in content if isinstance(part, dict) and part.get("type") == "image_url"] if isinstance(content, list) else []
+
+
+def _refusal(url: str, why: str) -> HarnessError:
+    return HarnessError(f"the image at {_shown(url)} cannot be fetched: {why}", param="image_url")
+
+
+def _shown(url: str) -> str:
+    """Return a URL without what may be secret."""
+    plain = url.partition("?")[0].partition("#")[0]
+    scheme, _, rest = plain.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"[:200]
+
+
+def _described(why: Exception) -> str:
+    cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+    return "its address is not public" if isinstance(cause, PermissionError) else f"{type(cause).__name__}: {cause}"[:200]
