@@ -110,6 +110,7 @@ async def test_random_cuts(rig, stream):
             for _ in range(chance.randint(1, 4))
         ]
         rig.engine.faults.extend(faults)
+        rig.engine.chunk_tokens = chance.choice([1, 3])
         status, answer = await rig.post(session, **ASK, stream=stream)
         rig.engine.faults.clear()
         turn, *tokens = await recorded(rig, session)
@@ -141,8 +142,9 @@ async def test_the_checker_can_fail(rig):
 async def test_dialects(rig, path, body):
     """A cut stream has the same text as an uncut one."""
     texts = []
-    for session, fault in (("uncut", None), ("cut", Fault.abort(12))):
+    for session, fault, chunk in (("uncut", None, 1), ("cut", Fault.abort(12), 1), ("large", Fault.abort(90), 100)):
         rig.engine.faults.append(fault)
+        rig.engine.chunk_tokens = chunk
         async with rig.http.post(
             rig.url + path, json=body | ({} if "alt" in path else {"stream": True}), headers={HEADER: session}
         ) as answer:
@@ -151,10 +153,11 @@ async def test_dialects(rig, path, body):
         found = [json.loads(line) for line in lines if line.startswith("{")]
         parts = [event.get("delta") if isinstance(event.get("delta"), (str, dict)) else event for event in found]
         texts.append("".join(_texts(part) for part in parts if part is not None))
-    assert texts[0] == texts[1] != ""
-    turn, *tokens = await recorded(rig, "cut")
-    assert not problems(turn, *tokens, rig.ground_truth("cut"))
-    assert len(turn.pieces) == 2
+    assert texts[0] == texts[1] == texts[2] != ""
+    for session in ("cut", "large"):
+        turn, *tokens = await recorded(rig, session)
+        assert not problems(turn, *tokens, rig.ground_truth(session))
+        assert len(turn.pieces) == 2
 
 
 def _texts(part):
