@@ -2,6 +2,7 @@
 
 import openai
 
+from tests.images import image
 from tokencache.testing import SimulatedEngine
 
 
@@ -40,3 +41,16 @@ async def failing(session, sample):
     """A harness that fails after its calls."""
     await branching(session, sample)
     raise RuntimeError("the harness broke")
+
+
+async def looking(session, sample):
+    """A harness that shows an image of the sample's width, and then another one and the first one again."""
+    first, second = (image(shade, width=sample["width"] + shade) for shade in (0, 100))
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, first]}]
+        reply = await model.chat.completions.create(model="sim", messages=messages)
+        again = {"role": "user", "content": [{"type": "text", "text": "And?"}, second, first]}
+        await model.chat.completions.create(
+            model="sim", messages=[*messages, reply.choices[0].message.model_dump(exclude_none=True), again]
+        )
+    return 1.0

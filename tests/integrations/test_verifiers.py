@@ -4,6 +4,7 @@ Run it in an environment with verifiers: `make integrations`.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +12,10 @@ vf = pytest.importorskip("verifiers.v1")
 
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from tests.integrations.kit import truth
+from tests.integrations.kit import looking, truth
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
+from tokencache.integrations.verifiers import record
 from tokencache.store.base import StoreError
 from tokencache.testing import SimulatedEngine
 
@@ -93,3 +95,15 @@ async def test_sessions_are_deleted_only_on_request():
         assert len(await client.sessions()) == 1
         await episode_of(rig.url, delete=True)
         assert len(await client.sessions()) == 1
+
+
+async def test_a_trace_with_images_is_not_trained():
+    """The nodes of a trace have no place for them."""
+    trace_id = "seeing"
+    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig, AsyncClient(rig.url) as client:
+        await looking(await client.create(trace_id), {"width": 56})
+        trace = SimpleNamespace(id=trace_id, rewards={}, reward=None, nodes=[], calls=[], info={}, ok=True, errors=[])
+        await record(trace, client.session(trace_id))
+    assert not trace.ok
+    assert "images" in trace.errors[0].message
+    assert len(trace.nodes) >= 2

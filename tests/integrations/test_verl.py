@@ -22,6 +22,7 @@ from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.verl import TokencacheAgentLoop
+from tokencache.testing import SimulatedEngine
 
 PROMPT, RESPONSE = 64, 512
 
@@ -65,6 +66,19 @@ def worker_of(url, tmp_path, **members):
     worker.tokenizer, worker.processor, worker.dataset_cls, worker.llm_client, worker.tools = Tokenizer(), None, None, None, []
     worker.hf_model_type, worker.reward_loop_worker_handles, worker.distillation_enabled, worker.mm_processor_kwargs = None, None, False, {}
     return worker
+
+
+def loop_of(worker):
+    """The agent loop of a worker, made as it makes it."""
+    return hydra.utils.instantiate(
+        agent_loop._agent_loop_registry["guessing"],
+        trainer_config=agent_loop.DictConfigWrap(worker.config),
+        server_manager=None,
+        tokenizer=worker.tokenizer,
+        processor=None,
+        dataset_cls=None,
+        data_config=agent_loop.DictConfigWrap(worker.config.data),
+    )
 
 
 def batch_of(*secrets):
@@ -123,6 +137,27 @@ async def test_one_row_of_several_is_a_stated_choice(tmp_path):
         assert "another row" in dropped["reason"]
 
 
+async def test_a_row_has_its_images_in_order(tmp_path):
+    """As images of Pillow, which verl's worker gives to the processor of the model; and as many tokens for each as the engine used."""
+    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+        worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:looking", delete=True)
+        worker.rollout_config.prompt_length = 256
+        output = await loop_of(worker).run({"temperature": 0.5}, uid="u7", width=56)
+        assert isinstance(output, agent_loop.AgentLoopOutput)
+        assert [(picture.width, picture.getpixel((0, 0))[0]) for picture in output.multi_modal_data["images"]] == [
+            (56, 0),
+            (156, 100),
+            (56, 0),
+        ]
+        pad, ids = rig.engine.tokenizer.id_of("<|image_pad|>"), [*output.prompt_ids, *output.response_ids]
+        placed = output.extra_fields["tokencache"]["media"]
+        assert [at for at, token in enumerate(ids) if token == pad] == [
+            at for medium in placed for at in range(medium["start"], medium["start"] + medium["length"])
+        ]
+        assert len(placed) == 3
+        assert await rig.store.session(output.extra_fields["tokencache"]["session"]) is None
+
+
 async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch):
     stored = {}
 
@@ -134,17 +169,8 @@ async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch
     monkeypatch.setattr("verl.trainer.ppo.v1.agent_loop_tq.tq.async_kv_batch_put", put)
     async with proxied(guessing_engine()) as rig:
         worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:branching", rows="all")
-        loop = hydra.utils.instantiate(
-            agent_loop._agent_loop_registry["guessing"],
-            trainer_config=agent_loop.DictConfigWrap(worker.config),
-            server_manager=None,
-            tokenizer=worker.tokenizer,
-            processor=None,
-            dataset_cls=None,
-            data_config=agent_loop.DictConfigWrap(worker.config.data),
-        )
         sample = {"uid": "u7", "session_id": 0, "global_steps": 1, "secret": 2}
-        outputs = await loop.run({"temperature": 0.5}, **sample)
+        outputs = await loop_of(worker).run({"temperature": 0.5}, **sample)
     worker.__class__ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
     await worker._agent_loop_postprocess(outputs, validate=False, **sample)
     assert {key for key in stored if key != "fields"} == {"u7_0_0", "u7_0_1"}

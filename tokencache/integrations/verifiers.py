@@ -81,7 +81,8 @@ async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idl
     """Finish and seal the session of a scored trace, and put the proxy's nodes and calls into the trace.
 
     Every sequence of the session becomes a branch of the trace: nothing is left out. If the session is not complete, `ok` becomes false and
-    the incidents become errors of the trace, so prime-rl does not train on it. `info["tokencache"]` describes session and sequences.
+    the incidents become errors of the trace, so prime-rl does not train on it. So it is with a session that has images: the nodes of the
+    trace have their tokens, but not the images. `info["tokencache"]` describes session and sequences.
 
     Args:
         trace: the trace, after its rewards were recorded. A reward that is `None` was not computed.
@@ -105,6 +106,10 @@ async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idl
     trace.nodes = [vf.MessageNode.model_validate(node) for node in export["nodes"]]
     trace.calls = [vf.ModelCall.model_validate(call) for call in export["calls"]]
     trace.info["tokencache"] = export["info"]["tokencache"]
+    if any(branch["media"] for branch in trace.info["tokencache"]["sequences"]):
+        trace.ok = False
+        words = "the trace has placeholders of images without the images, so prime-rl would train them as text"
+        trace.errors.append(vf.Error(type="images", message=f"{words}. Load the native format with tokencache.batching"))
     if not export["ok"]:
         trace.ok = False
         trace.errors += [vf.Error.model_validate(error) for error in export["errors"]]

@@ -24,6 +24,7 @@ import pydantic
 import pytest
 
 from tests.support.syntax import parse
+from tests.trajectories.images import of_talk, seeing
 from tests.trajectories.rollouts import ROLLOUTS
 from tokencache.trajectories.formats.skyrl import skyrl
 from tokencache.trajectories.formats.trl import trl
@@ -57,6 +58,18 @@ def test_verl(shape):
         made = output(**row)
         assert made.model_dump(include=set(row) - {"metrics"}) == {name: row[name] for name in row if name != "metrics"}
         assert made.metrics.generate_sequences == row["metrics"]["generate_sequences"]
+
+
+def test_verl_takes_images_beside_a_row():
+    """What `tokencache.integrations.verl` adds. verl checks neither the names nor the kinds inside."""
+    _, output = cut_out(
+        "verl", "verl/experimental/agent_loop/agent_loop.py", "AgentLoopMetrics", "AgentLoopOutput", BaseModel=pydantic.BaseModel
+    )
+    (row, _) = verl(of_talk(seeing()))["outputs"]
+    images = [object(), object()]
+    assert output(**row, multi_modal_data={"images": images}).multi_modal_data["images"] == images
+    reader = source("verl", "verl/experimental/agent_loop/agent_loop.py")
+    assert 'images = multi_modal_data.get("images")' in reader
 
 
 SKYRL = ("skyrl", "skyrl/train/utils/trainer_utils.py", "validate_generator_output", "_validate_step_wise_fields")

@@ -4,8 +4,8 @@ Sources: github.com/THUDM/slime `slime/utils/types.py` at 0d234f3e and github.co
 started as slime; all members here have the same names and meanings in both. Neither is on PyPI.
 
 ===================  =====================  ===========================================================================
-`prompt`             [message] or `""`      the request messages of the first turn, as in chat completions; `""` if they
-                                            are not kept
+`prompt`             [message] or `""`      the request messages of the first turn, as in chat completions, with `media:<sha256>` in
+                                            place of the bytes of images; `""` if they are not kept
 `tokens`             [int]                  prompt and response
 `response_length`    int                    number of tokens at the end that are the response
 `loss_mask`          [int]                  over the response only; 1: sampled here
