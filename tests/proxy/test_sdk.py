@@ -88,11 +88,10 @@ async def test_errors_are_the_sdks_own(rig):
         with pytest.raises(openai.NotFoundError) as missing:
             await sdk.chat.completions.create(model="nope", messages=[user("x")])
         assert missing.value.body["type"] == "NotFoundError"
-        with pytest.raises(openai.BadRequestError) as bad:
-            await sdk.chat.completions.create(
-                model="sim", messages=[user("x")], extra_body={"kv_transfer_params": {"prompt_token_ids": [1]}}
-            )
-        assert bad.value.body["param"] == "kv_transfer_params.prompt_token_ids"
+        for member in ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix"):
+            with pytest.raises(openai.BadRequestError) as bad:
+                await sdk.chat.completions.create(model="sim", messages=[user("x")], extra_body={"kv_transfer_params": {member: [1]}})
+            assert bad.value.body["param"] == f"kv_transfer_params.{member}"
         await rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/finish")
         with pytest.raises(openai.ConflictError):
             await sdk.chat.completions.create(model="sim", messages=[user("x")])

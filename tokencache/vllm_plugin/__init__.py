@@ -1,4 +1,4 @@
-"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts, and vLLM 0.32 exact prompts with images.
+"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts, and vLLM 0.32 images in them, and prefixes by hash.
 
 vLLM 0.27 and later accept a whole prompt as ids, `kv_transfer_params.prompt_token_ids`, and do everything else as usual. This package adds
 that to older versions. It is not part of the proxy: it is installed next to vLLM, which loads it into its own processes. So it imports
@@ -15,6 +15,8 @@ grammars, streaming and the start of reasoning are vLLM's own.
 `boundary`            proves where the last reply of a conversation ends
 `images`              accepts exact prompts with images, in 0.32
 `placeholder_header`  tells clients where the images are in a prompt
+`prefixes`            accepts prompts whose beginning is named by a hash, in 0.32
+`kept_prefixes`       keeps the ids of recent conversations for that
 
 Install it with `pip install '.[vllm]'`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
 gpt-oss is rendered elsewhere (Harmony), and the plugin does not change that: the proxy's probe finds the level `record` for it.

@@ -3,8 +3,8 @@
 Every version of vLLM loads general plugins into every process. The general plugin patches 0.20 to 0.25, in the processes that serve HTTP.
 Endpoint plugins exist since 0.26. vLLM loads them only into the processes that serve HTTP, and only if `VLLM_PLUGINS` names them
 (`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26. In later versions it logs that text needs no patch, and it patches
-0.32 for images. (The general plugin would be too early for that: 0.32 loads it before it can log.) vLLM always starts: if a version cannot
-be patched, the plugin logs an error and changes nothing.
+0.32 for images and for prefixes by hash. (The general plugin would be too early for that: 0.32 loads it before it can log.) vLLM always
+starts: if a version cannot be patched, the plugin logs an error and changes nothing.
 """
 
 import logging
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 from typing import Any
 
+from tokencache.vllm_plugin import prefixes
 from tokencache.vllm_plugin.images import MEMBER, VERSIONS, patch_images
 from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
 from tokencache.vllm_plugin.placeholder_header import PlaceholderHeader
@@ -38,20 +39,23 @@ def register() -> None:
 
 
 class EndpointPlugin:
-    """Patches vLLM 0.26, and 0.32 for images. It adds no route (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
+    """Patches vLLM 0.26, and 0.32 for images and prefixes. It adds no route (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
 
     name = NAME
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add no route, but a header to responses of 0.32 (`placeholder_header`)."""
+        """Add no route, but headers to responses of 0.32 (`placeholder_header`, `prefixes`)."""
         if _number(_version()) in VERSIONS:
             app.add_middleware(PlaceholderHeader)
+            app.add_middleware(prefixes.PromptHeaders)
 
-    async def init_state(self, _engine_client: Any, _state: Any, _args: Any) -> None:
-        """Patch vLLM, or log that it needs no patch."""
+    async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
+        """Patch vLLM, or log that it needs no patch. vLLM passes `None` as the engine client if it only renders."""
         _patch(_version())
         _patch_images(_version())
+        if engine_client is not None and _number(_version()) in VERSIONS:
+            _patch_prefixes(engine_client)
 
 
 def _number(version: str) -> tuple[int, int]:
@@ -81,6 +85,22 @@ def _patch_images(version: str) -> None:
         return
     if done:
         log.info("tokencache: vLLM %s now accepts %s: exact prompts with images", version, MEMBER)
+
+
+def _patch_prefixes(engine: Any) -> None:
+    given = os.environ.get(prefixes.BYTES_VARIABLE, "") or str(prefixes.DEFAULT_BYTES)
+    if not given.isdecimal():
+        log.error("tokencache: prefixes by hash are NOT ACTIVE: %s=%s is not a number of bytes", prefixes.BYTES_VARIABLE, given)
+        return
+    if int(given) == 0:
+        log.info("tokencache: prefixes by hash are off (%s=0)", prefixes.BYTES_VARIABLE)
+        return
+    try:
+        prefixes.patch_prefixes(engine, int(given))
+    except UnknownVllmError as why:
+        log.error("tokencache: prefixes by hash are NOT ACTIVE: nothing was changed: %s", why)  # noqa: TRY400 - no bug
+        return
+    log.info("tokencache: accepts %s: prefixes by hash, %s bytes kept", prefixes.MEMBER, given)
 
 
 def _version() -> str:

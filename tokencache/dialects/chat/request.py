@@ -31,8 +31,8 @@ SAMPLING = (
 )  # fmt: skip
 """Members that are recorded with the turn as its sampling parameters."""
 
-_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt")
-"""Members of `kv_transfer_params` with an exact prompt: vLLM's, and that of the plugin for prompts with images."""
+_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix")
+"""Members of `kv_transfer_params` that replace the prompt: vLLM's, and those of the plugin for prompts with images and prefixes by hash."""
 
 
 class ChatCall(msgspec.Struct):

