@@ -15,7 +15,7 @@ from tokencache.config import Settings
 from tokencache.server.app import Proxy
 
 SESSION = "s-1"
-NAMES = {"update": "u", "session": SESSION, "turn": "t", "sequence": "q", "key": "k"}
+NAMES = {"update": "u", "session": SESSION, "turn": "t", "sequence": "q", "key": "k", "sha256": "0" * 64}
 ADMIN = "an-admin-key"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "PROPFIND")
 
