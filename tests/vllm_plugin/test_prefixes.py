@@ -87,7 +87,7 @@ class Server:
         patch_prefixes(self.engine, self.max_bytes, self.modules.__getitem__)
         return self
 
-    async def ask(self, member=None, *, messages=(), stream=False, leave=False, transfer=None, **request):
+    async def ask(self, member=None, *, messages=(), stream=False, leave=False, transfer=None, prompts=1, **request):
         """The headers, and the answer's ids of the prompt or its error."""
         transfer = {**(transfer or {}), **({MEMBER: member} if member is not None else {})}
         body = types.SimpleNamespace(kv_transfer_params=transfer, **request)
@@ -95,7 +95,8 @@ class Server:
 
         async def application(_scope, _receive, send):
             try:
-                _, (engine_input,) = await self.online().preprocess_chat(body, list(messages), None, "auto", None)
+                for _ in range(prompts):
+                    _, (engine_input,) = await self.online().preprocess_chat(body, list(messages), None, "auto", None)
             except BadRequestError as why:
                 answers.append(why)
             else:
@@ -232,6 +233,18 @@ async def test_another_prompt_is_refused(server, other):
 async def test_media_are_refused_because_vllm_would_render_them(server):
     assert "media" in (await server.refusal({"tail": tail([9])}, messages=["media"]))[1]
     assert server.engine.prompts == []
+
+
+async def test_a_request_with_several_prompts_is_refused(server):
+    assert "several" in (await server.refusal({"tail": tail([9])}, prompts=2))[1]
+    assert server.engine.prompts == []
+    assert await server.ask(prompts=2) == ({}, RENDERED)
+
+
+async def test_without_the_middleware_nothing_is_rendered_in_its_place(server):
+    request = types.SimpleNamespace(kv_transfer_params={MEMBER: {"tail": tail([9])}})
+    with pytest.raises(BadRequestError, match="over HTTP"):
+        await server.online().preprocess_chat(request, [], None, "auto", None)
 
 
 async def _fewer(self, request, messages):

