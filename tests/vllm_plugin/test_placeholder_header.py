@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokencache.vllm_plugin.placeholder_header import HEADER, PlaceholderHeader, report
+from tokencache.vllm_plugin.placeholder_header import HEADER, PLUGIN_HEADER, PlaceholderHeader, report
 
 ITEMS = {"image": [SimpleNamespace(offset=146, length=4), SimpleNamespace(offset=210, length=30)], "video": []}
 
@@ -38,7 +38,7 @@ async def test_the_places_are_a_header():
 
     found = await headers(serve)
     assert json.loads(found.pop(HEADER)) == {"image": [[146, 4], [210, 30]]}
-    assert found == {"content-type": "application/json"}
+    assert found == {"content-type": "application/json", PLUGIN_HEADER: "images"}
 
 
 @pytest.mark.parametrize("items", [{}, {"image": []}])
@@ -46,8 +46,7 @@ async def test_a_request_without_media_has_no_header(items):
     async def serve():
         report(items)
 
-    assert HEADER not in await headers(serve)
-    assert HEADER not in await headers(nothing)
+    assert await headers(serve) == await headers(nothing) == {"content-type": "application/json"}
 
 
 async def test_requests_at_the_same_time_have_their_own():

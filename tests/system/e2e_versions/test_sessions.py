@@ -6,6 +6,8 @@ import pytest
 from rig.exported import assert_exported, generations, get_json, trajectory, turns
 from rig.harness import TOOLS
 
+from tokencache.vllm_plugin.images import VERSIONS as IMAGE_VERSIONS
+
 TURNS = 5
 IGNORED = "supplied ids are ignored"
 
@@ -23,7 +25,8 @@ def test_the_plugin_logs_what_it_wrapped(server, case):
     if not case.plugin:
         assert logged_lines == []
     elif case.native:
-        assert logged_lines == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed"]
+        images = [f"vLLM {case.version} now accepts tokencache_prompt: exact prompts with images"] * (case.number in IMAGE_VERSIONS)
+        assert logged_lines == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed", *images]
     else:
         (line,) = logged_lines
         assert line.startswith(f"vLLM {case.version} now accepts prompt_token_ids and required_prefix_token_ids; wrapped vllm.")

@@ -1,7 +1,7 @@
-"""A tiny Qwen3-VL around the project's own tokenizer, and a real vLLM that serves it with the plugin.
+"""Tiny models for images around the project's own tokenizer, and a real vLLM that serves one, a Qwen3-VL, with the plugin.
 
-Weights are made by vLLM (`--load-format dummy`), which makes them so small that all log probabilities are alike, whatever the images are.
-So a plugin of this rig (`large_weights`) makes them larger.
+`vision_families` has the other models. Weights are made by vLLM (`--load-format dummy`), which makes them so small that all log
+probabilities are alike, whatever the images are. So a plugin of this rig (`large_weights`) makes them larger.
 """
 
 import json
@@ -14,6 +14,7 @@ from rig.model import PAD, STOP
 from rig.server import HERE, REPOSITORY, VllmServer
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 PATCH = 32
 """Pixels of a token's side: patches of 16, merged by two."""
 IMAGES_AT_MOST = 8
@@ -23,7 +24,7 @@ _PARTS = r"""
     {%- if content is string -%}{{ content }}
     {%- elif content is not none -%}
         {%- for part in content -%}
-            {%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<|vision_start|><|image_pad|><|vision_end|>{%- endif -%}
+            {%- if part.type == 'text' -%}{{ part.text }}{%- else -%}IMAGE{%- endif -%}
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
@@ -33,8 +34,8 @@ _PARTS = r"""
 """.strip()
 
 
-def vision_template(template):
-    """A chat template that writes images, made from one for text."""
+def vision_template(template, image):
+    """A chat template that writes `image` for each image, made from one for text."""
     text = "{%- set text = message.content if message.content is string else '' %}"
     query = "message.role == 'user' and message.content is string\n"
     preamble = "{%- set preamble = messages[0].content %}"
@@ -47,36 +48,48 @@ def vision_template(template):
     ):
         assert template.count(written) == 1, written
         template = template.replace(written, instead)
-    return _PARTS + "\n" + template
+    return _PARTS.replace("IMAGE", image) + "\n" + template
 
 
 def make_vision_model(tokenizer_dir, out):
-    """Writes a model folder around the tokenizer in `tokenizer_dir`, with the tokens of images; returns its path."""
+    """Writes the folder of a Qwen3-VL around the tokenizer in `tokenizer_dir`; returns its path."""
+    return write_vision_model(tokenizer_dir, out, VISION_TOKENS, IMAGE, qwen3_vl)
+
+
+def write_vision_model(tokenizer_dir, out, tokens, image, make_files, *, plain_tokens=(), named=None):
+    """Writes a model folder around the tokenizer in `tokenizer_dir`; returns its path.
+
+    `tokens` and `plain_tokens` are added to the vocabulary, the first as special ones; `named` goes into the tokenizer's configuration.
+    The chat template writes `image` for an image. `make_files` gets the ids of all tokens and returns the other JSON files by name.
+    """
     source, out = Path(tokenizer_dir), Path(out)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     ids = tokenizer["model"]["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    for token in VISION_TOKENS:
+    for token in (*tokens, *plain_tokens):
         if token not in ids:
             ids[token] = max(ids.values()) + 1
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            tokenizer["added_tokens"].append({"id": ids[token], "content": token, **flags, "special": True})
+            tokenizer["added_tokens"].append({"id": ids[token], "content": token, **flags, "special": token in tokens})
     (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
-    named = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    named["chat_template"] = vision_template(named["chat_template"])
+    configured = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8")) | (named or {})
+    configured["chat_template"] = vision_template(configured["chat_template"], image)
+    for name, content in (make_files(ids) | {"tokenizer_config.json": configured}).items():
+        (out / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return out
+
+
+def qwen3_vl(ids):
+    """The files of a Qwen3-VL."""
     size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (8 * PATCH) ** 2}
     common = {"processor_class": "Qwen3VLProcessor", "patch_size": PATCH // 2, "temporal_patch_size": 2, "merge_size": 2}
     common |= {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    files = {
-        "tokenizer_config.json": named,
+    return {
         "config.json": _config(ids),
         "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessorFast", **common},
         "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", **common},
         "processor_config.json": {"processor_class": "Qwen3VLProcessor"},
     }
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return out
 
 
 def _config(ids):

@@ -1,0 +1,98 @@
+"""Runs vLLM's own renderer with the plugin, without an engine, on models for images: prints as JSON what the engine would get.
+
+usage: python render_images.py REQUESTS.json MODEL_DIR…        in vLLM's environment
+
+Each request is a list of steps: `messages`, and how the ids of the prompt are made from those of vLLM's own rendering (`plan`). Output:
+model folder → name of a request → `own` (vLLM's rendering) and `given` (with the plugin's ids), or `refused` with the error.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from tokencache.vllm_plugin.images import MEMBER, patch_images
+
+
+def shown(engine_input):
+    """What the engine would get, as plain values."""
+    places = engine_input.get("mm_placeholders", {}).get("image", ())
+    return {
+        "ids": list(engine_input["prompt_token_ids"]),
+        "places": [[one.offset, one.length] for one in places],
+        "masks": [None if one.is_embed is None else one.is_embed.tolist() for one in places],
+        "hashes": engine_input.get("mm_hashes", {}).get("image", []),
+    }
+
+
+class Model:
+    """One model's renderer."""
+
+    def __init__(self, folder):
+        config = AsyncEngineArgs(model=folder, load_format="dummy", enforce_eager=True, max_model_len=16384).create_engine_config()
+        self.renderer = renderer_from_config(config)
+        self.online = OnlineRenderer(
+            config.model_config,
+            self.renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+        )
+
+    async def render(self, messages, **prompt):
+        transfer = {"kv_transfer_params": {MEMBER: prompt}} if prompt else {}
+        _, (engine_input,) = await self.online.render_chat(ChatCompletionRequest(model="tiny", messages=messages, **transfer))
+        return shown(engine_input)
+
+    def drifted(self, ids, reply):
+        """The ids with the words of a reply in another tokenization: each of its characters by itself."""
+        encode = self.renderer.tokenizer.encode
+        usual, other = encode(reply, add_special_tokens=False), [token for c in reply for token in encode(c, add_special_tokens=False)]
+        (at,) = [at for at in range(len(ids)) if ids[at : at + len(usual)] == usual]
+        return [*ids[:at], *other, *ids[at + len(usual) :]], at + len(other)
+
+    async def answer(self, request):
+        """The own rendering of a request, and that with the plugin's ids.
+
+        `supplied` are the messages of the ids, if they are not those of the request. `sampled`: an embedding's id behind the reply:
+        "named" or "hidden".
+        """
+        own = await self.render(request.get("supplied") or request["messages"])
+        ids, end, prompt = own["ids"], None, {}
+        if "drift" in request:
+            ids, end = self.drifted(ids, request["drift"])
+        if "sampled" in request:
+            (start, length), mask = own["places"][0], own["masks"][0] or [True]
+            assert start + length < end
+            ids = [*ids[:end], own["ids"][start + mask.index(True)], *ids[end:]]
+            prompt = {"sampled": [end]} if request["sampled"] == "named" else {}
+        if "ranges" in request:
+            prompt["ranges"] = {"image": [[start + request["ranges"], length] for start, length in own["places"][:1]]}
+        if request.get("compact"):
+            for start, length in reversed(own["places"]):
+                ids = [*ids[: start + 1], *ids[start + length :]]
+        try:
+            return {"own": own, "sent": ids, "given": await self.render(request["messages"], ids=ids, **prompt)}
+        except VLLMValidationError as error:
+            return {"own": own, "sent": ids, "refused": str(error), "parameter": error.parameter}
+
+
+async def answer_all(asked, *folders):
+    """Prints the answers of all models."""
+    assert patch_images("0.32.0")
+    answers = {}
+    for folder in folders:
+        model = Model(folder)
+        answers[Path(folder).name] = {name: await model.answer(request) for name, request in asked.items()}
+    print(json.dumps(answers), flush=True)
+
+
+asyncio.run(answer_all(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), *sys.argv[2:]))
+os._exit(0)  # threads of vLLM's renderers would go on
