@@ -33,10 +33,13 @@ class Processor:
 
     def _cached_apply_hf_processor(self, inputs, timing_ctx):
         sizes = inputs.sizes
-        return types.SimpleNamespace(kwargs=sizes, hashes={"image": list(map(str, sizes))}, prompt_updates=sizes)
+        hashes = list(map(str, sizes))
+        kwargs = {"image": [None if key in inputs.cache.keys else "pixels" for key in hashes]}
+        inputs.cache.keys.update(hashes)
+        return types.SimpleNamespace(kwargs=kwargs, hashes={"image": hashes}, prompt_updates=sizes)
 
     def _validate_mm_kwargs(self, kwargs, counts):
-        assert len(kwargs) == counts["image"]
+        assert len(kwargs["image"]) == counts["image"]
 
     def _validate_mm_updates(self, updates, counts):
         assert len(updates) == counts["image"]
@@ -61,11 +64,21 @@ class Processor:
         return {"prompt_token_ids": ["rendered"]}
 
 
+class Cache:
+    """Hashes of the images that the engine's process has, as vLLM's renderer believes."""
+
+    def __init__(self):
+        self.keys = set()
+
+    def invalidate(self, key):
+        self.keys.discard(key)
+
+
 class Renderer:
     """vLLM's renderer: an image in a message is `{"type": "image_url", "size": …}`."""
 
     def __init__(self, processor):
-        self.processor = processor
+        self.processor, self.cache = processor, Cache()
         self.model_config = types.SimpleNamespace(hf_config=processor.info.get_hf_config())
 
     def validate_token_ids(self, ids, *, parameter):
@@ -85,7 +98,7 @@ class Renderer:
         sizes = prompt["multi_modal_data"]["image"]
         counts = {"image": len(sizes)}
         items = types.SimpleNamespace(get_all_counts=lambda: counts)
-        inputs = types.SimpleNamespace(prompt=prompt["prompt_token_ids"], sizes=sizes, mm_data_items=items)
+        inputs = types.SimpleNamespace(prompt=prompt["prompt_token_ids"], sizes=sizes, mm_data_items=items, cache=self.cache)
         return self.processor.apply(inputs, None) | {"cache_salt": prompt.get("cache_salt")}
 
     async def render_chat_async(self, conversations, chat_params, tok_params=None, *, prompt_extras=None, skip_mm_cache=False):
@@ -153,6 +166,14 @@ async def test_the_prompt_is_the_supplied_ids_and_the_media_are_vllms():
     assert given["prompt_token_ids"] == IDS
     assert [(one.offset, one.length) for one in given["mm_placeholders"]["image"]] == [(2, 5), (8, 3)]
     assert (given["mm_hashes"], given["cache_salt"]) == ({"image": ["3", "1"]}, "salt")
+
+
+async def test_images_of_a_refused_request_are_not_believed_to_be_in_the_engine():
+    server = Server()
+    await server.ask(3, ids=[1, *placeholder(3)])
+    with pytest.raises(BadRequestError):
+        await server.ask(3, 1, 2, ids=IDS)
+    assert server.online.renderer.cache.keys == {"3"}
 
 
 async def test_a_request_without_the_member_is_vllms_own():

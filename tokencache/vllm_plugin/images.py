@@ -208,7 +208,11 @@ def _exact_apply(original: Any, base: Any, mm_input: Callable[..., Any], error: 
         self._validate_mm_updates(processed.prompt_updates, counts)
         found = self._find_mm_placeholders(list(prompt.ids), processed.prompt_updates)
         ranges = {name: [item.to_range() for item in items] for name, items in found.items()}
-        check_placeholders(prompt, ranges, counts, _embedding_ids(self.info.get_hf_config()))
+        try:
+            check_placeholders(prompt, ranges, counts, _embedding_ids(self.info.get_hf_config()))
+        except InvalidIdsError:
+            _forget(inputs.cache, processed)
+            raise
         return mm_input(prompt_token_ids=prompt.ids, mm_kwargs=processed.kwargs, mm_hashes=processed.hashes, mm_placeholders=ranges)
 
     @functools.wraps(original)
@@ -221,6 +225,19 @@ def _exact_apply(original: Any, base: Any, mm_input: Callable[..., Any], error: 
             raise error(str(why), parameter=why.parameter) from why
 
     return apply
+
+
+def _forget(cache: Any, processed: Any) -> None:
+    """Remove the media of a refused request from vLLM's cache of what the engine's process has: it does not get them.
+
+    Without that, the next request with such an image would have only its hash, and fail with 500.
+    """
+    if cache is None:
+        return
+    for name, items in processed.kwargs.items():
+        for key, item in zip(processed.hashes[name], items, strict=True):
+            if item is not None:  # otherwise the engine has it from an earlier request
+                cache.invalidate(key)
 
 
 def _exact_preprocess(original: Any, tokens_input: Callable[..., Any], error: Callable[..., Exception]) -> Any:

@@ -134,6 +134,7 @@ async def test_images_and_ids_that_do_not_belong_together_are_refused(engine):
     two = [{"role": "user", "content": [*messages[0]["content"], image(*SIZES[1])]}]
     compact = [*prompt[: start + 1], *prompt[start + length :]]
     assert "2 of kind image" in await engine.refusal(two, ids=prompt)
+    assert len((await engine.ask(two))[1]) == len(two[0]["content"]) - 1, "an image of a refused request is still usable"
     assert "1 of kind image" in await engine.refusal(messages, ids=compact)
     assert "`ranges`" in await engine.refusal(messages, ids=prompt, ranges={"image": [[start + 1, length]]})
     assert "`ids`" in await engine.refusal(messages, ids=[])
