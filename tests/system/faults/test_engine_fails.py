@@ -186,10 +186,12 @@ async def test_a_stream_that_breaks_off(stack, http, dialect, fault):
 
 @KINDS
 async def test_a_stream_that_stalls(stack, http, dialect):
-    agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls, timeout_s=1.0)
+    agent = Agent(f"silent-{dialect.name}", dialect, http, stack.urls)
     assert await agent.turn()
     stack.engine.order_fault(agent.session, kind="stall")
+    agent.timeout_s = 1.0
     assert await agent.turn() is None
+    agent.timeout_s = 30.0
     assert await agent.turn()
     found = stack.check([agent])
     assert found.clean, found.words
