@@ -197,6 +197,21 @@ async def test_tokenize_continues_a_final_message(http, url, engine):
         assert (await response.json())["tokens"] == engine.tokenizer.encode("hi <|im_end|>")
 
 
+async def test_a_made_up_reply_goes_on_where_it_was_cut(http, url, engine):
+    """Also one that begins with an empty thinking block, in the ids in which the template writes such a block."""
+    block = engine.tokenizer.encode("<think>\n\n</think>\n\n")
+    alike = 0
+    for n in range(40):
+        asked = {"messages": [{"role": "user", "content": f"Question {n}?"}], "return_token_ids": True}
+        _, answer = await ask(http, url, **asked)
+        prompt, reply = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+        alike += reply[: len(block)] == block
+        begun = reply[: len(reply) * 2 // 3]
+        _, answer = await ask(http, url, **asked, kv_transfer_params={"prompt_token_ids": prompt + begun})
+        assert engine.tokenizer.decode(begun + answer["choices"][0]["token_ids"]) == engine.tokenizer.decode(reply)
+    assert alike
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_ground_truth_equals_what_was_returned(http, url, engine, stream):
     if stream:

@@ -101,10 +101,12 @@ class ReplyGenerator:
 
     def _rest(self, request: ChatRequest, prompt_ids: Sequence[int], rng: random.Random) -> Iterator[int]:
         """Yield the ids of a reply, without the beginning of it that the prompt has already."""
-        opened = self._end_of_opener(prompt_ids)
-        begun = b"".join(self.tokenizer.token_bytes(token_id) for token_id in prompt_ids[opened:])
-        text = self._text(request, prompt_ids[:opened])
-        if not text.encode().startswith(begun):
+        for opened in self._ends_of_opener(prompt_ids):
+            begun = b"".join(self.tokenizer.token_bytes(token_id) for token_id in prompt_ids[opened:])
+            text = self._text(request, prompt_ids[:opened])
+            if text.encode().startswith(begun):
+                break
+        else:
             text, begun = self._text(request, prompt_ids), b""
         rest, split = text.encode()[len(begun) :], 0
         while split < len(rest) and rest[split] in _CONTINUES:  # the rest of a character
@@ -112,14 +114,20 @@ class ReplyGenerator:
         yield from self.tokenizer.spell(rest[:split])
         yield from self.tokenizer.resample(rest[split:].decode(), rng, self.drift)
 
-    def _end_of_opener(self, prompt_ids: Sequence[int]) -> int:
-        """Return where the last reply of a prompt begins: after its opener, and after an empty thinking block of the template."""
+    def _ends_of_opener(self, prompt_ids: Sequence[int]) -> Iterator[int]:
+        """Yield where the last reply of a prompt may begin: after its opener, and first after an empty thinking block, if there is one.
+
+        Either the template or the reply itself may have begun with that block.
+        """
         opener, empty = self.tokenizer.opener_ids, tuple(self.tokenizer.encode(_NO_THOUGHT))
         for at in range(len(prompt_ids) - len(opener), -1, -1):
             if tuple(prompt_ids[at : at + len(opener)]) == opener:
                 end = at + len(opener)
-                return end + (len(empty) if tuple(prompt_ids[end : end + len(empty)]) == empty else 0)
-        return len(prompt_ids)
+                if tuple(prompt_ids[end : end + len(empty)]) == empty:
+                    yield end + len(empty)
+                yield end
+                return
+        yield len(prompt_ids)
 
     def _text(self, request: ChatRequest, prompt_ids: Sequence[int]) -> str:
         prompt = self.tokenizer.decode(prompt_ids)
