@@ -17,6 +17,7 @@ from tests.core.forest import line
 from tests.proxy.kit import proxied, user
 from tests.store import conftest
 from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtures
+from tokencache.api import queue as queue_module
 from tokencache.api.queue import SessionQueue
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
@@ -26,7 +27,7 @@ from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.store.base import Entry, RemoveOutcome
+from tokencache.store.base import Entry, RemoveOutcome, StoreError
 from tokencache.store.memory import MemoryStore
 
 API = "/tokencache/v1"
@@ -107,6 +108,26 @@ class TestDeliveries:
         assert await refusal(queue.extend(Extend([lost.id]))) == (409, "delivery_expired")
         assert await store.session("a") is not None
         assert await queue.acknowledge(Acknowledge([one.id])) == 1
+
+    async def test_what_was_acknowledged_is_not_delivered_again_if_its_deletion_fails(self, store, monkeypatch):
+        queue = queue_of(store)
+        await finish(store, "a", "b", group="g")
+        ((one,), delete) = (await take(queue, Take("c1", group_size=2))), store.delete
+
+        async def fail_at_b(session, *, reuse=False):
+            if session == "b":
+                raise StoreError("down")
+            return await delete(session, reuse=reuse)
+
+        monkeypatch.setattr(store, "delete", fail_at_b)
+        monkeypatch.setattr(queue_module, "_DELETING_SECONDS", SHORT)
+        with pytest.raises(StoreError):
+            await queue.acknowledge(Acknowledge([one.id]))
+        assert [await store.session("a"), (await store.session("b")).id] == [None, "b"]
+        monkeypatch.setattr(store, "delete", delete)
+        while await store.session("b") is not None:
+            assert [await take(queue, Take(consumer)) for consumer in ("c1", "c2")] == [[], []]
+        assert (await queue.length(), (await queue.counts())["taken"]) == (0, 0)
 
     async def test_a_delivery_that_is_released_is_free_at_once(self, store):
         queue = queue_of(store)

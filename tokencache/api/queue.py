@@ -5,6 +5,9 @@ has no call in flight. A consumer takes ready sessions as a *delivery*, which se
 consumer that asks again without naming a delivery that it has (`Take.holding`) gets that delivery again: it has been restarted. The
 deliveries of a consumer that does not come back are given to others when their leases end.
 
+An acknowledgement that deletes the sessions first becomes a lease that belongs to no consumer. If the proxy or the store fails in between,
+the sessions are not given out again: whoever looks at the queue after that lease has ended deletes the rest.
+
 The store has the queue, so it does not matter which replica a consumer asks. A replica that waits for a session to become ready is woken
 by what happens in its own process, and otherwise looks at the queue with growing pauses.
 """
@@ -40,8 +43,10 @@ _MOST_FINISHED = 100
 """Finished sessions that one answer names."""
 _STALE, _UNKNOWN = "stale", "unknown_lag"
 """Members of an answer that count sessions which a limit of lag left in the queue."""
-_DELETING_SECONDS = 60.0
-"""A delivery cannot expire for so long while its sessions are deleted."""
+_NOBODY = ""
+"""The consumer of acknowledged sessions that are being deleted."""
+_DELETING_SECONDS = 10.0
+"""For so long nobody else deletes the sessions of an acknowledged delivery."""
 
 T = TypeVar("T")
 
@@ -101,7 +106,7 @@ class SessionQueue:
     async def acknowledge(self, asked: Acknowledge) -> int:
         """Take deliveries out of the queue, and delete their sessions if that is asked. Returns the number of sessions deleted.
 
-        The sessions are deleted first. So if the proxy dies in between, the delivery is still there and can be acknowledged again.
+        The sessions are deleted first. So if that fails, the delivery is still there and can be acknowledged again.
 
         Raises:
             HarnessError: a delivery is of another store, or its sessions were given to another consumer. All others are acknowledged.
@@ -109,7 +114,7 @@ class SessionQueue:
         await self._check(asked.deliveries)
         expired, deleted = [], 0
         for delivery in dict.fromkeys(asked.deliveries):
-            if await self._store.extend(delivery, _DELETING_SECONDS) and asked.delete:
+            if asked.delete and await self._store.extend(delivery, _DELETING_SECONDS):
                 deleted += await self._delete(delivery)
             if await self._store.remove(delivery) is RemoveOutcome.EXPIRED:
                 expired.append(delivery)
@@ -157,7 +162,7 @@ class SessionQueue:
 
     async def counts(self) -> dict[str, Any]:
         """Count the sessions in the queue, and those of each consumer."""
-        found = await self._candidates(await self._store.queue())
+        found = await self._candidates(await self._entries())
         free = [one for one in found if not one.entry.leased]
         return {
             "candidates": len(free),
@@ -179,7 +184,7 @@ class SessionQueue:
         raise AssertionError("delays never end")
 
     async def _take(self, asked: Take, limit: LagLimit | None, left: dict[str, int]) -> list[TakenDelivery]:
-        entries = await self._store.queue()
+        entries = await self._entries()
         own: dict[str, list[QueueEntry]] = {}
         for entry in entries:
             if entry.leased and entry.consumer == asked.consumer and entry.delivery not in asked.holding:
@@ -245,6 +250,16 @@ class SessionQueue:
                 await self._store.withdraw(entry.session, entry.epoch)
         return found
 
+    async def _entries(self) -> list[QueueEntry]:
+        """Read the queue without what was acknowledged. Deletes sessions whose acknowledgement failed half-way."""
+        entries = await self._store.queue()
+        acknowledged = {entry.delivery: entry for entry in entries if entry.delivery and entry.consumer == _NOBODY}
+        for delivery, entry in acknowledged.items():
+            if not entry.leased and await self._store.extend(delivery, _DELETING_SECONDS):
+                await self._delete(delivery)
+                await self._store.remove(delivery)
+        return [entry for entry in entries if entry.delivery not in acknowledged]
+
     async def _is_ready(self, info: SessionInfo) -> bool:
         """Whether a consumer may take a session. If it only waits for calls, those of replicas that are gone are closed."""
         if info.state is SessionStage.FINISHED and info.open_calls:
@@ -252,8 +267,10 @@ class SessionQueue:
         return is_ready(info)
 
     async def _delete(self, delivery: str) -> int:
-        """Delete the sessions of a delivery. Returns how many there were."""
+        """Delete the sessions of a delivery, which nobody can take any more. Returns how many there were."""
         found = await self._candidates([entry for entry in await self._store.queue() if entry.delivery == delivery])
+        if not found or not await self._store.lease([one.info.id for one in found], delivery, _NOBODY, _DELETING_SECONDS):
+            return 0
         return sum([await self._ledger.delete(one.info.id) for one in found])
 
     async def _check(self, deliveries: Sequence[str]) -> None:

@@ -91,14 +91,16 @@ async def test_each_session_is_consumed_exactly_once(started, http, tmp_path, se
         consumers[0].kill()  # for good: its deliveries go to the others when their leases end
 
         def empty():
+            for one in consumers[1:]:
+                assert one.alive, f"{one.name} ended: {one.output()[-4000:]}"
             status, counts = ask(f"{stack.urls[1]}{API}/queue")
-            return status == 200 and counts["candidates"] == counts["taken"] == 0
+            gone = status == 200 and counts["candidates"] == counts["taken"] == 0
+            return gone and all(stack.info(agent.session) is None for agent in agents)  # deleted with the acknowledgement
 
-        await asyncio.to_thread(until, empty, "the queue does not become empty", 60)
+        await asyncio.to_thread(until, empty, "the queue does not become empty", 120)
     finally:
         for one in consumers:
             one.kill()
     steps = [step for one in consumers for step in one.steps()]
     assert problems(steps) == []
     assert {name for step, _, names in steps if step == "taken" for name in names} == {agent.session for agent in agents}
-    assert all(stack.info(agent.session) is None for agent in agents)  # deleted with the acknowledgement
