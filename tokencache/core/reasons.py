@@ -130,6 +130,13 @@ class Reason(Described):
         "not-for-completions",
         "the `completions` driver cannot express what the request asks for; the engine's own chat answered ([drivers](drivers.md))",
     )
+    NOT_FOR_GENERATE = (
+        "not-for-generate",
+        (
+            "the request has images, and `/inference/v1/generate` cannot take its exact prompt: a reply or a text contains a placeholder, "
+            "or the engine does not render the new images as they stand in the prompt ([images](images.md))"
+        ),
+    )
     # The request.
     SWITCHED_OFF = "switched-off", "the request needs a rule that is switched off"
     MEDIA = "media", "the request contains images or other media that the engine cannot use in an exact prompt (`images_why` in `/readyz`)"

@@ -21,7 +21,8 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.images import ImageRoute, ImageSupport, probe_images
+from tokencache.engine.image_support import ImageRoute, ImageSupport
+from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
@@ -88,9 +89,7 @@ class Capability(msgspec.Struct, frozen=True):
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
-        images: how exact prompts with images are supplied: `plugin` (`tokencache.vllm_plugin`), `generate` (`/inference/v1/generate`), or
-            `""` if they cannot be; `images_why` is the reason.
-        placeholder_ids: the ids in whose place the engine puts the embeddings of images.
+        images, images_why, placeholder_ids, placeholder: how exact prompts with images are supplied (`engine.image_support`).
     """
 
     model: str
@@ -114,7 +113,13 @@ class Capability(msgspec.Struct, frozen=True):
     images: ImageRoute = ""
     images_why: str = "not asked"
     placeholder_ids: tuple[int, ...] = ()
+    placeholder: tuple[int, ...] = ()
     why: str = ""
+
+    @property
+    def image_support(self) -> ImageSupport:
+        """How exact prompts with images are supplied."""
+        return ImageSupport(self.images, self.images_why, self.placeholder_ids, self.placeholder)
 
     def summary(self) -> str:
         """Describe the finding in one line."""
@@ -219,7 +224,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
-    images = await probe_images(ask, renderer, found.model, supply.plain) if driver.images else ImageSupport()
+    images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else ImageSupport()
     return _changed(
         found,
         level="exact",
@@ -230,6 +235,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         images=images.route,
         images_why=images.why,
         placeholder_ids=images.placeholder_ids,
+        placeholder=images.placeholder,
     )
 
 

@@ -29,6 +29,7 @@ from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "X-Request-Id"
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _REFUSED = frozenset({400, 422})
+_PLACES_SECONDS = 10.0
+"""Seconds to wait for the places of the images in a prompt."""
 _ENDED_EARLY = "the engine's stream ended before the reply did"
 _UNREADABLE = "the engine's reply cannot be read"
 
@@ -298,6 +301,8 @@ class CallAttempt:
     async def _write_turns(self) -> None:
         outcome, ended = self._outcome, time.time()
         await outcome.weights.end()
+        if self._chat.media and outcome.places is None:
+            outcome.places = await self._find_places()
         await self._ledger.keep_experts(outcome)
         await self._ledger.keep_media(self._begun, outcome)
         try:
@@ -318,6 +323,18 @@ class CallAttempt:
                 log.debug("session %s turn %s: %s %s, %s, %s", self._session, turn.id, turn.match, turn.reason, counts, turn.finish_reason)
         for incident in recorded.incidents:
             self._log(incident)
+
+    async def _find_places(self) -> Places | None:
+        """Ask the engine where the images of a prompt are that it rendered; `None` if it cannot say."""
+        prompt = self._reply.prompt.packed
+        if prompt is None or self._outcome.plan.exact is not None:
+            return None
+        try:
+            async with asyncio.timeout(_PLACES_SECONDS):
+                return await self._driver.places(self._chat, prompt, self._target(self._engine))
+        except (EngineError, TimeoutError) as why:
+            log.warning("session %s call %s: the places of its images are not known: %s", self._session, self.id, why)
+            return None
 
     def _log(self, incident: Incident) -> None:
         """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
@@ -372,7 +389,13 @@ class CallAttempt:
             if self._gathers and answer.content_type == EVENT_STREAM:
                 return await self._pass_gathered(answer)
             delivery = ReplyForwarder(
-                self._response, self._reply, self._driver, self, may_resample=self._may_resample, may_continue=self._continues
+                self._response,
+                self._reply,
+                self._driver,
+                self,
+                may_resample=self._may_resample,
+                may_continue=self._continues,
+                is_parsed=self._request.parse is not None,
             )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
@@ -477,8 +500,7 @@ class CallAttempt:
         """
         outcome, plan, driver = self._outcome, self._outcome.plan, engine.driver
         self._driver = driver
-        longest = outcome.model.capability.max_model_len if outcome.model is not None else 0
-        target = Target(engine.upstream, self._exchange.path, self._exchange.headers, longest)
+        target = self._target(engine)
         self._continues = self._may_continue()
         self._gathers = self._continues and not (self._chat.stream or self._ledger.keeps_experts)  # streams have no routed experts
         self._request = await self._write_request(plan.exact, target)
@@ -500,6 +522,12 @@ class CallAttempt:
         if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             engine.doubt("it refused the ids that it was sent")
         return answer
+
+    def _target(self, engine: Engine) -> Target:
+        target, model = Target(engine.upstream, self._exchange.path, self._exchange.headers), self._outcome.model
+        if model is None:
+            return target
+        return target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
 
     async def _write_request(self, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None) -> EngineRequest:
         """Write the request, or that of a piece of the reply (`chat`), with the salt."""
@@ -561,7 +589,8 @@ class CallAttempt:
             return web.Response()
         no_text = ""
         if self._request.parse is not None:
-            body, no_text, _ = await self._parse(self._request.parse(body), delivery)
+            parsed = await self._parse(self._request.parse(body), delivery)
+            body, no_text, self._outcome.places = parsed.body, parsed.error, parsed.places
         body = delivery.take(body)
         if delivery.withheld == "aborted":
             return await self._drop()
@@ -605,7 +634,9 @@ class CallAttempt:
             raise
 
     async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: ReplyForwarder) -> None:
-        delivery.take((await work).body)
+        parsed = await work
+        delivery.take(parsed.body)
+        self._outcome.places = parsed.places
         self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
         await self._write_turns()
 
@@ -784,7 +815,7 @@ class CallAttempt:
         self._driver = engine.driver
         packed, fragment = continuation.prompt
         exact = ExactPrompt(packed, fragment, LastReply(-1, 0, 0))
-        target = Target(engine.upstream, self._exchange.path, self._exchange.headers, outcome.model.capability.max_model_len)
+        target = self._target(engine)
         derender = DerenderRequest(engine.upstream, self._chat.safe_fields(), b"", self._exchange.headers)
         await continuation.find_own_limit(derender, target.max_model_len)
         self._request = await self._write_request(exact, target, continuation.call)

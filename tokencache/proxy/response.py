@@ -275,11 +275,20 @@ class ReplyForwarder:
     """
 
     def __init__(
-        self, response: Response, reply: Reply, driver: Driver, progress: Progress, *, may_resample: bool, may_continue: bool
+        self,
+        response: Response,
+        reply: Reply,
+        driver: Driver,
+        progress: Progress,
+        *,
+        may_resample: bool,
+        may_continue: bool,
+        is_parsed: bool = False,
     ) -> None:
         self._response, self._reply, self._driver, self._progress = response, reply, driver, progress
         self._chat, self._encoder, self._token_ids = response.chat, response.exchange.encoder, response.exchange.token_ids
         self._may_resample, self._may_continue = may_resample, may_continue
+        self._streams = driver.streams and not is_parsed
         self._as_is = response.exchange.refuse is None
         self.ended = False
         self.cut = ""
@@ -299,8 +308,8 @@ class ReplyForwarder:
 
     @property
     def sends_as_stream(self) -> bool:
-        """Whether a whole reply must be sent as a stream: the client requested a stream, but the engine does not stream."""
-        return self._chat.stream and not self._driver.streams and self._chat.dialect != "completions" and not self._progress.orphaned
+        """Whether a whole reply must be sent as a stream: the client requested a stream, but the engine does not stream this reply."""
+        return self._chat.stream and not self._streams and self._chat.dialect != "completions" and not self._progress.orphaned
 
     def take(self, body: bytes) -> bytes:
         """Read a whole reply.

@@ -193,6 +193,9 @@ class Completion:
 class ChatCompletion(Completion):
     """A chat completion in progress."""
 
+    prompt_text: str | None = None
+    """The text of the prompt, if the request wants it."""
+
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
         reasoning = sum(self._reasoning(entry) for entry in self.entries)
@@ -216,7 +219,8 @@ class ChatCompletion(Completion):
             self._finish(entry, choice["finish_reason"])
             choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
-        return wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0]) | metadata.of_reply()
+        reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
+        return reply | {"prompt_text": self.prompt_text} | metadata.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""

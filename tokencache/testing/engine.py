@@ -33,6 +33,7 @@ from tokencache.testing.derender import derendered, derendered_chunk, rendered
 from tokencache.testing.dev_mode import DevMode
 from tokencache.testing.errors import RefusalResponse, room_for_reply, schema_refusal, senseless, unknown_model
 from tokencache.testing.faults import Fault, FaultKind, FaultOrders
+from tokencache.testing.generate_route import GENERATE, GeneratedCompletion, read_generate_request
 from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
 from tokencache.testing.images import ImageMode, Ranges, SimulatedImages, media_parts
@@ -84,7 +85,8 @@ class SimulatedEngine:
         weights: the weights, LoRA adapters and prefix cache.
         dev_mode: how it is paused, and what its trainer called.
         requests, headers: bodies and headers of the chat completion requests received, including refused ones.
-        completions, derendered, tokenizations: bodies of the text completion, `derender` and `/tokenize` requests received.
+        completions, derendered, generated, tokenizations: bodies of the text completion, `derender`, `/inference/v1/generate` and
+            `/tokenize` requests received.
         faults: queue of faults. Each happens to one request; `None` lets one request pass.
     """
 
@@ -131,6 +133,7 @@ class SimulatedEngine:
         self.headers: list[dict[str, str]] = []
         self.completions: list[dict[str, Any]] = []
         self.derendered: list[dict[str, Any]] = []
+        self.generated: list[dict[str, Any]] = []
         self.tokenizations: list[dict[str, Any]] = []
         self._paused = False
         self._pauses = 0
@@ -208,6 +211,7 @@ class SimulatedEngine:
             app.add_routes(self._orders.routes())
         if self.derenders:
             app.add_routes([web.post(f"{_CHAT}/derender", self._derender), web.post(f"{_CHAT}/render", self._render_only)])
+            app.add_routes([web.post(GENERATE, self._generate)])
         return app
 
     async def _version(self, _: web.Request) -> web.Response:
@@ -270,7 +274,8 @@ class SimulatedEngine:
             return await fail_request(http, fault)
         self._check_model(body)
         request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
-        return json_response(rendered(request, self._render(body, request.template_arguments), self.max_model_len))
+        ids, places = self._render_with_places(body, request.template_arguments)
+        return json_response(rendered(request, ids, places, self.max_model_len))
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self._served(body)):
@@ -286,7 +291,12 @@ class SimulatedEngine:
 
     def _render_with_places(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[list[int], Ranges]:
         """Return the ids of a conversation, and the placeholders of its images."""
-        ids = prompt_ids(
+        ids = self._template_ids(body, arguments)
+        return self.images.expanded(ids, self.images.read(body["messages"])) if self.images.mode else (ids, [])
+
+    def _template_ids(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
+        """Return the ids that the template gives, before images are expanded."""
+        return prompt_ids(
             self.tokenizer,
             body,
             arguments,
@@ -294,7 +304,6 @@ class SimulatedEngine:
             strict_arguments=self.strict_arguments,
             takes_images=bool(self.images.mode),
         )
-        return self.images.expanded(ids, self.images.read(body["messages"])) if self.images.mode else (ids, [])
 
     def _supplied_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused, as in vLLM 0.32."""
@@ -328,6 +337,11 @@ class SimulatedEngine:
         body = read_json(await http.read(), http.content_type)
         self.completions.append(body)
         return await self._answer(http, _TEXT, body, self._begin_text)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = read_json(await http.read(), http.content_type)
+        self.generated.append(body)
+        return await self._answer(http, GENERATE, body, self._begin_generate)
 
     async def _answer(self, http: web.Request, route: str, body: dict[str, Any], begin: Callable[..., Completion]) -> web.StreamResponse:
         """Send the completion that `begin` makes from body and headers, or carry out a fault."""
@@ -385,6 +399,13 @@ class SimulatedEngine:
         entries = self._new_entries(request, prompts, supplied=True)
         return TextCompletion(request, prompts, limits, entries, next(self._calls), self._settings())
 
+    def _begin_generate(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
+        request = read_generate_request(body, headers, self.tokenizer, served=self._served(body))
+        ids, shown = self.images.generated(body["token_ids"], body.get("content_parts") or ())
+        limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True)
+        entries = self._new_entries(request, [ids], supplied=True)
+        return GeneratedCompletion(request, [ids], [limit], entries, next(self._calls), self._settings(), places=shown)
+
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
         supplied = self._supplied_prompt(request.body)
@@ -393,6 +414,8 @@ class SimulatedEngine:
         entries = self._new_entries(request, [ids], supplied=supplied is not None)
         completion = ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
         completion.headers |= self.images.headers(places)
+        if request.body.get("return_prompt_text"):
+            completion.prompt_text = self.tokenizer.decode(self._template_ids(request.body, request.template_arguments))
         return completion
 
     def _supplied_prompt(self, body: Mapping[str, Any]) -> tuple[list[int], Ranges] | None:

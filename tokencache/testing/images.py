@@ -3,7 +3,8 @@
 The template writes `<|vision_start|><|image_pad|><|vision_end|>` for an image. As in vLLM 0.32, the engine then replaces the first
 `<|image_pad|>` that is left by as many as the image has patches of 28 by 28 pixels. So all ids that it reports are *expanded*. The size
 comes from the header of a PNG. An image at an `http` URL has one patch. Without the plugin the engine ignores supplied ids of a request
-with images, and renders. With it the engine behaves as `docs/images.md` describes.
+with images, and renders. With it the engine behaves as `docs/images.md` describes. `/inference/v1/generate` (`generate_route`) takes
+compact ids and images, with the plugin or without it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,17 @@ class ImageFault(Enum):
     """The supplied ids are ignored."""
 
 
+class GenerateFault(Enum):
+    """What goes wrong with prompts with images in `/inference/v1/generate`. The engine answers 200 all the same."""
+
+    RETOKENIZED = "retokenized"
+    """The text of the prompt is tokenized again, as vLLM does for some models."""
+    WRONG_RANGES = "wrong ranges"
+    """The answer has other places than those that were used."""
+    UNEXPANDED = "unexpanded"
+    """No image is put into the prompt."""
+
+
 class SimulatedImages:
     """The images of one engine. Attributes may be changed while it serves.
 
@@ -59,11 +71,14 @@ class SimulatedImages:
         mode: see `ImageMode`.
         limit: number of images that a prompt may have.
         fault: what goes wrong with every exact prompt; `None` for nothing.
+        generate_fault: what goes wrong with every prompt of `/inference/v1/generate`.
     """
 
     def __init__(self, mode: ImageMode, tokenizer: SimTokenizer) -> None:
         self.mode, self.limit = mode, 100
         self.fault: ImageFault | None = None
+        self.generate_fault: GenerateFault | None = None
+        self._tokenizer = tokenizer
         self._pad = tokenizer.id_of("<|image_pad|>") if mode else -1
         self._vocabulary = tokenizer.vocabulary_size
 
@@ -82,6 +97,21 @@ class SimulatedImages:
                 f"Failed to apply prompt replacement for mm_items['image'][{len(places)}]", kind="InternalServerError", status=500
             )
         return expanded, places
+
+    def generated(self, ids: Sequence[int], parts: Sequence[Mapping[str, Any]]) -> tuple[list[int], Ranges]:
+        """Expand the prompt of `/inference/v1/generate`; parts of unknown types are ignored, as in vLLM.
+
+        Returns:
+            The expanded ids, and the places of the images that the answer reports.
+        """
+        sizes = [_tokens_of({"type": "image_url", "image_url": part}) for part in parts if part.get("type") == "image_url"]
+        if self.generate_fault is GenerateFault.RETOKENIZED:
+            ids = self._tokenizer.encode(self._tokenizer.decode(list(ids)))
+        if self.generate_fault is GenerateFault.UNEXPANDED:
+            sizes = []
+        expanded, places = self.expanded(ids, sizes)
+        shift = int(self.generate_fault is GenerateFault.WRONG_RANGES)
+        return expanded, [(start + shift, length) for start, length in places]
 
     def supplied(self, body: Mapping[str, Any], images: Sequence[int]) -> tuple[list[int], Ranges] | None:
         """Return the exact prompt of a request, and its placeholders; `None` if it has none, or if the engine ignores it.

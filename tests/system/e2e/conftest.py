@@ -158,6 +158,19 @@ def vision_server(servers, tmp_path_factory):
 
 
 @pytest.fixture
+def stock_vision_server(servers, tmp_path_factory):
+    """The same model on a server without the plugin, which has the routes of `--enable-scale-out`."""
+
+    def start():
+        model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
+        folder = tmp_path_factory.mktemp("vllm")
+        options = ["--enable-scale-out"]
+        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", plugin=False, options=options)
+
+    return servers.keep("images without the plugin", start)
+
+
+@pytest.fixture
 def idle_machine(servers):
     """One vLLM at a time: an example starts its own."""
     servers.stop()

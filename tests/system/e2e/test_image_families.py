@@ -1,4 +1,7 @@
-"""Exact prompts with images in vLLM's own renderer, without an engine: six families of models, each with its own placeholders."""
+"""Exact prompts with images in vLLM's own renderer, without an engine: six families of models, each with its own placeholders.
+
+With the plugin, and as the compact ids that `/inference/v1/generate` expands.
+"""
 
 import base64
 import copy
@@ -45,6 +48,7 @@ REQUESTS = {
     "hidden": {"messages": MESSAGES, "drift": REPLY, "sampled": "hidden"},
     "elsewhere": {"messages": MESSAGES, "ranges": 1},
     "compact": {"messages": MESSAGES, "compact": True},
+    "generate": {"messages": MESSAGES, "drift": REPLY, "generate": True},
     "one too many": {"supplied": MESSAGES, "messages": changed(lambda content: content.append(image(60, 60, 4)))},
     "one too few": {"supplied": MESSAGES, "messages": changed(lambda content: content.pop(1))},
     "none": {"supplied": MESSAGES, "messages": [{"role": "user", "content": "What is this?"}]},
@@ -114,3 +118,12 @@ def test_images_and_ids_that_do_not_belong_together_are_refused(answered, reques
     answer = answered[request_name]
     assert why in answer["refused"]
     assert answer["parameter"] == "kv_transfer_params.tokencache_prompt"
+
+
+def test_compact_ids_give_the_prompt_but_for_gemma_3(answers):
+    """Gemma 3's replacement merges newlines in the whole prompt, also those that the model sampled one by one."""
+    exact = {}
+    for family, answered in answers.items():
+        answer = answered["generate"]
+        exact[family] = answer.get("given") == {**answer["own"], "ids": answer.get("sent")}
+    assert exact == {family: family != "gemma3" for family in FAMILIES}

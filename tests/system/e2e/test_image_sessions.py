@@ -1,4 +1,7 @@
-"""Conversations with images through the proxy, on a real vLLM with the plugin: by the engine's own log every turn extends the last."""
+"""Conversations with images through the proxy, on a real vLLM: by the engine's own log every turn extends the last.
+
+Once with the plugin, and once on a stock vLLM, by `/inference/v1/generate`.
+"""
 
 import itertools
 
@@ -17,9 +20,20 @@ PICTURES = [png(64, 64, 1), png(128, 96, 2), png(64, 64, 1), png(64, 160, 3), pn
 """The third is the first again."""
 
 
+@pytest.fixture(params=["plugin", "generate"])
+def route(request):
+    """How exact prompts with images are supplied."""
+    return request.param
+
+
 @pytest.fixture
-async def proxied(vision_server):
-    async with proxying(vision_server.url, MemoryStore()) as found:
+def server(request, route):
+    return request.getfixturevalue({"plugin": "vision_server", "generate": "stock_vision_server"}[route])
+
+
+@pytest.fixture
+async def proxied(server):
+    async with proxying(server.url, MemoryStore()) as found:
         yield found
 
 
@@ -60,11 +74,11 @@ async def assert_exact(proxied, log, agent, images):
 
 @pytest.mark.parametrize("manner", ["whole", "stream", "forgetful"])
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses", "gemini"])
-async def test_every_turn_is_exact(vision_server, proxied, agent, dialect, manner):
+async def test_every_turn_is_exact(server, route, proxied, agent, dialect, manner):
     """Images in questions and in tool results, several in one message, one of them twice."""
     capability = proxied.proxy.engine.capabilities[0]
-    assert (capability.images, capability.images_why) == ("plugin", "")
-    log = GroundTruth(proxied, vision_server)
+    assert capability.images == route, capability.images_why
+    log = GroundTruth(proxied, server)
     await log.read_new()
     talker = agent(f"{dialect}-{manner}", forgetful=manner == "forgetful")
     talker.pictures = list(PICTURES)

@@ -26,9 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 from multidict import CIMultiDict
 
 from tokencache.core.ids import Pieces
-from tokencache.core.media import PlacedMedia
+from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
+from tokencache.engine.image_support import ImageSupport
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
@@ -70,25 +71,28 @@ class ExactPrompt(NamedTuple):
 class Target(NamedTuple):
     """Where to send a call: the engine, the path that the harness called, the headers.
 
-    `max_model_len` is the limit of prompt and reply together, in tokens; 0 if unknown.
+    `max_model_len` is the limit of prompt and reply together, in tokens; 0 if unknown. `images` is how the engine takes exact prompts with
+    images.
     """
 
     upstream: EngineClient
     path: str
     headers: CIMultiDict[str]
     max_model_len: int = 0
+    images: ImageSupport = ImageSupport()
 
 
 class ParsedCompletion(NamedTuple):
     """A chat completion that a second request made from an engine's answer.
 
     `error` is the reason why it has no messages, `""` if it has them; it has the tokens in any case. `temporary` is whether a later
-    attempt may succeed.
+    attempt may succeed. `places` are those of the images in the prompt; `None` if the answer does not report them.
     """
 
     body: bytes
     error: str = ""
     temporary: bool = False
+    places: Places | None = None
 
 
 class EngineRequest(NamedTuple):
@@ -158,6 +162,15 @@ class Driver(ABC):
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """Make the request for a call with an exact prompt; with `None` the engine renders."""
         return EngineRequest(target.path, self.write(call, prompt))
+
+    async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
+        """Ask where the images of a call are in its prompt (packed ids), which the engine rendered; `None` if it cannot say.
+
+        Raises:
+            EngineError: the engine cannot be reached, or refuses.
+        """
+        del call, prompt, target
+        return None
 
     def read(self, body: bytes) -> bytes:
         """Move ids and log probabilities in the body of a whole reply to where vLLM has them; return an unreadable body unchanged."""

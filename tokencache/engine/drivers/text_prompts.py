@@ -10,10 +10,6 @@ takes up to three requests, which become one chat completion for the rest of the
 3. *Message.* `/v1/chat/completions/derender` parses the tokens with the same parsers as chat. It exists in vLLM 0.24 and later; since 0.30
    it needs `--enable-scale-out`. A `vllm launch render` sidecar always has it.
 
-Derender leaves some steps to its caller. The driver does them like vLLM's chat (0.32, `entrypoints/openai/chat_completion/serving.py`):
-it leaves out a last id that only ended the reply; if a stop string cut the text, it parses that text, tokenized again by `/tokenize`; it
-sets the finish reason of tool calls; it keeps only one call if `parallel_tool_calls` is off.
-
 A call without an exact prompt is an ordinary chat completion, which vLLM renders, including media.
 """
 
@@ -30,8 +26,9 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.derender import Derender, DerenderRequest
-from tokencache.engine.drivers.base import CHAT, EngineRequest, ExactPrompt, ParsedCompletion, Target
+from tokencache.engine.derender import RENDER, Derender
+from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
@@ -43,7 +40,6 @@ from tokencache.errors import NOT_NOW, EngineError
 Raw = msgspec.Raw
 
 COMPLETIONS = "/v1/completions"
-RENDER = CHAT + "/render"
 UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
 
@@ -72,11 +68,7 @@ _NOT_EVERYWHERE = ("bad_words",)
 """Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
 _QUESTION = Raw(b'[{"role":"user","content":"Hello."}]')
 _CHECK = Raw(b"[" + EPISODE[0] + b"]")
-_NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
 _MOST_GUIDES = 256
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
-_IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -103,14 +95,6 @@ class _Rendered(msgspec.Struct):
         return Guidance(public or None, self.sampling_params.max_tokens)
 
 
-class _ChatRequest(NamedTuple):
-    """The chat request that a text completion replaces: engine, members, headers (`None` for a request that the proxy itself makes)."""
-
-    upstream: EngineClient
-    fields: Mapping[str, Raw]
-    headers: CIMultiDict[str] | None = None
-
-
 class TextPrompts(Vllm):
     """The driver `completions`. `parser` answers render and derender; if it is `None`, the engine does."""
 
@@ -131,7 +115,8 @@ class TextPrompts(Vllm):
         body = await self._completion(call, prompt, target)
         if body is None:
             return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED)
-        return EngineRequest(COMPLETIONS, body, partial(self._parsed, _ChatRequest(target.upstream, call.safe_fields(), target.headers)))
+        replaced = ReplacedChat(target.upstream, call.safe_fields(), target.headers)
+        return EngineRequest(COMPLETIONS, body, partial(parse_completion, self._derender, replaced))
 
     async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
         """Write the text completion; `None` if it cannot express the call, or if the guidance is not available."""
@@ -168,49 +153,6 @@ class TextPrompts(Vllm):
             return await upstream.post(path, body, headers)
         return await retry_until_answered(partial(self._parser.post, path, body))
 
-    async def _parsed(self, request: _ChatRequest, body: bytes) -> ParsedCompletion:
-        """Make a chat completion from a text completion.
-
-        If it cannot be parsed, the result has ids and log probabilities but no messages. A body that is not a completion is returned
-        unchanged.
-        """
-        try:
-            completion = _FIELDS.decode(body)
-            choices = _CHOICES.decode(completion["choices"])
-            sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
-        except (ValueError, KeyError, RecursionError):
-            return ParsedCompletion(body)
-        if not choices:
-            return ParsedCompletion(body)
-        messages: list[dict[str, Any]] = [dict(_NO_MESSAGE) for _ in choices]
-        error, temporary = "", False
-        try:
-            visible = [await _visible(request, choice, own) for choice, own in zip(choices, sampled, strict=True)]
-            await self._fill(messages, request, choices, visible)
-        except EngineError as why:
-            messages = [dict(_NO_MESSAGE) for _ in choices]
-            error, temporary = str(why), why.passing
-        return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
-
-    async def _fill(
-        self, messages: list[dict[str, Any]], request: _ChatRequest, choices: list[dict[str, Raw]], visible: list[list[int]]
-    ) -> None:
-        """Fill in derender's messages; a choice without visible ids keeps its empty message.
-
-        Raises:
-            EngineError: derender cannot be reached, or refuses.
-        """
-        wanted: list[dict[str, Any]] = [
-            {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", _NULL)}
-            for index, (choice, tokens) in enumerate(zip(choices, visible, strict=True))
-            if tokens
-        ]
-        if not wanted:
-            return
-        asked = DerenderRequest(request.upstream, request.fields, bytes(choices[0].get(_PROMPT, _NULL)), request.headers)
-        for index, message in (await self._derender.messages(asked, wanted)).items():
-            messages[index] = message
-
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""
         del reply
@@ -220,13 +162,13 @@ class TextPrompts(Vllm):
         """See `Driver.ask`."""
         if _PROMPT not in body:
             return await super().ask(upstream, body)
-        request = _ChatRequest(
+        request = ReplacedChat(
             upstream, _raw({name: value for name, value in body.items() if name != _PROMPT and (name != "model" or value)})
         )
         answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.extended((), ids.pack(body[_PROMPT])), Guidance()))
         if answer.status != _OK:
             return answer
-        parsed = await self._parsed(request, answer.body)
+        parsed = await parse_completion(self._derender, request, answer.body)
         if parsed.error:
             return EngineResponse(_UNAVAILABLE if parsed.temporary else _BAD_GATEWAY, parsed.error.encode())
         return EngineResponse(answer.status, parsed.body)
@@ -270,7 +212,7 @@ class TextPrompts(Vllm):
             EngineError: derender cannot be reached, or refuses.
         """
         choice = {"index": 0, "text": "", "token_ids": reply, _PROMPT: prompt, "finish_reason": "length"}
-        parsed = await self._parsed(_ChatRequest(upstream, _raw(request)), _ENCODER.encode({"choices": [choice]}))
+        parsed = await parse_completion(self._derender, ReplacedChat(upstream, _raw(request)), _ENCODER.encode({"choices": [choice]}))
         if parsed.error:
             raise EngineError(parsed.error, reached=not parsed.temporary)
         found = Reply()
@@ -294,27 +236,6 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Gui
     return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *prompt, b"]}"))
 
 
-async def _visible(request: _ChatRequest, choice: dict[str, Raw], tokens: list[int]) -> list[int]:
-    """Return the ids with text for the harness: the sampled ids without a last id that only ended the reply.
-
-    Raises:
-        EngineError: the engine cannot tokenize the text that a stop string left.
-    """
-    fields, reason = request.fields, bytes(choice.get("stop_reason", _NULL))
-    shown = bytes(fields.get("include_stop_str_in_output", _NULL)) == b"true"
-    stopped = bytes(choice.get("finish_reason", _NULL)) == b'"stop"'
-    if stopped and reason.startswith(b'"'):
-        text = choice.get("text", _NULL)
-        if bytes(text) in {b"null", b'""'}:
-            return []
-        body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
-        decoded = (await request.upstream.post("/tokenize", _ENCODER.encode(body), request.headers)).json()
-        if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
-            raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
-        return list(decoded["tokens"])
-    return tokens[:-1] if stopped and not shown else tokens
-
-
 def _raw(members: Mapping[str, Any]) -> dict[str, Raw]:
     return {name: Raw(_ENCODER.encode(value)) for name, value in members.items()}
 
@@ -326,52 +247,3 @@ def _has(fields: Mapping[str, Raw], name: str) -> bool:
 def _complete(text: str | None) -> str:
     """Return a text without an incomplete character at its end."""
     return (text or "").rstrip("\ufffd")
-
-
-def _chat_completion(
-    completion: dict[str, Raw], choices: list[dict[str, Raw]], messages: list[dict[str, Any]], fields: Mapping[str, Raw], error: str
-) -> bytes:
-    """Write a text completion as a chat completion with these messages, and with an error if there is one."""
-    several = bytes(fields.get("parallel_tool_calls", _TRUE)) not in {b"false", b"null"}
-    named = bytes(fields.get("tool_choice", _NULL)).startswith(b"{")
-    most = msgspec.json.decode(fields.get("top_logprobs", _NULL)) or 0
-    made: list[dict[str, Any]] = []
-    for choice, message in zip(choices, messages, strict=True):
-        others = {name: raw for name, raw in choice.items() if name not in {"text", _PROMPT, "prompt_logprobs", "logprobs"}}
-        if message.get("tool_calls"):
-            if not several:
-                message["tool_calls"] = message["tool_calls"][:1]
-            if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
-                others["finish_reason"] = Raw(b'"tool_calls"')
-        made.append({**others, "message": message, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)})
-    body: dict[str, Any] = {
-        **completion,
-        "object": "chat.completion",
-        "choices": made,
-        _PROMPT: choices[0].get(_PROMPT, _NULL),
-    }
-    if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
-        body["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
-    if bytes(choices[0].get("prompt_logprobs", _NULL)) != b"null":
-        body["prompt_logprobs"] = choices[0]["prompt_logprobs"]
-    if error:
-        body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
-    return _ENCODER.encode(body)
-
-
-def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
-    """Write log probabilities of a text completion as a chat completion has them, with up to `most` alternatives per token (-1: all)."""
-    found = msgspec.json.decode(raw)
-    if not found:
-        return None
-    others = found.get("top_logprobs") or [None] * len(found["tokens"])
-    return {
-        "content": [
-            {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
-            for token, value, top in zip(found["tokens"], found["token_logprobs"], others, strict=False)
-        ]
-    }
-
-
-def _entry(token: str, value: float) -> dict[str, Any]:
-    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "surrogatepass"))}

@@ -5,16 +5,22 @@
 tool and reasoning parsers, streaming, structured output. It needs no KV connector. Older versions and the Rust frontend ignore the member
 silently. So the probe tests it, and the proxy compares the ids that every reply reports.
 
-Requests with images are different: vLLM ignores the member there. They need the plugin, and have another member (`engine.images`).
+Requests with images are different: vLLM ignores the member there. With the plugin they have another member (`engine.images`). Without it
+they go to another route (`image_prompts`).
 """
 
 from typing import Any
 
 import msgspec
 
+from tokencache.core import ids
+from tokencache.core.media import Places
+from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
-from tokencache.engine.drivers.base import Driver, ExactPrompt
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.image_prompts import ImagePrompts
+from tokencache.engine.generate import render_request
 from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
 
@@ -39,6 +45,26 @@ class Vllm(Driver):
         """Create a driver; without `streams` it requests only whole replies. `parser` derenders; if it is `None`, the engine does."""
         self.streams = streams
         self.derender = Derender(parser) if streams else None
+        self._image_prompts = ImagePrompts()
+
+    async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
+        """See `Driver.request`."""
+        if prompt is None or not call.media or target.images.route != "generate":
+            return EngineRequest(target.path, self.write(call, prompt))
+        fields = members_with_ids(call)
+        made = await self._image_prompts.request(
+            call, {name: fields[name] for name in fields if name not in STREAM_MEMBERS}, prompt, target
+        )
+        return made or EngineRequest(target.path, self.write(call, None), not_exact=Reason.NOT_FOR_GENERATE)
+
+    async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
+        """See `Driver.places`."""
+        if target.images.route != "generate":
+            return None
+        rendered = await render_request(
+            target.upstream, {name: raw for name, raw in call.safe_fields().items() if name not in STREAM_MEMBERS}, target.headers
+        )
+        return rendered.places if ids.pack(rendered.ids) == prompt else None
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
         """See `Driver.write`."""

@@ -15,9 +15,12 @@ from pathlib import Path
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
 from vllm.renderers import renderer_from_config
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from vllm.renderers.online_renderer import OnlineRenderer
 
+from tokencache.core.expansion import compact, learn_placeholder
 from tokencache.vllm_plugin.images import MEMBER, patch_images
 
 
@@ -46,6 +49,35 @@ class Model:
             chat_template_content_format="auto",
         )
 
+    async def expand(self, ids, messages):
+        """What the engine would get from `/inference/v1/generate` for compact ids and the images of messages."""
+        tracker = AsyncMultiModalItemTracker(self.online.model_config)
+        parser = tracker.create_parser()
+        for message in messages:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image_url":
+                    parser.parse_image(part["image_url"]["url"], None)
+        data, _ = await tracker.resolve_items()
+        (engine_input,) = await self.renderer.render_cmpl_async([TokensPrompt(prompt_token_ids=ids, multi_modal_data=data)])
+        return shown(engine_input)
+
+    async def compact(self, messages):
+        """vLLM's own rendering before it replaces placeholders."""
+        params = ChatCompletionRequest(model="tiny", messages=messages).build_chat_params(None, "auto")
+        _, prompt = await self.renderer.render_messages_async(messages, params)
+        return prompt.get("prompt_token_ids") or self.renderer.tokenizer.encode(prompt["prompt"], add_special_tokens=False)
+
+    async def generate(self, messages, reply):
+        """A prompt with a drifted reply, sent as compact ids: what was meant (`sent`, `own`), and what the engine would get (`given`)."""
+        own = await self.render(messages)
+        placeholder = learn_placeholder(own["ids"], own["places"], await self.compact(messages))
+        if placeholder is None:
+            return {"own": own, "refused": "images are more than replacements of a placeholder"}
+        ids, end = self.drifted(own["ids"], reply)
+        moved = len(ids) - len(own["ids"])
+        own["places"] = [[start + (moved if start > end - moved else 0), length] for start, length in own["places"]]
+        return {"own": own, "sent": ids, "given": await self.expand(compact(ids, own["places"], placeholder), messages)}
+
     async def render(self, messages, **prompt):
         transfer = {"kv_transfer_params": {MEMBER: prompt}} if prompt else {}
         _, (engine_input,) = await self.online.render_chat(ChatCompletionRequest(model="tiny", messages=messages, **transfer))
@@ -64,6 +96,8 @@ class Model:
         `supplied` are the messages of the ids, if they are not those of the request. `sampled`: an embedding's id behind the reply:
         "named" or "hidden".
         """
+        if request.get("generate"):
+            return await self.generate(request["messages"], request["drift"])
         own = await self.render(request.get("supplied") or request["messages"])
         ids, end, prompt = own["ids"], None, {}
         if "drift" in request:

@@ -1,0 +1,157 @@
+"""Makes a chat completion from the answer of a route that samples but does not parse: `/v1/completions`, `/inference/v1/generate`.
+
+`derender` makes the messages. It leaves some steps to its caller. They are done here like in vLLM's chat (0.32,
+`entrypoints/openai/chat_completion/serving.py`): leave out a last id that only ended the reply; if a stop string cut the text, parse that
+text, tokenized again by `/tokenize`; set the finish reason of tool calls; keep only one call if `parallel_tool_calls` is off.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from multidict import CIMultiDict
+
+from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.upstream import EngineClient
+from tokencache.errors import EngineError
+
+Raw = msgspec.Raw
+
+_BAD_GATEWAY = 502
+_NULL, _TRUE = Raw(b"null"), Raw(b"true")
+_PROMPT = "prompt_token_ids"
+_NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
+_IDS = msgspec.json.Decoder(list[int])
+_ENCODER = msgspec.json.Encoder()
+
+
+class ReplacedChat(NamedTuple):
+    """The chat request that another request replaces: engine, members, headers (`None` for a request that the proxy itself makes)."""
+
+    upstream: EngineClient
+    fields: Mapping[str, Raw]
+    headers: CIMultiDict[str] | None = None
+
+
+async def parse_completion(derender: Derender, request: ReplacedChat, body: bytes) -> ParsedCompletion:
+    """Make a chat completion from a text completion with token ids.
+
+    If it cannot be parsed, the result has ids and log probabilities but no messages. A body that is not a completion is returned unchanged.
+    """
+    try:
+        completion = _FIELDS.decode(body)
+        choices = _CHOICES.decode(completion["choices"])
+        sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
+    except (ValueError, KeyError, RecursionError):
+        return ParsedCompletion(body)
+    if not choices:
+        return ParsedCompletion(body)
+    messages: list[dict[str, Any]] = [dict(_NO_MESSAGE) for _ in choices]
+    error, temporary = "", False
+    try:
+        visible = [await _visible(request, choice, own) for choice, own in zip(choices, sampled, strict=True)]
+        await _fill(derender, messages, request, choices, visible)
+    except EngineError as why:
+        messages = [dict(_NO_MESSAGE) for _ in choices]
+        error, temporary = str(why), why.passing
+    return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
+
+
+async def _fill(
+    derender: Derender,
+    messages: list[dict[str, Any]],
+    request: ReplacedChat,
+    choices: list[dict[str, Raw]],
+    visible: list[list[int]],
+) -> None:
+    """Fill in derender's messages; a choice without visible ids keeps its empty message.
+
+    Raises:
+        EngineError: derender cannot be reached, or refuses.
+    """
+    wanted: list[dict[str, Any]] = [
+        {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", _NULL)}
+        for index, (choice, tokens) in enumerate(zip(choices, visible, strict=True))
+        if tokens
+    ]
+    if not wanted:
+        return
+    asked = DerenderRequest(request.upstream, request.fields, bytes(choices[0].get(_PROMPT, _NULL)), request.headers)
+    for index, message in (await derender.messages(asked, wanted)).items():
+        messages[index] = message
+
+
+async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[int]) -> list[int]:
+    """Return the ids with text for the harness: the sampled ids without a last id that only ended the reply.
+
+    Raises:
+        EngineError: the engine cannot tokenize the text that a stop string left.
+    """
+    fields, reason = request.fields, bytes(choice.get("stop_reason", _NULL))
+    shown = bytes(fields.get("include_stop_str_in_output", _NULL)) == b"true"
+    stopped = bytes(choice.get("finish_reason", _NULL)) == b'"stop"'
+    if stopped and reason.startswith(b'"'):
+        text = choice.get("text", _NULL)
+        if bytes(text) in {b"null", b'""'}:
+            return []
+        body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
+        decoded = (await request.upstream.post("/tokenize", _ENCODER.encode(body), request.headers)).json()
+        if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
+            raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
+        return list(decoded["tokens"])
+    return tokens[:-1] if stopped and not shown else tokens
+
+
+def _chat_completion(
+    completion: dict[str, Raw], choices: list[dict[str, Raw]], messages: list[dict[str, Any]], fields: Mapping[str, Raw], error: str
+) -> bytes:
+    """Write a text completion as a chat completion with these messages, and with an error if there is one."""
+    several = bytes(fields.get("parallel_tool_calls", _TRUE)) not in {b"false", b"null"}
+    named = bytes(fields.get("tool_choice", _NULL)).startswith(b"{")
+    most = msgspec.json.decode(fields.get("top_logprobs", _NULL)) or 0
+    made: list[dict[str, Any]] = []
+    for choice, message in zip(choices, messages, strict=True):
+        others = {name: raw for name, raw in choice.items() if name not in {"text", _PROMPT, "prompt_logprobs", "logprobs"}}
+        if message.get("tool_calls"):
+            if not several:
+                message["tool_calls"] = message["tool_calls"][:1]
+            if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
+                others["finish_reason"] = Raw(b'"tool_calls"')
+        made.append({**others, "message": message, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)})
+    body: dict[str, Any] = {
+        **completion,
+        "object": "chat.completion",
+        "choices": made,
+        _PROMPT: choices[0].get(_PROMPT, _NULL),
+    }
+    if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
+        body["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
+    if bytes(choices[0].get("prompt_logprobs", _NULL)) != b"null":
+        body["prompt_logprobs"] = choices[0]["prompt_logprobs"]
+    if error:
+        body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
+    return _ENCODER.encode(body)
+
+
+def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
+    """Write log probabilities as a chat completion has them, with up to `most` alternatives per token (-1: all).
+
+    Those of `/inference/v1/generate` are written so already.
+    """
+    found = msgspec.json.decode(raw)
+    if not found or "content" in found:
+        return dict(found) if found else None
+    others = found.get("top_logprobs") or [None] * len(found["tokens"])
+    return {
+        "content": [
+            {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
+            for token, value, top in zip(found["tokens"], found["token_logprobs"], others, strict=False)
+        ]
+    }
+
+
+def _entry(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "surrogatepass"))}
