@@ -14,11 +14,19 @@ from tests.core.settings import SOME
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.batching.forest import FlatRow, Segment, build_forest
 from tokencache.batching.forest_check import check_forest, verify_forest
+from tokencache.core.media import PlacedMedia
 
 
 def flat(rows):
     return [
-        FlatRow(one.trajectory.session, one.sequence.id, one.sequence.token_ids, one.sequence.loss_mask, one.sequence.logprobs)
+        FlatRow(
+            one.trajectory.session,
+            one.sequence.id,
+            one.sequence.token_ids,
+            one.sequence.loss_mask,
+            one.sequence.logprobs,
+            one.sequence.media,
+        )
         for one in rows
     ]
 
@@ -108,19 +116,78 @@ def test_context_follows_the_longest_of_several_equal_beginnings():
     assert len(build_forest([first, second, row([5, 1, 3, 9], sequence="c")]).token_ids) == 6
 
 
-def with_image(one):
+def with_images(one, *media):
+    """A row with these images; its images are not known if there are none."""
     turn = msgspec.structs.replace(one.sequence.turns[0], marks=["media"])
-    return one._replace(sequence=msgspec.structs.replace(one.sequence, turns=[turn]))
+    return one._replace(sequence=msgspec.structs.replace(one.sequence, turns=[turn], media=list(media)))
+
+
+def image(start, length=1, sha256="a" * 64):
+    return PlacedMedia("image", sha256, "image/png", start, length)
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_rows_with_images_share_no_tokens(place):
+def test_rows_whose_images_are_not_known_share_no_tokens(place):
     """Equal ids may stand for different images."""
     rows = [row([5, 6, 7], sequence="a"), row([5, 6, 7, 8], sequence="c")]
-    rows.insert(place, with_image(row([5, 6, 7], sequence="b")))
+    rows.insert(place, with_images(row([5, 6, 7], sequence="b")))
     forest = build_forest(rows)
     assert len(forest.token_ids) == 7
     assert check_forest(forest, flat(rows)) == []
+
+
+def test_rows_share_their_beginnings_as_far_as_the_images_are_the_same():
+    tokens = [5, 9, 9, 6, 9, 9, 7]
+    rows = [
+        with_images(row(tokens, sequence="a"), image(1, 2), image(4, 2)),
+        with_images(row([*tokens, 8], sequence="same"), image(1, 2), image(4, 2)),
+        with_images(row(tokens, sequence="other second"), image(1, 2), image(4, 2, "b" * 64)),
+        with_images(row(tokens, sequence="two images"), image(1, 1), image(2, 1), image(4, 2)),
+        row(tokens, sequence="text"),
+    ]
+    forest = build_forest(rows)
+    assert check_forest(forest, flat(rows)) == []
+    assert len(forest.token_ids) == 8 + 3 + 6 + 6
+    assert len(forest.media) == 2 + 1 + 3
+
+
+@st.composite
+def rows_with_images(draw):
+    """Rows of one token value and two images, so that nearly all of them have equal ids."""
+    rows = []
+    for n in range(draw(st.integers(0, 6))):
+        tokens, media, mask = [], [], []
+        for part in draw(st.lists(st.sampled_from(["text", "sampled", "a" * 64, "b" * 64, ""]), max_size=5)):
+            length = 1 if part in {"text", "sampled"} else draw(st.integers(1, 2))
+            if part not in {"text", "sampled"}:
+                media.append(image(len(tokens), length, part))
+            tokens += [0] * length
+            mask += [int(part == "sampled")] * length
+        rows.append(with_images(row(tokens, mask, sequence=f"q{n}"), *media))
+    return rows
+
+
+@SOME
+@given(rows_with_images())
+def test_a_forest_of_rows_with_images_is_whole(rows):
+    forest = build_forest(rows)
+    assert check_forest(forest, flat(rows)) == []
+    assert forest.rows() == flat(rows)
+
+
+def test_the_check_finds_a_beginning_that_is_shared_with_another_image():
+    rows = [with_images(row([5, 9], sequence=name), image(1, sha256=name * 64)) for name in "ab"]
+    forest = build_forest([rows[0], rows[0]._replace(sequence=msgspec.structs.replace(rows[0].sequence, id="b"))])
+    assert check_forest(forest, flat(rows)) == ["row s/b: media differ"]
+
+
+@pytest.mark.parametrize(
+    ("media", "words"),
+    [([image(0, 2), image(1)], "overlap"), ([image(2, 2)], "beyond"), ([image(1)], "was sampled")],
+)
+def test_images_that_do_not_fit_the_tokens_are_refused(media, words):
+    with pytest.raises(ValueError, match=words):
+        build_forest([with_images(row([1, 2, 3], [0, 1, 0]), *media)])
 
 
 def test_a_row_that_is_given_twice_is_refused():

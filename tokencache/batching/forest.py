@@ -12,16 +12,20 @@ they end before `ends[token]`. So token q attends to token k exactly if `k <= q 
 
 A sampled token (loss mask 1) belongs to the row in which it was sampled, its owner. In other rows the same token is context. If two rows
 each sampled the same token after the same prefix, these are two samples with a log probability each: the forest forks before them, so
-that both are trained. Rows with images or other media share no tokens, because equal ids may stand for different images.
+that both are trained.
+
+Equal ids may stand for different images. So the tokens of an image are shared only with the same image (by its digest), and all after it
+only if all images before are the same. A row whose images are not recorded shares no tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from tokencache.batching.selection import TrainingRow
 from tokencache.core import ids
+from tokencache.core.media import PlacedMedia
 from tokencache.core.turn import TurnMark
 
 
@@ -36,7 +40,7 @@ class Segment(msgspec.Struct, frozen=True):
 class ForestRow(msgspec.Struct, frozen=True):
     """A row of a forest: its session and sequence, and its last segment (-1 if it has no tokens).
 
-    `alone` is whether it shares no tokens, because it contains media.
+    `alone` is whether it shares no tokens, because it contains images or other media that are not recorded.
     """
 
     session: str
@@ -46,17 +50,18 @@ class ForestRow(msgspec.Struct, frozen=True):
 
 
 class FlatRow(msgspec.Struct, frozen=True):
-    """A row as it was before it was joined to a forest: one entry for each token in each list."""
+    """A row as it was before it was joined to a forest: one entry for each token in each list, and its images and other media."""
 
     session: str
     sequence: str
     token_ids: list[int]
     loss_mask: list[int]
     logprobs: list[float]
+    media: list[PlacedMedia] = []
 
 
 class PrefixForest(msgspec.Struct, frozen=True):
-    """Rows as token tries. All lists but the last two have one entry for each token, in depth-first order.
+    """Rows as token tries. All lists but the last three have one entry for each token, in depth-first order.
 
     Attributes:
         token_ids: the tokens.
@@ -67,6 +72,7 @@ class PrefixForest(msgspec.Struct, frozen=True):
         logprobs: the log probability (natural logarithm) with which its owner sampled it; 0.0 without an owner.
         segments: all segments, in order. They cover the tokens without gaps.
         leaves: the rows, in the order in which they were given.
+        media: the images and other media, in order; `start` is a place in `token_ids`. One that several rows share occurs once.
     """
 
     token_ids: list[int]
@@ -77,6 +83,7 @@ class PrefixForest(msgspec.Struct, frozen=True):
     logprobs: list[float]
     segments: list[Segment]
     leaves: list[ForestRow]
+    media: list[PlacedMedia] = []
 
     @property
     def loss_mask(self) -> list[int]:
@@ -105,7 +112,15 @@ class PrefixForest(msgspec.Struct, frozen=True):
             token_ids=[self.token_ids[i] for i in path],
             loss_mask=[int(one) for one in own],
             logprobs=[self.logprobs[i] if one else 0.0 for i, one in zip(path, own, strict=True)],
+            media=[msgspec.structs.replace(one, start=at) for at, one in self._media_of(path)],
         )
+
+    def _media_of(self, path: Sequence[int]) -> Iterator[tuple[int, PlacedMedia]]:
+        """Yield the media among some tokens, each after the index of its first token."""
+        starts = {medium.start: medium for medium in self.media}
+        for at, token in enumerate(path):
+            if token in starts:
+                yield at, starts[token]
 
 
 class _Node:
@@ -125,8 +140,47 @@ class _Node:
         return len(self.owners)
 
 
+class _Codes:
+    """Numbers for tokens, so that a token in an image is equal only to the same token of the same image.
+
+    Those in images are -1, -2 and so on. All other tokens stand for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int, PlacedMedia], int] = {}
+        self._tokens: list[tuple[int, int, PlacedMedia]] = []
+
+    def encode(self, token_ids: Sequence[int], media: Sequence[PlacedMedia]) -> bytes:
+        """Return the packed numbers of a row's tokens."""
+        numbers = list(token_ids)
+        for n, medium in enumerate(media):
+            # a medium without a digest equals no other: its negative place in this call tells it from all others
+            start = 0 if medium.sha256 else -1 - len(self._tokens) - n
+            image = msgspec.structs.replace(medium, start=start)
+            for offset in range(medium.length):
+                numbers[medium.start + offset] = self._number((token_ids[medium.start + offset], offset, image))
+        return ids.pack(numbers)
+
+    def _number(self, token: tuple[int, int, PlacedMedia]) -> int:
+        known = self._numbers.get(token)
+        if known is None:
+            self._tokens.append(token)
+            known = self._numbers[token] = -len(self._tokens)
+        return known
+
+    def decode(self, packed: bytes, start: int) -> tuple[list[int], list[PlacedMedia]]:
+        """Return the tokens of packed numbers, and the media that begin there; `start` is the place of the first number."""
+        tokens, media = ids.unpack(packed), []
+        for at, number in enumerate(tokens):
+            if number < 0:
+                tokens[at], offset, image = self._tokens[-number - 1]
+                if offset == 0:
+                    media.append(msgspec.structs.replace(image, start=start + at))
+        return tokens, media
+
+
 class _Row(NamedTuple):
-    """A row while it is joined to a forest: its index among the rows, and its packed tokens."""
+    """A row while it is joined to a forest: its index among the rows, and the packed numbers of its tokens (`_Codes`)."""
 
     owner: int
     packed: bytes
@@ -213,7 +267,7 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
     Raises:
         ValueError: a row occurs twice, or its lists do not fit together. `tokencache verify` describes such files.
     """
-    builder = _Builder()
+    builder, codes = _Builder(), _Codes()
     last: list[_Node | None] = []
     leaves: list[tuple[str, str, bool]] = []
     seen: set[tuple[str, str]] = set()
@@ -223,32 +277,44 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
         if name in seen:
             raise ValueError(f"{row} occurs twice, so its tokens would be trained twice")
         seen.add(name)
-        if wrong := _misfit(sequence.token_ids, sequence.loss_mask, sequence.logprobs):
+        if wrong := _misfit(sequence.token_ids, sequence.loss_mask, sequence.logprobs, sequence.media):
             raise ValueError(f"{row}: {wrong}")
-        alone = any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
-        packed = _Row(len(leaves), ids.pack(sequence.token_ids), bytes(sequence.loss_mask), sequence.logprobs)
+        alone = not sequence.media and any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+        packed = _Row(len(leaves), codes.encode(sequence.token_ids, sequence.media), bytes(sequence.loss_mask), sequence.logprobs)
         last.append(builder.add(packed, alone=alone))
         leaves.append((*name, alone))
-    return _flattened(builder.roots, last, leaves)
+    return _flattened(builder.roots, last, leaves, codes)
 
 
-def _misfit(token_ids: list[int], loss_mask: list[int], logprobs: list[float]) -> str:
+def _misfit(token_ids: list[int], loss_mask: list[int], logprobs: list[float], media: Sequence[PlacedMedia]) -> str:
     if not len(token_ids) == len(loss_mask) == len(logprobs):
         return f"{len(token_ids)} tokens, {len(loss_mask)} mask entries, {len(logprobs)} log probabilities"
+    if min(token_ids, default=0) < 0:
+        return "a token id is negative"
     if not {0, 1}.issuperset(loss_mask):
         return "the mask has entries other than 0 and 1"
     if any(value for value, mask in zip(logprobs, loss_mask, strict=True) if not mask):
         return "a token with mask 0 has a log probability"
+    return _media_misfit(media, loss_mask)
+
+
+def _media_misfit(media: Sequence[PlacedMedia], loss_mask: list[int]) -> str:
+    ends = [0, *(medium.end for medium in media)]
+    if any(medium.length < 1 or medium.start < end for medium, end in zip(media, ends, strict=False)) or ends[-1] > len(loss_mask):
+        return "its images overlap, or end beyond its tokens"
+    if any(any(loss_mask[medium.start : medium.end]) for medium in media):
+        return "a token of an image was sampled"
     return ""
 
 
-def _flattened(roots: list[_Node], last: Sequence[_Node | None], leaves: Sequence[tuple[str, str, bool]]) -> PrefixForest:
+def _flattened(roots: list[_Node], last: Sequence[_Node | None], leaves: Sequence[tuple[str, str, bool]], codes: _Codes) -> PrefixForest:
     """Write a grown forest in depth-first order."""
     token_ids: list[int] = []
     parents: list[int] = []
     positions: list[int] = []
     owners: list[int] = []
     logprobs: list[float] = []
+    media: list[PlacedMedia] = []
     segments: list[Segment] = []
     index: dict[_Node | None, int] = {None: -1}
     waiting = [*reversed(roots)]
@@ -259,7 +325,9 @@ def _flattened(roots: list[_Node], last: Sequence[_Node | None], leaves: Sequenc
         first = positions[before] + 1 if parent >= 0 else 0
         index[node] = len(segments)
         segments.append(Segment(start, start + len(node), parent))
-        token_ids += ids.unpack(node.packed)
+        tokens, placed = codes.decode(node.packed, start)
+        token_ids += tokens
+        media += placed
         parents += [before, *range(start, start + len(node) - 1)]
         positions += range(first, first + len(node))
         owners += node.owners
@@ -274,6 +342,7 @@ def _flattened(roots: list[_Node], last: Sequence[_Node | None], leaves: Sequenc
         logprobs=logprobs,
         segments=segments,
         leaves=[ForestRow(session, sequence, index[node], alone) for node, (session, sequence, alone) in zip(last, leaves, strict=True)],
+        media=media,
     )
 
 

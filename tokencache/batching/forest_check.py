@@ -2,15 +2,16 @@
 
 =============  =======================================================================================================
 `structure`    the lists describe tries in depth-first order, and the segments divide them
-`rows`         every row comes out exactly: tokens, mask and log probabilities
+`rows`         every row comes out exactly: tokens, mask, log probabilities, images
 `owners`       each sampled token has one owner, and no other token has one
-`repeated`     a shared prefix occurs once: two tokens after the same prefix are equal only if different rows sampled them
+`repeated`     a shared prefix occurs once: two tokens after the same prefix are equal only if different rows sampled them, or if they
+               belong to different images
 =============  =======================================================================================================
 
 No wrong forest raises an exception.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 
 from tokencache.batching.forest import FlatRow, PrefixForest, Segment, build_forest
@@ -25,7 +26,7 @@ def verify_forest(trajectory: Trajectory) -> list[CheckFailure]:
         forest = build_forest(TrainingRow(trajectory, sequence) for sequence in trajectory.sequences)
     except (ValueError, OverflowError) as error:
         return [CheckFailure(session=trajectory.session, check="forest", words=str(error))]
-    rows = [FlatRow(trajectory.session, one.id, one.token_ids, one.loss_mask, one.logprobs) for one in trajectory.sequences]
+    rows = [FlatRow(trajectory.session, one.id, one.token_ids, one.loss_mask, one.logprobs, one.media) for one in trajectory.sequences]
     return [CheckFailure(session=trajectory.session, check="forest", words=words) for words in check_forest(forest, rows)]
 
 
@@ -99,13 +100,24 @@ def _owners(forest: PrefixForest, rows: Sequence[FlatRow]) -> Iterator[str]:
 
 def _repeated(forest: PrefixForest) -> Iterator[str]:
     alone = {forest.ranges(n)[0][0] for n, leaf in enumerate(forest.leaves) if leaf.alone and leaf.segment >= 0}
-    seen: set[tuple[int, int]] = set()
-    shareable: set[tuple[int, int]] = set()
+    images = _images(forest)
+    seen: set[tuple[int, int, Hashable]] = set()
+    shareable: set[tuple[int, int, Hashable]] = set()
     for i, (parent, token, owner) in enumerate(zip(forest.parents, forest.token_ids, forest.owners, strict=True)):
         if i in alone:
             continue
-        if (parent, token) in shareable or ((parent, token) in seen and owner < 0):
+        place = parent, token, images.get(i)
+        if place in shareable or (place in seen and owner < 0):
             yield f"token {i}: occurs twice after the same prefix"
-        seen.add((parent, token))
+        seen.add(place)
         if owner < 0:
-            shareable.add((parent, token))
+            shareable.add(place)
+
+
+def _images(forest: PrefixForest) -> dict[int, Hashable]:
+    """Return for each token of an image what tells it from those of other images."""
+    found: dict[int, Hashable] = {}
+    for medium in forest.media:
+        image = (medium.modality, medium.sha256, medium.media_type, medium.length) if medium.sha256 else medium
+        found |= {i: (image, i - medium.start) for i in range(medium.start, medium.end)}
+    return found
