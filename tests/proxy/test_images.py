@@ -8,7 +8,8 @@ import pytest
 
 from tests.images import image
 from tests.proxy.kit import CALL, CHAT, HEADER, THOUGHT, TOOLS, echo, proxied, results, user
-from tokencache.testing import SimulatedEngine
+from tokencache.core import ids
+from tokencache.testing import Fault, SimulatedEngine
 from tokencache.testing.images import ImageFault
 
 EPISODES = {
@@ -300,3 +301,80 @@ async def test_a_harness_cannot_supply_an_exact_prompt_itself(rig):
     exact = {"tokencache_prompt": {"ids": [1, 2, 3]}}
     status, said = await rig.post("s", messages=[shown("EPISODE:see go", image(1))], kv_transfer_params=exact)
     assert (status, said["error"]["param"]) == (400, "kv_transfer_params.tokencache_prompt")
+
+
+CUT = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+async def after_two_turns(rig):
+    """A conversation that waits for its third reply. The proxy has learned the template, and makes no requests of its own."""
+    messages = [shown("EPISODE:look go", image(1), image(2, width=60))]
+    messages.append(echo(await rig.say("s", messages, tools=TOOLS)))
+    messages += [*results(messages[-1]), shown("And this?", image(3, width=84))]
+    messages.append(echo(await rig.say("s", messages, tools=TOOLS)))
+    return [*messages, shown("And that?", image(4, width=60))]
+
+
+@CUT
+@pytest.mark.parametrize("after", [1, 3, 9])
+async def test_a_reply_that_is_broken_off_goes_on_with_the_same_images(stream, after):
+    async with proxied(seeing(derenders=True), hold=5) as rig:
+        messages = await after_two_turns(rig)
+        rig.engine.faults.append(Fault.abort(after))
+        said = await rig.say("s", messages, tools=TOOLS, stream=stream)
+        assert (said["reasoning"] or "").strip() == "I look first — naïve café ☕."
+        assert said["content"].strip() == "A house."
+        assert said["tool_calls"]
+        *_, cut = await rig.turns()
+        assert ("continued" in cut["marks"], cut["match"]) == (True, "continue")
+        *_, begun, rest = rig.ground_truth()
+        assert rest.prompt_ids == begun.prompt_ids + begun.completion_ids[: len(rest.prompt_ids) - len(begun.prompt_ids)]
+        assert (await rig.info())["incidents"] == []
+        (sequence,) = (await rig.exported())["sequences"]
+        assert [medium["length"] for medium in sequence["media"]] == [1, 3, 3, 3]
+        assert sequence["turns"][-1]["turn"] == cut["turn"]
+        for sent in rig.engine.derendered:
+            assert "base64" not in json.dumps(sent), "parsers need no images"
+
+
+async def test_a_reply_with_a_placeholder_in_it_goes_on_too():
+    words = ["I draw <|image_pad|><|image_pad|> for you, and a house, and a tree."]
+    engine = SimulatedEngine(episodes={"draw": words}, seed=7, images="plugin", derenders=True)
+    async with proxied(engine, hold=5) as rig:
+        rig.engine.faults.append(Fault.abort(6))
+        await rig.say("s", [shown("EPISODE:draw go", image(1))])
+        (turn,) = await rig.turns()
+        assert {"continued", "sampled-placeholder"} <= set(turn["marks"])
+        assert rig.engine.requests[-1]["kv_transfer_params"]["tokencache_prompt"]["sampled"]
+
+
+@pytest.mark.parametrize("fault", [ImageFault.REEXPANDED, ImageFault.WRONG_RANGES, ImageFault.NO_RANGES, ImageFault.NOT_FOUND])
+@CUT
+async def test_a_continuation_with_other_ids_or_places_is_not_used(stream, fault):
+    """The reply is sampled anew if the client has nothing of it, or ends where it was broken off."""
+    async with proxied(seeing(derenders=True), hold=5) as rig:
+        messages = await after_two_turns(rig)
+        rig.engine.faults.append(Fault.abort(4))
+        rig.engine.choose_fault = lambda _route, body: _after_a_cut(rig.engine, body, fault)
+        await rig.post("s", messages=messages, tools=TOOLS, stream=stream)
+        (cut,) = (turn for turn in await rig.turns() if turn["again"])
+        assert "continued" not in cut["marks"]
+        sampled = rig.ground_truth()[2]
+        (tokens,) = (await rig.store.tokens("s", [cut["turn"]])).values()
+        assert ids.unpack(tokens.completion) == sampled.completion_ids[:4]
+
+
+def _after_a_cut(engine, body, fault):
+    """Let the engine err in each request whose prompt ends with a part of a reply."""
+    prompt = ((body.get("kv_transfer_params") or {}).get("tokencache_prompt") or {}).get("ids")
+    begun = engine.ground_truth[-1]
+    engine.images.fault = fault if prompt is not None and prompt == begun.prompt_ids + begun.completion_ids else None
+
+
+@CUT
+async def test_on_an_engine_without_the_plugin_the_turn_says_why_not(stream):
+    engine = SimulatedEngine(episodes=EPISODES, seed=7, images="stock", derenders=True)
+    async with proxied(engine, hold=5) as rig:
+        rig.engine.faults.append(Fault.abort(4))
+        await rig.post("s", messages=[shown("EPISODE:see go", image(1))], stream=stream)
+        assert "images" in (await rig.turns())[0]["again"]

@@ -25,7 +25,8 @@ RENDER = "/v1/chat/completions/render"
 _STREAM_MEMBERS = ("stream", "stream_options")
 _OK = 200
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
-_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
+ANY_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
+"""Messages in place of those of a request, where they do not matter: parsers read only the other members, and the ids of the prompt."""
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -138,7 +139,7 @@ class Derender:
         Raises:
             EngineError: the route cannot be reached, or does not report the limit.
         """
-        body = {"model": request.fields.get("model", _NULL), "messages": _MESSAGES}
+        body = {"model": request.fields.get("model", _NULL), "messages": ANY_MESSAGES}
         try:
             found = msgspec.json.decode((await self._post(request, body, RENDER)).body, type=_Rendered)
         except (ValueError, RecursionError) as why:
@@ -152,7 +153,7 @@ class Derender:
         Raises:
             EngineError: the engine did not answer, or cannot answer now.
         """
-        fields = {"model": Raw(_ENCODER.encode(model)), "messages": _MESSAGES}
+        fields = {"model": Raw(_ENCODER.encode(model)), "messages": ANY_MESSAGES}
         request, tokens = DerenderRequest(engine, fields, _ENCODER.encode(prompt)), prompt[:2]
         try:
             _, _, state = await self.delta(request, _NULL, tokens[:1])

@@ -34,8 +34,8 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.derender import Derender, DerenderRequest
-from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, ParsedCompletion, Target
+from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
@@ -43,13 +43,13 @@ from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
-from tokencache.proxy.continuation import AbortedPolicy, Continuation, ContinuationError, reason_against
+from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.gathered_reply import GatheredReply, as_stream
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.planner import Plan, keys_wanted
+from tokencache.proxy.planner import Plan, keys_wanted, media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
@@ -677,8 +677,8 @@ class CallAttempt:
             self._outcome.again = "text completions are not continued"
         elif not model.capability.derenders:
             self._outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
-        elif self._chat.media:
-            self._outcome.again = "replies to requests with images are not continued"
+        elif self._chat.media and (model.capability.images != "plugin" or media_reason(self._chat, model)):
+            self._outcome.again = NO_EXACT_IMAGES
         else:
             self._outcome.again = reason_against(self._chat.fields)
         return not self._outcome.again
@@ -687,7 +687,7 @@ class CallAttempt:
         """Continue a reply, as often as needed. Returns the part that must wait for the store, and why the stream was cut off."""
         outcome = self._outcome
         assert self._driver.derender is not None  # noqa: S101 - `_may_continue` looked
-        outcome.continuation = continuation = Continuation(self._chat, self._reply, self._driver.derender, delivery.head)
+        outcome.continuation = continuation = Continuation(self._chat, self._reply, self._driver.derender, delivery.head, outcome.places)
         continuation.begin_piece(self._posted, self._engine.upstream.url)
         held = b""
         while delivery.cut:
@@ -746,7 +746,7 @@ class CallAttempt:
     async def _gather_pieces(self, gathered: GatheredReply, derender: Derender, how: str) -> str:
         """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
         outcome, reply = self._outcome, self._reply
-        outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first)
+        outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first, outcome.places)
         continuation.begin_piece(self._posted, self._engine.upstream.url)
         while how:
             await outcome.end_piece(how)
@@ -801,6 +801,7 @@ class CallAttempt:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
             raise ContinuationError(f"the engine answered {answer.status}: {words}")
+        continuation.check_places(read_places(answer.headers))
         return answer
 
     async def _ask_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
@@ -813,11 +814,9 @@ class CallAttempt:
         outcome.model = await engine.model(self._chat.model)
         outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
         self._driver = engine.driver
-        packed, fragment = continuation.prompt
-        exact = ExactPrompt(packed, fragment, LastReply(-1, 0, 0))
+        exact = continuation.exact(outcome.model.capability)
         target = self._target(engine)
-        derender = DerenderRequest(engine.upstream, self._chat.safe_fields(), b"", self._exchange.headers)
-        await continuation.find_own_limit(derender, target.max_model_len)
+        await continuation.find_own_limit(self._derender_request(), target.max_model_len)
         self._request = await self._write_request(exact, target, continuation.call)
         try:
             answer = await self._post(engine)
@@ -828,7 +827,8 @@ class CallAttempt:
         return answer
 
     def _derender_request(self) -> DerenderRequest:
-        return DerenderRequest(self._engine.upstream, self._chat.safe_fields(), self._reply.prompt.raw, self._exchange.headers)
+        fields = {**self._chat.fields, "messages": ANY_MESSAGES} if self._chat.media else self._chat.safe_fields()
+        return DerenderRequest(self._engine.upstream, fields, self._reply.prompt.raw, self._exchange.headers)
 
     def _salted(self) -> SaltedRequest:
         return SaltedRequest(self._session, self._outcome.epoch, self._chat.model, bytes(self._chat.fields.get(MEMBER, b"null")))

@@ -3,7 +3,8 @@
 An engine may end a reply before the model does: `/pause?mode=abort` and `/abort_requests` (vLLM), an error in its stream, or the end of its
 process. Sampling such a reply anew throws tokens away, and favours short replies, because long ones are hit more often. So the prompt and
 all tokens sampled so far are sent as the next exact prompt, to any engine that serves the session, as often as needed. The reply is
-recorded as one turn, whose *pieces* are the parts that one request sampled (`core.turn.ReplyPiece`).
+recorded as one turn, whose *pieces* are the parts that one request sampled (`core.turn.ReplyPiece`). A prompt with images goes on with the
+same images in the same places.
 
 Only the ids of a continuation are the engine's own. Its text is not: parsers begin anew, and take the rest of a thought or of a tool call
 for text (vLLM 0.32). So all text after a cut is made by derender from the ids of the whole reply, and the client gets the difference to
@@ -22,15 +23,19 @@ import aiohttp
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.media import Places, PlacesDifferError, place_media
 from tokencache.core.turn import ReplyPiece
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.json_io import member, value_of
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.drivers.base import ExactPrompt, LastReply
+from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice, Reply
 
 Raw = msgspec.Raw
 
+NO_EXACT_IMAGES = "replies to requests with images are continued only with the plugin for images (docs/images.md)"
 MOST_PIECES = 8
 """Maximum number of pieces of one reply."""
 WORDS_SECONDS = 1.0
@@ -164,9 +169,17 @@ class Continuation:
         broke: how the last piece that `chunks` read was broken off (`ReplyPiece.ended`); `""` if it was not.
     """
 
-    def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes) -> None:
-        """Begin when the first piece has ended; `first` is the first chunk of its stream (JSON)."""
-        self._call, self._reply, self._derender = call, reply, derender
+    def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes, places: Places | None = None) -> None:
+        """Begin when the first piece has ended.
+
+        Args:
+            call: the request.
+            reply: what was sampled so far.
+            derender: makes the words.
+            first: the first chunk of the stream (JSON).
+            places: the places of the images in the prompt, as the engine reports them.
+        """
+        self._call, self._reply, self._derender, self._places = call, reply, derender, places
         self._head = {name: value for name, value in _FIELDS.decode(first or b"{}").items() if name in _HEAD}
         self.pieces: list[ReplyPiece] = []
         self._request = self._engine = ""
@@ -227,6 +240,36 @@ class Continuation:
         assert prompt.packed is not None  # noqa: S101 - `check` looked
         return prompt.packed + sampled, ids.extended((prompt.raw[1:-1],), sampled)
 
+    def exact(self, capability: Capability) -> ExactPrompt:
+        """Make the exact prompt of the next piece for an engine.
+
+        Raises:
+            ContinuationError: the engine takes none with these images, or the last one did not report their places.
+        """
+        packed, fragment = self.prompt
+        prompt = ExactPrompt(packed, fragment, LastReply(-1, 0, 0))
+        parts = self._call.media_parts()
+        if not parts:
+            return prompt
+        if capability.images != "plugin":
+            raise ContinuationError(NO_EXACT_IMAGES)
+        try:
+            media = place_media(parts, self._places or {}, self._reply.prompt.tokens)
+        except PlacesDifferError as why:
+            raise ContinuationError(str(why)) from why
+        inside = {place for medium in media for place in range(medium.start, medium.end)}
+        sampled = [place for place in ids.places_of(packed, capability.placeholder_ids) if place not in inside]
+        return prompt._replace(media=media, sampled=tuple(sampled))
+
+    def check_places(self, places: Places | None) -> None:
+        """Check the places of the images that an engine reports for the next piece.
+
+        Raises:
+            ContinuationError: they are others than before.
+        """
+        if self._call.media and places != self._places:
+            raise ContinuationError("the engine reports other places of the images")
+
     @property
     def call(self) -> ChatCall:
         """The request for the next piece."""
@@ -283,8 +326,7 @@ class Continuation:
         loop = asyncio.get_running_loop()
         due = loop.time() + WORDS_SECONDS
         async for data in events_of(answer):
-            self._take(piece, data, waiting)
-            _check_prompt(piece, packed)
+            self._take(piece, data, packed, waiting)
             if piece.finished or piece.error:
                 return
             if waiting.ids and loop.time() >= due:
@@ -292,9 +334,10 @@ class Continuation:
                 due = loop.time() + WORDS_SECONDS
 
     @staticmethod
-    def _take(piece: Reply, data: bytes, waiting: _Sampled) -> None:
+    def _take(piece: Reply, data: bytes, packed: bytes, waiting: _Sampled) -> None:
         data = piece.without_experts(data)
         brief = piece.add(data)
+        _check_prompt(piece, packed)  # before anything is taken: what was sampled after another prompt does not belong to the reply
         for choice in msgspec.json.decode(brief, type=_PieceChunk).choices:
             waiting.ids.extend(choice.token_ids or ())
             waiting.logprobs.extend((choice.logprobs.content or ()) if choice.logprobs is not None else ())

@@ -178,7 +178,7 @@ class Planner:
         """
         if call.plain or call.conversation is None:
             return Plan(match="plain", reason=call.plain)
-        if call.media and (why_not := _media_reason(call, model)):
+        if call.media and (why_not := media_reason(call, model)):
             return Plan(match="plain", reason=why_not)
         planning = _Planning(self._store, self._prefixes, session, call, model)
         known = _looked_up(keys, hits)
@@ -643,7 +643,7 @@ class _Layout(NamedTuple):
     default_reason: str
 
 
-def _media_reason(call: ChatCall, model: Model) -> str:
+def media_reason(call: ChatCall, model: Model) -> str:
     """Return the reason why the engine cannot use an exact prompt with the media of a call; `""` if it can."""
     parts = call.media_parts()
     if not model.capability.images or any(part.modality != "image" for part in parts):

@@ -147,12 +147,13 @@ def weights_server(servers, tmp_path_factory):
 
 @pytest.fixture
 def vision_server(servers, tmp_path_factory):
-    """A server of a model for images, with the plugin."""
+    """A server of a model for images, with the plugin, and with derender."""
 
     def start():
         model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
         folder = tmp_path_factory.mktemp("vllm")
-        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
+        options = ["--enable-scale-out"]
+        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", options=options)
 
     return servers.keep("images", start)
 

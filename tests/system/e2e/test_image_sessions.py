@@ -3,14 +3,16 @@
 Once with the plugin, and once on a stock vLLM, by `/inference/v1/generate`.
 """
 
-import itertools
+from itertools import pairwise
 
 import pytest
 from conftest import GroundTruth, proxying
 from rig.agent import Agent
+from rig.breaking_relay import BreakingRelay
 from rig.exported import generations, trajectory, turns
 from rig.vision import png
 
+from tokencache.core import ids
 from tokencache.store.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
@@ -32,8 +34,9 @@ def server(request, route):
 
 
 @pytest.fixture
-async def proxied(server):
+async def proxied(server, route):
     async with proxying(server.url, MemoryStore()) as found:
+        assert route_of(found) == route
         yield found
 
 
@@ -54,7 +57,7 @@ async def assert_exact(proxied, log, agent, images):
     """In the engine's own log every turn extends the one before, and the export has these ids and all images."""
     logged = await log.read_new_episodes()
     assert len(logged) == TURNS
-    for (prompt, sampled), (later, _) in itertools.pairwise(logged):
+    for (prompt, sampled), (later, _) in pairwise(logged):
         assert later[: len(prompt) + len(sampled)] == prompt + sampled
     assert [(turn["match"], turn["reason"]) for turn in await turns(proxied, agent.session)] == [
         ("root", ""),
@@ -72,12 +75,16 @@ async def assert_exact(proxied, log, agent, images):
     assert len(media) == images
 
 
+def route_of(proxied):
+    """How exact prompts with images are supplied, or why they are not."""
+    capability = proxied.proxy.engine.capabilities[0]
+    return capability.images or capability.images_why
+
+
 @pytest.mark.parametrize("manner", ["whole", "stream", "forgetful"])
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses", "gemini"])
-async def test_every_turn_is_exact(server, route, proxied, agent, dialect, manner):
+async def test_every_turn_is_exact(server, proxied, agent, dialect, manner):
     """Images in questions and in tool results, several in one message, one of them twice."""
-    capability = proxied.proxy.engine.capabilities[0]
-    assert capability.images == route, capability.images_why
     log = GroundTruth(proxied, server)
     await log.read_new()
     talker = agent(f"{dialect}-{manner}", forgetful=manner == "forgetful")
@@ -86,3 +93,24 @@ async def test_every_turn_is_exact(server, route, proxied, agent, dialect, manne
     for n in range(TURNS):
         await talker.turn(dialect, stream=manner == "stream" or (manner == "forgetful" and n % 2 == 1))
     await assert_exact(proxied, log, talker, len(PICTURES) + 2)
+
+
+@pytest.mark.parametrize(("how", "stream"), [("abort", True), ("lost", False)])
+async def test_a_cut_reply_goes_on_with_the_same_images(vision_server, how, stream):
+    """The rest is sampled after exactly the prompt and what had arrived, with the images in their places; the words are the same."""
+    async with BreakingRelay(vision_server.url) as relay, proxying(relay.url, MemoryStore(), hold=60) as proxied:
+        log, words = GroundTruth(proxied, vision_server), []
+        await log.read_new()
+        for end in (0, 1, 4, 20):
+            talker = Agent(proxied.url, f"{how}-{end}" if end else "uncut")
+            said = await talker.say("EPISODE:spoken please", png(64, 96, 7), png(96, 96, 8)).turn("chat", stream=stream)
+            await talker.close()
+            words.append((said.thought, said.text, [call[1:] for call in said.calls]))
+            (turn,) = await proxied.proxy.store.turns(talker.session)
+            (tokens,) = (await proxied.proxy.store.tokens(talker.session, [turn.id])).values()
+            prompt, sampled = ids.unpack(tokens.delta), ids.unpack(tokens.completion)
+            cuts = [end] if end else []
+            expected = [(prompt + sampled[:start], sampled[start:stop]) for start, stop in pairwise([0, *cuts, len(sampled)])]
+            assert await log.read_new_episodes() == expected
+            assert (list(turn.marks), turn.again, len(turn.media)) == (["media", "continued"] if end else ["media"], "", 2)
+        assert words == [words[0]] * 4

@@ -21,7 +21,7 @@ from tokencache.core import ids
 from tokencache.core.expansion import Place, compact, locate, stands_outside
 from tokencache.core.media import media_url
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.derender import Derender
+from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, ParsedCompletion, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
 from tokencache.engine.generate import GENERATE, generate_body, read_generated, render_request
@@ -70,7 +70,7 @@ class ImagePrompts:
         limit = int(rendered.sampling.get("max_tokens") or 0)
         room = target.max_model_len - len(tokens) if target.max_model_len else limit
         body = generate_body(rendered, compact(tokens, places, target.images.placeholder), urls, min(limit or room, room))
-        replaced = ReplacedChat(target.upstream, call.safe_fields(), target.headers)
+        replaced = ReplacedChat(target.upstream, {**call.fields, "messages": ANY_MESSAGES}, target.headers)  # without the images
         return EngineRequest(GENERATE, body, partial(self._parsed, replaced))
 
     async def _parsed(self, replaced: ReplacedChat, body: bytes) -> ParsedCompletion:

@@ -26,7 +26,7 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.derender import RENDER, Derender
+from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
@@ -66,7 +66,6 @@ _GUIDING = (
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _NOT_EVERYWHERE = ("bad_words",)
 """Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
-_QUESTION = Raw(b'[{"role":"user","content":"Hello."}]')
 _CHECK = Raw(b"[" + EPISODE[0] + b"]")
 _MOST_GUIDES = 256
 _ENCODER = msgspec.json.Encoder()
@@ -134,7 +133,7 @@ class TextPrompts(Vllm):
         return text_completion(fields, prompt.fragment, guidance._replace(limit=limit))
 
     async def _guidance_for(self, fields: Mapping[str, Raw], target: Target) -> Guidance | None:
-        body = _ENCODER.encode({name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": _QUESTION})
+        body = _ENCODER.encode({name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": ANY_MESSAGES})
         key = hashlib.blake2b(body, digest_size=16).digest()
         found = self._guidance.get(key)
         if found is None:
