@@ -18,6 +18,7 @@ from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.drift import Drift, Site
 from tokencache.core.incidents import Incident
+from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Anchor, Turn
@@ -40,6 +41,10 @@ TOOLS = [
         },
     }
 ]
+
+
+IMAGE = "\x01" * 6
+"""What a prompt has for an image: six tokens."""
 
 
 def single(value):
@@ -78,7 +83,8 @@ def written(served):
 
 def rendered(message):
     """Render a message as a chat template does: single characters."""
-    body = message.get("content") or ""
+    content = message.get("content") or ""
+    body = content if isinstance(content, str) else "".join(part["text"] if part["type"] == "text" else IMAGE for part in content)
     for call in message.get("tool_calls", ()):
         body += "<tool_call>" + json.dumps(call["function"]) + "</tool_call>"
     return [BEGIN, *map(ord, message["role"] + "\n" + body), END]
@@ -315,6 +321,28 @@ def media():
     return talk
 
 
+def pictures():
+    """Images in a question and in a tool's result; the second turn continues the first."""
+    talk = Talk("pictures")
+    ask = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture("a"), {"type": "text", "text": "And this?"}]}
+    first = talk.call([ask], "A cat.", calls=[("c1", "look", '{"x":1}')], tools=TOOLS, marks=("media",))
+    seen = {"role": "tool", "tool_call_id": "c1", "content": [picture("b"), picture("a")]}
+    second = talk.call([*talk.history(first), seen], "A dog.", after=first, tools=TOOLS, marks=("media",))
+    tokens, media = [], []
+    for turn, digests in ((first, "a"), (second, "ba")):
+        tokens += ids.unpack(talk.tokens[turn].delta)
+        pixels = [at for at, token in enumerate(tokens) if token == ord(IMAGE[0])][6 * len(media) :]
+        media += [PlacedMedia("image", digest * 64, "image/png", at, 6) for digest, at in zip(digests, pixels[::6], strict=True)]
+        talk.change(turn, media=tuple(media))
+        tokens += ids.unpack(talk.tokens[turn].completion)
+    return talk
+
+
+def picture(digest):
+    """A part of a stored message: an image, by reference."""
+    return {"type": "image_url", "image_url": {"url": f"media:{digest * 64}"}}
+
+
 def nothing_said():
     """The model ended its turn at once, and once sampled no token."""
     talk = Talk("nothing-said")
@@ -356,6 +384,7 @@ SESSIONS = {
         unrecognized,
         choices,
         media,
+        pictures,
         nothing_said,
         speechless,
         empty,

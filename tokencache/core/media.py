@@ -272,3 +272,31 @@ def decode_base64(text: str) -> bytes | None:
         return base64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
     except ValueError:  # also UnicodeEncodeError and binascii.Error
         return None
+
+
+class ImageReference(NamedTuple):
+    """An image in a stored message; `sha256` is the hexadecimal SHA-256 of its bytes."""
+
+    sha256: str
+
+
+def texts_and_images(parts: bytes) -> list[str | ImageReference] | None:
+    """Read the parts of a stored message: its texts and images, in order.
+
+    Args:
+        parts: `Message.media` of the message as it was read from its record, which has references in place of bytes.
+
+    Returns:
+        `None` if it has other parts, or an image by URL whose bytes are not known.
+    """
+    found: list[str | ImageReference] = []
+    for part in msgspec.json.decode(parts):
+        identity = part if isinstance(part, str) else part[_KEY]
+        if isinstance(identity, str):
+            found.append(identity)
+            continue
+        url = identity.get("url", "") if identity.get("modality") == "image" else ""
+        if not url.startswith(REFERENCE):
+            return None
+        found.append(ImageReference(url.removeprefix(REFERENCE)))
+    return found

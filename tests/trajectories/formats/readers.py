@@ -53,9 +53,10 @@ def read_tinker(written):
     """Position `i` of the input predicts target `i`. Together they are the sequence, whose first token is never a target."""
     rows = []
     for datum in written["data"]:
-        inputs = [token for chunk in datum["model_input"]["chunks"] for token in chunk["tokens"]]
         tensors = {name: tensor["data"] for name, tensor in datum["loss_fn_inputs"].items()}
-        targets = tensors["target_tokens"]
+        inputs, targets = [], tensors["target_tokens"]
+        for chunk in datum["model_input"]["chunks"]:  # the tokens of an image are only among the targets
+            inputs += chunk["tokens"] if "tokens" in chunk else targets[len(inputs) - 1 :][: chunk["expected_tokens"]]
         assert inputs[1:] == targets[:-1]
         assert len(inputs) == len(targets)
         assert all(type(one) is float for one in tensors["mask"])

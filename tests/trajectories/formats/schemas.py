@@ -31,10 +31,24 @@ class Tokens(Strict):
         return self
 
 
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: str
+
+
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"]
+
+
+Input = str | list[Annotated[InputText | InputImage, Field(discriminator="type")]]
+
+
 class InputMessage(Strict):
     type: Literal["message"]
     role: Literal["user", "system", "developer"]
-    content: str
+    content: Input
 
 
 class OutputText(Strict):
@@ -74,7 +88,7 @@ class FunctionCall(Tokens):
 class FunctionCallOutput(Strict):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: Input
 
 
 Item = InputMessage | OutputMessage | Reasoning | FunctionCall | FunctionCallOutput
@@ -113,15 +127,32 @@ class ChatCall(Strict):
     function: Function
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Strict):
+    url: str
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Content = str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
 class Heard(Strict):
     role: Literal["system", "user"]
-    content: str
+    content: Content
     name: str = ""
 
 
 class Told(Strict):
     role: Literal["tool"]
-    content: str
+    content: Content
     tool_call_id: str
 
 
@@ -143,7 +174,7 @@ class ToolCall(Strict):
 
 class Spoken(Strict):
     role: Literal["system", "user"]
-    content: str
+    content: Content
 
 
 class Answer(Strict):
@@ -156,7 +187,7 @@ class Answer(Strict):
 class Result(Strict):
     role: Literal["tool"]
     tool_call_id: str
-    content: str
+    content: Content
 
 
 class Tool(BaseModel):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.trajectories.formats.readers import read_atif
-from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, result, rollout, torn, user
+from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, pictures, result, rollout, torn, user
 from tokencache.trajectories.formats.atif import atif
 
 try:
@@ -104,6 +104,27 @@ def test_turns_without_messages_are_named():
     assert "t0" in first["notes"]
     assert [step["source"] for step in first["steps"]] == ["agent"]
     assert "notes" not in second
+
+
+def test_images_are_parts_that_name_their_files():
+    (trajectory,) = trajectories(ROLLOUTS["pictures"])
+    asked, called, _ = trajectory["steps"]
+    assert [part.get("text") or part["source"] for part in asked["message"]] == [
+        "What is this?",
+        {"media_type": "image/png", "path": "a" * 64 + ".png"},
+        "And this?",
+    ]
+    (seen,) = called["observation"]["results"]
+    assert [part["source"]["path"][0] for part in seen["content"]] == ["b", "a"]
+    assert trajectory["extra"]["wordless"] == []
+
+
+def test_an_image_that_the_format_does_not_have_is_named():
+    talk = pictures()
+    for turn in talk.turns:
+        talk.change(turn.id, media=tuple(msgspec.structs.replace(one, media_type="image/bmp") for one in turn.media))
+    (trajectory,) = trajectories(rollout(talk.records()))
+    assert trajectory["extra"]["wordless"] == ["t0", "t1"]
 
 
 def test_a_known_harness_is_named():

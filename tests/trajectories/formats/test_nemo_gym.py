@@ -146,6 +146,15 @@ def test_a_truncated_reply_is_incomplete():
     assert written(ROLLOUTS["linear"])["responses"][0]["response"]["status"] == "completed"
 
 
+def test_images_are_parts_with_a_reference():
+    row = written(ROLLOUTS["pictures"])["responses"][0]
+    (asked,) = row["responses_create_params"]["input"]
+    assert [part["type"] for part in asked["content"]] == ["input_text", "input_image", "input_text"]
+    (seen,) = (item for item in row["response"]["output"] if item["type"] == "function_call_output")
+    assert [part["image_url"][:7] for part in seen["output"]] == ["media:b", "media:a"]
+    assert [message["content"][0]["type"] for message in row["messages"] if message["role"] == "tool"] == ["image_url"]
+
+
 def test_missing_messages_are_named():
     row = written(ROLLOUTS["media"])["responses"][0]
     assert row["responses_create_params"]["input"] == []

@@ -12,7 +12,7 @@ def datum(row, **more):
     return sdk.Datum(sdk.ModelInput(**row["model_input"]), {**tensors, **more})
 
 
-@pytest.mark.parametrize("shape", ROLLOUTS)
+@pytest.mark.parametrize("shape", sorted(ROLLOUTS.keys() - {"pictures"}))
 def test_every_row_is_a_datum(shape):
     rows = tinker(ROLLOUTS[shape])["data"]
     assert len(rows) == len(ROLLOUTS[shape].sequences)

@@ -97,5 +97,11 @@ def test_without_messages_only_the_answer_is_a_node():
     assert len(trace["nodes"][0]["token_ids"]) == sequence["tokens"]
 
 
+def test_images_are_parts_with_a_reference():
+    messages = [node["message"] for node in written(ROLLOUTS["pictures"])["nodes"]]
+    assert [part["type"] for part in messages[0]["content"]] == ["text", "image_url", "text"]
+    assert [part["image_url"]["url"] for part in messages[2]["content"]] == ["media:" + "b" * 64, "media:" + "a" * 64]
+
+
 def test_prime_rl_reads_it_under_either_name():
     assert FORMATS["prime-rl"].write is FORMATS["verifiers"].write

@@ -8,6 +8,9 @@ side: `system`, `user`, or `agent`. Tool results are the observation of the step
 this sequence has `metrics` with `prompt_token_ids` (the whole prompt), `completion_token_ids` and `logprobs`. Do not train a step without
 `logprobs`.
 
+An image is named by its file, `<sha256>.png`, as `tokencache media` writes it. The format has PNG, JPEG, GIF and WebP. Messages with other
+images are left out, and `wordless` names their turns.
+
 If a sequence branched off another one, or took its context from it, that context is marked `is_copied_context`. So are all replies that
 this sequence did not sample. By the format, such steps are not training data. A branch or a sub-agent is a separate trajectory, not an
 entry of `subagent_trajectories`, because the call that delegated to it is not known. `extra.parent` names its parent.
@@ -15,19 +18,25 @@ entry of `subagent_trajectories`, because the call that delegated to it is not k
 Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0, `harbor/models/trajectories/`.
 """
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
+from tokencache.core.media import file_name
 from tokencache.core.messages import Message, ToolCall
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
+from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, parts_of, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 VERSION = "ATIF-v1.7"
 """The oldest version with all members used here (`trajectory_id`, `llm_call_count`), so that older readers can read it."""
+
+_IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
+_Types = Mapping[str, str]
+"""SHA-256 of an image → its MIME type."""
 
 UNKNOWN = "unknown"
 """The value that Harbor's own agents use for an unknown version (`harbor/agents/base.py`)."""
@@ -40,10 +49,11 @@ def atif(rollout: Rollout) -> dict[str, Any]:
 
 def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     sequence = row.sequence
-    found = exchanges(sequence, rollout.contexts)
+    types = {medium.sha256: medium.media_type for medium in sequence.media}
+    found = [_without_other_images(exchange, types) for exchange in exchanges(sequence, rollout.contexts)]
     missing = without_messages(found)
     turns = [exchange.turn for exchange in found]
-    steps = _steps(sequence, found)
+    steps = _steps(sequence, found, types)
     tools = tools_of(sequence, rollout.contexts)
     return {
         "schema_version": VERSION,
@@ -66,21 +76,37 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     }
 
 
-def _steps(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:
+def _without_other_images(exchange: TurnMessages, types: _Types) -> TurnMessages:
+    """Leave out the messages of an exchange if an image has a type that the format does not have."""
+    images = [part for message in exchange.messages or () for part in parts_of(message) if not isinstance(part, str)]
+    return exchange if all(types.get(image.sha256) in _IMAGE_TYPES for image in images) else exchange._replace(messages=None)
+
+
+def _steps(sequence: TokenSequence, found: list[TurnMessages], types: _Types) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for place, exchange in enumerate(found):
         copied = not place and sequence.parent is not None
         for message in exchange.messages or ():
-            _add_message(steps, message, copied=copied)
+            _add_message(steps, message, _content(message, types), copied=copied)
         steps.append(_sampled_step(sequence, exchange))
     return [{"step_id": place, **step} for place, step in enumerate(steps, 1)]
 
 
-def _add_message(steps: list[dict[str, Any]], message: Message, *, copied: bool) -> None:
+def _content(message: Message, types: _Types) -> str | list[dict[str, Any]]:
+    """Write the content of a message: a text, or parts if it has images."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "source": {"media_type": types[part.sha256], "path": file_name(part.sha256, types[part.sha256])}}
+        for part in parts_of(message)
+    ] or (message.content or "")
+
+
+def _add_message(steps: list[dict[str, Any]], message: Message, content: str | list[dict[str, Any]], *, copied: bool) -> None:
     """Add a message of the request: a step, or a result to the step that called the tool."""
     if message.role == "tool":
         called = steps[-1] if steps and message.answers in {call["tool_call_id"] for call in steps[-1].get("tool_calls", ())} else None
-        result = {"content": message.content or ""}
+        result = {"content": content}
         if called is not None:
             called.setdefault("observation", {"results": []})["results"].append({"source_call_id": message.answers, **result})
             return
@@ -89,7 +115,7 @@ def _add_message(steps: list[dict[str, Any]], message: Message, *, copied: bool)
     elif message.role == "assistant":
         step, copied = _agent_step(message), True
     else:
-        step = {"source": message.role, "message": message.content or ""}
+        step = {"source": message.role, "message": content}
     steps.append({**step, "is_copied_context": True} if copied else step)
 
 

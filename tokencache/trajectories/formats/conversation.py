@@ -4,8 +4,9 @@ A turn stores its whole request, which repeats all earlier messages. Formats nee
 messages since the model's last answer, and its new answer. The first exchange of a sequence has all messages of its request, including
 replies that earlier sequences sampled.
 
-An answer is the message that the proxy served, even if the harness changed it later. If the messages of a turn are not kept (media, text
-completions, unreadable requests, torn records), the exchange has `None` in their place. Its tokens are available in any case.
+An answer is the message that the proxy served, even if the harness changed it later. If the messages of a turn are not kept (text
+completions, unreadable requests, torn records), or have other parts than texts and images with known bytes, the exchange has `None` in
+their place. Its tokens are available in any case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import msgspec
 
 from tokencache.core.context import Context, Raw
 from tokencache.core.lineage import SequenceTurn, TokenSequence
+from tokencache.core.media import REFERENCE, ImageReference, texts_and_images
 from tokencache.core.messages import Message
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.vocabulary import read_message
@@ -74,12 +76,33 @@ def _new_messages(context: Context | None, before: Context | None, *, first: boo
 
 
 def _read(raw: Sequence[Raw]) -> tuple[Message, ...] | None:
-    """Read raw messages; `None` if one of them cannot be read or is not plain text."""
+    """Read raw messages; `None` if one of them cannot be read, or has other parts than texts and images with known bytes."""
     try:
         read = tuple(read_message(msgspec.json.decode(one)) for one in raw)
     except (ValueError, RecursionError):
         return None
-    return None if any(one.media or one.role not in ROLES for one in read) else read
+    return read if all(one.role in ROLES and _has_known_parts(one) for one in read) else None
+
+
+def _has_known_parts(message: Message) -> bool:
+    return not message.media or (message.role != "assistant" and texts_and_images(message.media) is not None)
+
+
+def parts_of(message: Message) -> list[str | ImageReference]:
+    """Return the texts and images of a message of an exchange, in order; none if it has no images."""
+    return (texts_and_images(message.media) or []) if message.media else []
+
+
+def chat_content(message: Message) -> str | list[dict[str, Any]]:
+    """Write the content of a message as chat completions have it: a text, or parts, with `media:<sha256>` as the URL of an image."""
+    parts = parts_of(message)
+    if not parts:
+        return message.content or ""
+    return [{"type": "text", "text": one} if isinstance(one, str) else _image_part(one) for one in parts]
+
+
+def _image_part(image: ImageReference) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": REFERENCE + image.sha256}}
 
 
 def sampled(sequence: TokenSequence, span: SequenceTurn) -> SampledTokens:

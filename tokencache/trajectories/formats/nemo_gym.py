@@ -16,6 +16,8 @@ trained get no item: an answer without log probabilities, or one that another se
 NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. `reward` is that of the
 sequence, otherwise of the session. If none was given, it is missing, and the verifier adds it; a missing reward is not 0.
 
+The URL of an image is `media:<sha256>`: the bytes are in the files of `tokencache media`.
+
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
 `NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`),
 `responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1, `nemo_rl/environments/nemo_gym.py`.
@@ -25,9 +27,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from tokencache.core.lineage import TokenSequence
+from tokencache.core.media import REFERENCE
 from tokencache.core.messages import Message
 from tokencache.dialects.thinking import split_text
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
+from tokencache.trajectories.formats.conversation import (
+    TurnMessages,
+    chat_content,
+    exchanges,
+    parts_of,
+    sampled,
+    tools_of,
+    without_messages,
+)
 from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -112,10 +123,20 @@ def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
         if message.role == "assistant":
             items += _answer(message, f"{name}_{place}")
         elif message.role == "tool":
-            items.append({"type": "function_call_output", "call_id": message.answers or "", "output": message.content or ""})
+            items.append({"type": "function_call_output", "call_id": message.answers or "", "output": _content(message)})
         else:
-            items.append({"type": "message", "role": message.role, "content": message.content or ""})
+            items.append({"type": "message", "role": message.role, "content": _content(message)})
     return items
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """Write the content of a message as the Responses API has it: a text, or parts if it has images."""
+    return [
+        {"type": "input_text", "text": part}
+        if isinstance(part, str)
+        else {"type": "input_image", "image_url": REFERENCE + part.sha256, "detail": "auto"}
+        for part in parts_of(message)
+    ] or (message.content or "")
 
 
 def _answer(message: Message, name: str) -> list[dict[str, Any]]:
@@ -140,7 +161,7 @@ def _answer(message: Message, name: str) -> list[dict[str, Any]]:
 
 def _chat(message: Message) -> dict[str, Any]:
     """Write a message as one of chat completions."""
-    written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    written: dict[str, Any] = {"role": message.role, "content": chat_content(message)}
     if message.role == "assistant":
         written["content"] = message.content
         if message.reasoning:

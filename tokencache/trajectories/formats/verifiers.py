@@ -11,6 +11,8 @@ holds it). Without shared nodes every version trains each sampled token once.
 The positions of single messages in a prompt are not recorded. So the node of an answer carries all new tokens of its prompt, with mask 0,
 and the message nodes before it carry none. verifiers does the same if its renderer returns no spans (`graph.py`).
 
+The URL of an image is `media:<sha256>`: the bytes are in the files of `tokencache media`.
+
 `ok` is true if the rollout is complete (prime-rl trains on no other), `is_completed` if its session is finished or sealed. `rewards` has
 the reward of the session under `reward`, and is empty if none was given; `metrics` has its components.
 A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four decimals; this one does not.
@@ -26,7 +28,7 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import Turn
-from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, sampled, tools_of, without_messages
+from tokencache.trajectories.formats.conversation import TurnMessages, chat_content, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -87,7 +89,7 @@ def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: in
 
 
 def _message(message: Message) -> dict[str, Any]:
-    written: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    written: dict[str, Any] = {"role": message.role, "content": chat_content(message)}
     if message.role == "assistant":
         calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.calls]
         written |= {"content": message.content, "reasoning_content": message.reasoning, "tool_calls": calls or None}
