@@ -224,7 +224,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
-    images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else ImageSupport()
+    images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else _no_images(driver)
     return _changed(
         found,
         level="exact",
@@ -240,6 +240,10 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
 
 
 _changed = msgspec.structs.replace
+
+
+def _no_images(driver: Driver) -> ImageSupport:
+    return ImageSupport(why=f"the driver {driver.name} cannot supply exact prompts with images")
 
 
 class _Rendering(NamedTuple):

@@ -61,6 +61,13 @@ async def test_what_the_probe_finds(kind):
         assert (model["level"], model["driver"]) == ("exact", "completions")
 
 
+async def test_it_takes_no_images():
+    async with before(SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True, images="plugin")) as rig:
+        model = await found(rig)
+        assert (model["level"], model["images"]) == ("exact", "")
+        assert "completions" in model["images_why"]
+
+
 async def test_chat_is_preferred_if_it_takes_ids():
     async with before(SimulatedEngine(episodes=EPISODES, derenders=True), engine_kind="auto") as rig:
         assert (await found(rig))["driver"] == "vllm"

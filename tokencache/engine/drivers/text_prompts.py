@@ -100,6 +100,7 @@ class TextPrompts(Vllm):
     name = "completions"
     how = "prompts of /v1/completions, parsed by derender"
     skips_experts = False  # these versions do not know the member
+    images = False
 
     def __init__(self, parser: Upstream | None = None) -> None:
         super().__init__(streams=False)
