@@ -61,6 +61,12 @@ QUEUED_CALLS = Counter("tokencache_held", "Times that a call was queued because 
 CONTINUED = Counter(
     "tokencache_continued", "Replies that an engine broke off and that were continued, by how they ended.", ["ended"], registry=REGISTRY
 )
+IMAGES = Counter(
+    "tokencache_images",
+    "Images in exact conversations: sent with their pixels, only named because the engine has them, or missed there and sent again.",
+    ["how"],
+    registry=REGISTRY,
+)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 

@@ -7,7 +7,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 `advantages`  compares the rewards of the sessions of a group
 `forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
 `experts`     loads the routed experts of a row as a numpy array (needs numpy)
-`media`       loads the images of a row (as images of Pillow, if that is installed)
+`media`       loads the images of a row (as images of Pillow, if that is installed), and processes them for a model
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)
 
     selection = select(trajectories, complete_only, no_side_calls, at_least(16))
@@ -17,7 +17,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 
 from tokencache.batching.advantages import group_advantages, leave_one_out, mean_std, row_advantages
 from tokencache.batching.experts import load_experts
-from tokencache.batching.media import load_images, load_media
+from tokencache.batching.media import image_inputs, load_images, load_media
 from tokencache.batching.selection import (
     DroppedRow,
     Rule,
@@ -42,6 +42,7 @@ __all__ = [
     "at_least",
     "complete_only",
     "group_advantages",
+    "image_inputs",
     "leave_one_out",
     "load_experts",
     "load_images",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 from tokencache.batching.files import read_file
 from tokencache.core.media import file_name
@@ -45,6 +46,32 @@ def load_images(sequence: Sequence, root: str | Path) -> list[Image]:
         ModuleNotFoundError: Pillow is not installed.
     """
     return [open_image(content) for content in images_only(sequence, load_media(sequence, root))]
+
+
+def image_inputs(sequence: Sequence, images: list[Image], processor: Any) -> dict[str, Any]:
+    """Process the images of a sequence with the model's own image processor, for the model's code or a trainer's.
+
+    Args:
+        sequence: the sequence.
+        images: its images, in order (`load_images`).
+        processor: an image processor of transformers.
+
+    Returns:
+        What the processor returns, as tensors of torch. For the Qwen-VL family: `pixel_values`, one row for each patch of all images, and
+        `image_grid_thw`, three numbers for each image.
+
+    Raises:
+        ValueError: the processor makes another number of tokens of an image than the engine did, so that it has other settings. This can be
+            checked only for processors that return `image_grid_thw`.
+    """
+    made = dict(processor(images=images, return_tensors="pt"))
+    grids = made.get("image_grid_thw")
+    if grids is not None:
+        for n, (grid, medium) in enumerate(zip(grids.tolist(), sequence.media, strict=True), 1):
+            tokens = math.prod(grid) // processor.merge_size**2
+            if tokens != medium.length:
+                raise ValueError(f"sequence {sequence.id}: image {n} has {medium.length} tokens, and this processor makes {tokens} of it")
+    return made
 
 
 def contents_of(sequence: Sequence, read: Callable[[PlacedMedia], bytes]) -> list[bytes]:

@@ -89,13 +89,13 @@ async def render_request(engine: EngineClient, fields: Mapping[str, Any], header
     return RenderedRequest(read.token_ids, places, read.sampling_params, members)
 
 
-def generate_body(rendered: RenderedRequest, prompt: Sequence[int], images: Sequence[str], max_tokens: int) -> bytes:
+def generate_body(rendered: RenderedRequest, prompt: Sequence[int], images: Sequence[Mapping[str, Any]], max_tokens: int) -> bytes:
     """Write a request to `generate`: the rendered request with other ids and images.
 
     Args:
         rendered: a rendered request with the same sampling parameters.
         prompt: compact ids.
-        images: a URL for each image, in order.
+        images: a part for each image, in order: `type` and `url`, and `uuid` if it has a name.
         max_tokens: the limit of the reply.
     """
     body: dict[str, Any] = {name: raw for name, raw in rendered.members.items() if name not in _NOT_SENT}
@@ -103,7 +103,7 @@ def generate_body(rendered: RenderedRequest, prompt: Sequence[int], images: Sequ
     body["sampling_params"] = sampling | {"max_tokens": max_tokens}
     if bytes(body.get("reasoning_ended", b"")) == b"false":  # that is for another prompt: let the engine look at this one
         del body["reasoning_ended"]
-    body |= {"token_ids": prompt, "content_parts": [{"type": "image_url", "url": url} for url in images]}
+    body |= {"token_ids": prompt, "content_parts": images}
     body |= {"return_token_ids": True, "output_mode": "text"}
     return _ENCODER.encode(body)
 

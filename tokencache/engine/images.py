@@ -183,8 +183,8 @@ class _Probe:
             raise _UnprovenError("vLLM does more than to replace a placeholder by the ids of an image")
         drifted = [token for words in _NEWLINES for token in await self._tokens(engine, words)]
         exact = self._exact(_Answer(rendered.ids, [*request.images]), drifted)
-        urls = [image["image_url"]["url"] for image in self._images]
-        body = generate_body(request, compact(exact.ids, exact.places, placeholder), urls, 1)
+        parts = [{"type": "image_url", "url": image["image_url"]["url"]} for image in self._images]
+        body = generate_body(request, compact(exact.ids, exact.places, placeholder), parts, 1)
         answer = await engine.post(GENERATE, body)
         if answer.status != _OK:
             raise refusal(GENERATE, answer)

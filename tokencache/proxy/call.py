@@ -36,6 +36,7 @@ from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
+from tokencache.engine.image_names import MISS, ImageNames
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
@@ -95,6 +96,7 @@ class Services(NamedTuple):
         versions: reads the policy version of each request's engine.
         hold: seconds for which a call may wait for an engine.
         aborted: what happens to a reply that an engine broke off.
+        image_names: names the images of requests.
     """
 
     pool: Pool
@@ -103,6 +105,7 @@ class Services(NamedTuple):
     versions: PolicyVersions
     hold: float
     aborted: AbortedPolicy
+    image_names: ImageNames
 
 
 class Opening(NamedTuple):
@@ -506,7 +509,7 @@ class CallAttempt:
         self._request = await self._write_request(plan.exact, target)
         if self._request.not_exact:
             plan = outcome.plan = Plan(match="plain", reason=self._request.not_exact, near=plan.near)
-        answer = await self._post(engine)
+        answer = await self._post_images(engine, plan.exact, target)
         if plan.exact is None or answer.status not in _REFUSED:
             return answer
         # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
@@ -518,7 +521,7 @@ class CallAttempt:
         log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
         outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
         self._request = await self._write_request(None, target)
-        answer = await self._post(engine)
+        answer = await self._post_images(engine, None, target)
         if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             engine.doubt("it refused the ids that it was sent")
         return answer
@@ -527,7 +530,11 @@ class CallAttempt:
         target, model = Target(engine.upstream, self._exchange.path, self._exchange.headers), self._outcome.model
         if model is None:
             return target
-        return target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
+        target = target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
+        if not self._chat.media or media_reason(self._chat, model):
+            return target
+        salt = self._outcome.weights.salt.text or bytes(self._chat.fields.get(MEMBER, b"")).decode()
+        return target._replace(names=self._services.image_names.of_call(self._chat, engine.upstream.url, salt))
 
     async def _write_request(self, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None) -> EngineRequest:
         """Write the request, or that of a piece of the reply (`chat`), with the salt."""
@@ -538,6 +545,29 @@ class CallAttempt:
         if self._ledger.keeps_experts:
             chat = request_experts(chat, self._outcome.plan.routed if exact is not None and self._driver.skips_experts else 0)
         return await self._driver.request(chat, exact, target)
+
+    async def _post_images(
+        self, engine: Engine, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None
+    ) -> aiohttp.ClientResponse:
+        """Post the request. If the engine does not have an image that was only named, write the request again, with all pixels.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        answer, names, url = await self._post(engine), self._services.image_names, engine.upstream.url
+        held = [image for image in target.names if image.held]
+        if held and answer.status in _REFUSED and MISS in await answer.read():
+            answer.close()
+            metrics.IMAGES.labels("missed").inc(len(held))
+            log.info("session %s call %s: the engine no longer has %d images; they are sent again", self._session, self.id, len(held))
+            target = target._replace(names=names.missed(url, target.names))
+            self._request = await self._write_request(exact, target, chat)
+            answer, held = await self._post(engine), []
+        if answer.status == _OK and target.names:
+            names.answered(url, target.names)
+            metrics.IMAGES.labels("named").inc(len(held))
+            metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
+        return answer
 
     async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
         self._posts += 1
@@ -819,7 +849,7 @@ class CallAttempt:
         await continuation.find_own_limit(self._derender_request(), target.max_model_len)
         self._request = await self._write_request(exact, target, continuation.call)
         try:
-            answer = await self._post(engine)
+            answer = await self._post_images(engine, exact, target, continuation.call)
         except EngineError as why:
             engine.forget(str(why))
             raise

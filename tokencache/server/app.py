@@ -21,6 +21,7 @@ from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.drivers.registry import DriverOptions, drivers
+from tokencache.engine.image_names import ImageNames
 from tokencache.engine.membership import EngineMembership
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
@@ -96,7 +97,8 @@ class Proxy:
         planner = Planner(self.pool, self.store, prefixes)
         salts = KvSalts(settings.kv, self.store, lambda: self._bodies.secret)
         self.versions = PolicyVersions(self.weights, salts)
-        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted)
+        names = ImageNames(lambda: self._bodies.secret)
+        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted, names)
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
         self._media = FetchedMedia() if settings.fetch_media else None

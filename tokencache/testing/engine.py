@@ -294,6 +294,11 @@ class SimulatedEngine:
         ids = self._template_ids(body, arguments)
         return self.images.expanded(ids, self.images.read(body["messages"])) if self.images.mode else (ids, [])
 
+    def _render_for_reply(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[list[int], Ranges]:
+        """Return the ids of a conversation that is to be answered, and the placeholders of its images."""
+        ids = self._template_ids(body, arguments)
+        return self.images.expanded(ids, self.images.load(body["messages"])) if self.images.mode else (ids, [])
+
     def _template_ids(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
         """Return the ids that the template gives, before images are expanded."""
         return prompt_ids(
@@ -409,7 +414,7 @@ class SimulatedEngine:
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
         supplied = self._supplied_prompt(request.body)
-        ids, places = self._render_with_places(request.body, request.template_arguments) if supplied is None else supplied
+        ids, places = self._render_for_reply(request.body, request.template_arguments) if supplied is None else supplied
         limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
         entries = self._new_entries(request, [ids], supplied=supplied is not None)
         completion = ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
@@ -421,7 +426,7 @@ class SimulatedEngine:
     def _supplied_prompt(self, body: Mapping[str, Any]) -> tuple[list[int], Ranges] | None:
         """Return the prompt supplied with a request, and the placeholders of its images; `None` if there is none that the engine uses."""
         if self.images.mode and media_parts(body["messages"]):
-            return self.images.supplied(body, self.images.read(body["messages"]))
+            return self.images.supplied(body, self.images.load(body["messages"])) if self.images.takes(body) else None
         ids = self._supplied_ids(body)
         return None if ids is None else (ids, [])
 

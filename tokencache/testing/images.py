@@ -5,17 +5,21 @@ The template writes `<|vision_start|><|image_pad|><|vision_end|>` for an image. 
 comes from the header of a PNG. An image at an `http` URL has one patch. Without the plugin the engine ignores supplied ids of a request
 with images, and renders. With it the engine behaves as `docs/images.md` describes. `/inference/v1/generate` (`generate_route`) takes
 compact ids and images, with the plugin or without it.
+
+Like vLLM, the engine keeps the images of its generations by their `uuid`, and believes it: a part with a known `uuid` needs no pixels, and
+if it has other ones, the first are used.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import math
 import struct
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tokencache.testing.errors import RefusalResponse, senseless
 
@@ -72,12 +76,18 @@ class SimulatedImages:
         limit: number of images that a prompt may have.
         fault: what goes wrong with every exact prompt; `None` for nothing.
         generate_fault: what goes wrong with every prompt of `/inference/v1/generate`.
+        kept: `uuid` → the image that it names; clear it to reset vLLM's cache.
+        keeps: whether the engine keeps images (`--mm-processor-cache-gb`).
+        used: for each generation with images, the pixels that it used, in order: the SHA-256 of the file, or the URL.
     """
 
     def __init__(self, mode: ImageMode, tokenizer: SimTokenizer) -> None:
         self.mode, self.limit = mode, 100
         self.fault: ImageFault | None = None
         self.generate_fault: GenerateFault | None = None
+        self.kept: dict[str, _Image] = {}
+        self.keeps = True
+        self.used: list[list[str]] = []
         self._tokenizer = tokenizer
         self._pad = tokenizer.id_of("<|image_pad|>") if mode else -1
         self._vocabulary = tokenizer.vocabulary_size
@@ -104,7 +114,7 @@ class SimulatedImages:
         Returns:
             The expanded ids, and the places of the images that the answer reports.
         """
-        sizes = [_tokens_of({"type": "image_url", "image_url": part}) for part in parts if part.get("type") == "image_url"]
+        sizes = self._load([{**part, "image_url": part if part.get("url") else None} for part in parts if part.get("type") == "image_url"])
         if self.generate_fault is GenerateFault.RETOKENIZED:
             ids = self._tokenizer.encode(self._tokenizer.decode(list(ids)))
         if self.generate_fault is GenerateFault.UNEXPANDED:
@@ -113,15 +123,18 @@ class SimulatedImages:
         shift = int(self.generate_fault is GenerateFault.WRONG_RANGES)
         return expanded, [(start + shift, length) for start, length in places]
 
-    def supplied(self, body: Mapping[str, Any], images: Sequence[int]) -> tuple[list[int], Ranges] | None:
-        """Return the exact prompt of a request, and its placeholders; `None` if it has none, or if the engine ignores it.
+    def takes(self, body: Mapping[str, Any]) -> bool:
+        """Whether a request has an exact prompt that the engine uses."""
+        given = (body.get("kv_transfer_params") or {}).get(_MEMBER)
+        return given is not None and self.mode == "plugin" and self.fault is not ImageFault.IGNORED
+
+    def supplied(self, body: Mapping[str, Any], images: Sequence[int]) -> tuple[list[int], Ranges]:
+        """Return the exact prompt of a request, and its placeholders.
 
         Raises:
             RefusalResponse: the plugin refuses it.
         """
-        given = (body.get("kv_transfer_params") or {}).get(_MEMBER)
-        if given is None or self.mode != "plugin" or self.fault is ImageFault.IGNORED:
-            return None
+        given = body["kv_transfer_params"][_MEMBER]
         ids, sampled = list(given["ids"]), set(given.get("sampled") or ())
         if max(ids) >= self._vocabulary:
             raise _refused(f"token id {max(ids)} is out of vocabulary")
@@ -163,15 +176,43 @@ class SimulatedImages:
         return {PLUGIN_HEADER: "images", MEDIA_HEADER: shown}
 
     def read(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Load the images of messages. Returns how many tokens each has.
+        """Load the images of messages, for a rendering. Returns how many tokens each has.
 
         Raises:
             RefusalResponse: vLLM answers 400.
         """
-        sizes = [_tokens_of(part) for part in media_parts(messages)]
-        if len(sizes) > self.limit:
-            raise RefusalResponse(f"At most {self.limit} image(s) may be provided in one prompt.")
+        images = [_image_of(part) for part in media_parts(messages)]
+        if None in images:
+            raise _miss(images.index(None))
+        return self._sizes([image for image in images if image is not None])
+
+    def load(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Load the images of messages, for a generation, which keeps them. Returns how many tokens each has.
+
+        Raises:
+            RefusalResponse: vLLM answers 400.
+        """
+        return self._load(media_parts(messages))
+
+    def _load(self, parts: Sequence[Mapping[str, Any]]) -> list[int]:
+        images: list[_Image] = []
+        for index, part in enumerate(parts):
+            uuid, given = part.get("uuid"), _image_of(part)
+            image = (self.kept.get(uuid) if self.keeps and uuid is not None else None) or given
+            if image is None:
+                raise _miss(index)
+            images.append(image)
+            if uuid is not None:
+                self.kept[uuid] = image
+        sizes = self._sizes(images)
+        if images:
+            self.used.append([image.pixels for image in images])
         return sizes
+
+    def _sizes(self, images: Sequence[_Image]) -> list[int]:
+        if len(images) > self.limit:
+            raise RefusalResponse(f"At most {self.limit} image(s) may be provided in one prompt.")
+        return [image.tokens for image in images]
 
 
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -185,12 +226,26 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     ]
 
 
-def _tokens_of(part: Mapping[str, Any]) -> int:
+class _Image(NamedTuple):
+    """A loaded image: how many tokens it has, and its pixels: the SHA-256 of the file, or the URL."""
+
+    tokens: int
+    pixels: str
+
+
+def _miss(index: int) -> RefusalResponse:
+    return RefusalResponse(f"Cache miss for image at index {index} but data is not provided.")
+
+
+def _image_of(part: Mapping[str, Any]) -> _Image | None:
+    """Load the image of a part; `None` if it has only a `uuid`."""
     if part.get("type") != "image_url":
         raise RefusalResponse(f"Unknown part type: {part.get('type')}")
+    if part.get("image_url") is None and part.get("uuid") is not None:
+        return None
     url = str(part["image_url"]["url"])
     if url.startswith(("http://", "https://")):
-        return 1
+        return _Image(1, url)
     try:
         data = base64.b64decode(url.partition("base64,")[2], validate=True)
     except binascii.Error as error:
@@ -199,7 +254,7 @@ def _tokens_of(part: Mapping[str, Any]) -> int:
         raise RefusalResponse("Failed to load image: cannot identify image file")
     size: tuple[int, int] = struct.unpack_from(">II", data, 16)
     width, height = size
-    return math.ceil(width / _PATCH) * math.ceil(height / _PATCH)
+    return _Image(math.ceil(width / _PATCH) * math.ceil(height / _PATCH), hashlib.sha256(data).hexdigest())
 
 
 def _refused(message: str) -> RefusalResponse:

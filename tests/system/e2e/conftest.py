@@ -147,26 +147,24 @@ def weights_server(servers, tmp_path_factory):
 
 @pytest.fixture
 def vision_server(servers, tmp_path_factory):
-    """A server of a model for images, with the plugin, and with derender."""
+    """A server of a model for images, with the plugin."""
 
     def start():
         model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
         folder = tmp_path_factory.mktemp("vllm")
-        options = ["--enable-scale-out"]
-        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", options=options)
+        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
 
     return servers.keep("images", start)
 
 
 @pytest.fixture
 def stock_vision_server(servers, tmp_path_factory):
-    """The same model on a server without the plugin, which has the routes of `--enable-scale-out`."""
+    """The same model on a server without the plugin."""
 
     def start():
         model = make_vision_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
         folder = tmp_path_factory.mktemp("vllm")
-        options = ["--enable-scale-out"]
-        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", plugin=False, options=options)
+        return VisionServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", plugin=False)
 
     return servers.keep("images without the plugin", start)
 
@@ -196,14 +194,20 @@ def vllm(vllm_server):
     return vllm_server.url
 
 
+OTHERS = ("weights_server", "engines", "vision_server", "stock_vision_server")
+"""Servers that several files share."""
+
+
 def pytest_collection_modifyitems(items):
-    """Puts tests on a server with weights to replace, and tests with another tokenizer, last: one change of server each, not many."""
+    """Puts tests on other servers than the usual one last, by server, and then those with another tokenizer: each server starts once."""
 
-    def other(item):
+    def server(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER, "weights_server" in item.fixturenames
+        used = {*item.fixturenames, {"plugin": "vision_server", "generate": "stock_vision_server"}.get(params.get("route"))}
+        others = [place for place, name in enumerate(OTHERS, 1) if name in used]
+        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER, others or [0]
 
-    items.sort(key=other)
+    items.sort(key=server)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from rig.exported import generations, generations_of, get_json
 from rig.harness import TOOLS
 from rig.model import make_model
 from rig.replica import replica, until
-from rig.server import MODEL, VllmServer, all_started
+from rig.server import MODEL, VllmServer, all_started, one_request_each
 from test_weight_updates import SECONDS, sampled
 from test_weight_updates import get_json as post
 from typer.testing import CliRunner
@@ -179,7 +179,7 @@ def words(expected):
 @pytest.fixture
 async def fleet(engines):
     """`tokencache serve` on both engines."""
-    timeout, connector = aiohttp.ClientTimeout(total=SECONDS), aiohttp.TCPConnector(limit=0)
+    timeout, connector = aiohttp.ClientTimeout(total=SECONDS), one_request_each()
     upstreams = [word for engine in engines for word in ("--upstream", engine.url)]
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, replica(http, *upstreams) as (_, url):
 

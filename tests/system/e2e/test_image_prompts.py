@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 import pytest
-from rig.server import MODEL
+from rig.server import MODEL, one_request_each
 from rig.vision import png
 
 from tokencache.vllm_plugin.images import MEMBER
@@ -68,7 +68,7 @@ class Engine:
 
 @pytest.fixture
 async def engine(vision_server):
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(connector=one_request_each()) as http:
         yield Engine(http, vision_server.url)
 
 
@@ -109,6 +109,16 @@ async def test_an_exact_prompt_that_is_vllms_own_gives_vllms_reply(engine):
     assert (*again[:2], again[2][0], again[3][0]) == (prompt, places, reply[0], logprobs[0])
     other = [{"role": "user", "content": [*messages[0]["content"][:1], image(*SIZES[0], seed=9)]}]
     assert (await engine.ask(other, ids=prompt))[3][0] != logprobs[0], "the image itself counts"
+
+
+async def test_an_image_that_is_only_named_gives_the_same_log_probabilities(engine):
+    messages = opening()
+    prompt, places, _, logprobs = await engine.ask(messages)
+    words, shown = messages[0]["content"]
+    for picture in (shown | {"uuid": "one"}, {"type": "image_url", "image_url": None, "uuid": "one"}):
+        named = [{"role": "user", "content": [words, picture]}]
+        again = await engine.ask(named, ids=prompt, ranges={"image": places})
+        assert (*again[:2], again[3][0]) == (prompt, places, logprobs[0])
 
 
 async def test_an_image_that_was_dropped_and_a_placeholder_that_was_sampled(engine):

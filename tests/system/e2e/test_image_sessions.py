@@ -95,6 +95,32 @@ async def test_every_turn_is_exact(server, proxied, agent, dialect, manner):
     await assert_exact(proxied, log, talker, len(PICTURES) + 2)
 
 
+async def counted(proxied):
+    """How many images were sent with their pixels, only named, and missed by the engine."""
+    async with proxied.http.get(f"{proxied.url}/metrics") as answer:
+        lines = [line.split() for line in (await answer.text()).splitlines() if line.startswith("tokencache_images_total{")]
+    counts = {line[0].split('"')[1]: int(float(line[1])) for line in lines}
+    return [counts.get(how, 0) for how in ("sent", "named", "missed")]
+
+
+async def test_the_pixels_of_an_image_are_sent_once_and_again_if_the_engine_lost_them(server, proxied, agent):
+    log, before = GroundTruth(proxied, server), await counted(proxied)
+    await log.read_new()
+    talker = agent("named")
+    talker.pictures = list(PICTURES)
+    talker.say("EPISODE:spoken please", png(64, 96, 7), png(96, 96, 8))
+    counts = []
+    for n in range(TURNS):
+        if n == 3:
+            async with proxied.http.post(f"{server.url}/reset_mm_cache") as answer:
+                assert answer.status == 200
+        await talker.turn("chat", stream=n % 2 == 1)
+        counts.append([now - then for now, then in zip(await counted(proxied), before, strict=True)])
+    assert counts[:3] == [[2, 0, 0], [4, 2, 0], [4, 7, 0]], "the third turn shows an image again"
+    assert counts[3] == [10, 7, 5], "one image more, and all that were there"
+    await assert_exact(proxied, log, talker, len(PICTURES) + 2)
+
+
 @pytest.mark.parametrize(("how", "stream"), [("abort", True), ("lost", False)])
 async def test_a_cut_reply_goes_on_with_the_same_images(vision_server, how, stream):
     """The rest is sampled after exactly the prompt and what had arrived, with the images in their places; the words are the same."""

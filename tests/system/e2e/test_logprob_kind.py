@@ -25,7 +25,7 @@ KINDS = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 """
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS, scope="module")  # so that each server starts once
 def mode(request):
     return request.param
 
@@ -68,7 +68,7 @@ async def test_values_after_temperature_that_are_marked_as_the_models_own(mode, 
     async with proxying(real, MemoryStore()) as proxied:
         recorder = Recorder(proxied.post, MODEL)
         rollouts = [
-            await recorder.rollout(turn([300 + n, 400, 500], {"temperature": 0.7, "top_p": top_p, "ignore_eos": True}))
+            await recorder.rollout(turn([300 + n, 400, 500], {"temperature": 0.7, "top_p": top_p, "ignore_eos": True, "max_tokens": 16}))
             for n, top_p in enumerate((1.0, 0.9))
         ]
     path = tmp_path / "rollouts.jsonl"

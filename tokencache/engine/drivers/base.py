@@ -29,6 +29,7 @@ from tokencache.core.ids import Pieces
 from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
+from tokencache.engine.image_names import NamedImage
 from tokencache.engine.image_support import ImageSupport
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
@@ -69,10 +70,15 @@ class ExactPrompt(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where to send a call: the engine, the path that the harness called, the headers.
+    """Where to send a call.
 
-    `max_model_len` is the limit of prompt and reply together, in tokens; 0 if unknown. `images` is how the engine takes exact prompts with
-    images.
+    Attributes:
+        upstream: the engine.
+        path: the path that the harness called.
+        headers: the headers.
+        max_model_len: the limit of prompt and reply together, in tokens; 0 if unknown.
+        images: how the engine takes exact prompts with images.
+        names: the names of the call's images; empty if they have none.
     """
 
     upstream: EngineClient
@@ -80,6 +86,7 @@ class Target(NamedTuple):
     headers: CIMultiDict[str]
     max_model_len: int = 0
     images: ImageSupport = ImageSupport()
+    names: tuple[NamedImage, ...] = ()
 
 
 class ParsedCompletion(NamedTuple):

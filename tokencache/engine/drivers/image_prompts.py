@@ -12,8 +12,9 @@ The expansions of new images are searched in the prompt, after the recorded imag
 and no id of a placeholder stands anywhere else: vLLM would put an image in its place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -69,7 +70,7 @@ class ImagePrompts:
             return None
         limit = int(rendered.sampling.get("max_tokens") or 0)
         room = target.max_model_len - len(tokens) if target.max_model_len else limit
-        body = generate_body(rendered, compact(tokens, places, target.images.placeholder), urls, min(limit or room, room))
+        body = generate_body(rendered, compact(tokens, places, target.images.placeholder), _parts(urls, target), min(limit or room, room))
         replaced = ReplacedChat(target.upstream, {**call.fields, "messages": ANY_MESSAGES}, target.headers)  # without the images
         return EngineRequest(GENERATE, body, partial(self._parsed, replaced))
 
@@ -92,6 +93,14 @@ def _places(tokens: list[int], prompt: ExactPrompt, expansions: list[list[int]])
     known = [(medium.start, medium.length) for medium in prompt.media]
     found = locate(tokens, sum(known[-1]) if known else 0, expansions)
     return None if found is None else [*known, *found]
+
+
+def _parts(urls: Sequence[str], target: Target) -> list[dict[str, Any]]:
+    """Write the images of a request to `generate`: by their names, and with their pixels unless the engine has them."""
+    if not target.names:
+        return [{"type": "image_url", "url": url} for url in urls]
+    both = zip(urls, target.names, strict=True)
+    return [{"type": "image_url", "url": None if image.held else url, "uuid": image.name} for url, image in both]
 
 
 def _image_urls(call: ChatCall) -> list[str]:

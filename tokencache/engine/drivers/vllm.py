@@ -21,6 +21,7 @@ from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.image_prompts import ImagePrompts
 from tokencache.engine.generate import render_request
+from tokencache.engine.image_names import with_names
 from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
 
@@ -50,12 +51,12 @@ class Vllm(Driver):
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
         if prompt is None or not call.media or target.images.route != "generate":
-            return EngineRequest(target.path, self.write(call, prompt))
+            return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
         fields = members_with_ids(call)
         made = await self._image_prompts.request(
             call, {name: fields[name] for name in fields if name not in STREAM_MEMBERS}, prompt, target
         )
-        return made or EngineRequest(target.path, self.write(call, None), not_exact=Reason.NOT_FOR_GENERATE)
+        return made or EngineRequest(target.path, self.write(with_names(call, target.names), None), not_exact=Reason.NOT_FOR_GENERATE)
 
     async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
         """See `Driver.places`."""

@@ -12,6 +12,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import aiohttp
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[3]
 MODEL = "tiny"
@@ -27,6 +29,11 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def one_request_each():
+    """Connections for one request to vLLM each: vLLM closes idle ones after 5 s, perhaps while the next request is sent."""
+    return aiohttp.TCPConnector(limit=0, force_close=True)
 
 
 @contextlib.contextmanager

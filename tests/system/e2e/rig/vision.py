@@ -144,7 +144,7 @@ def _config(ids):
 
 
 class VisionServer(VllmServer):
-    """A real vLLM with images, with the plugin or without it."""
+    """A real vLLM with images, with the plugin or without it. It has derender, `generate`, and the routes of development mode."""
 
     description = "vLLM 0.32 with a tiny model for images"
 
@@ -152,7 +152,7 @@ class VisionServer(VllmServer):
         super().__init__(model_dir, episodes, max_model_len=max_model_len, **more)
         self.plugin = plugin
         limits = json.dumps({"image": images, "video": 0})  # without it vLLM tries the longest videos when it starts
-        self.options += ["--load-format", "dummy", "--skip-mm-profiling", "--limit-mm-per-prompt", limits]
+        self.options += ["--load-format", "dummy", "--skip-mm-profiling", "--limit-mm-per-prompt", limits, "--enable-scale-out"]
 
     def environment(self):
         """The environment of `VllmServer`, with torchvision, and this project as if it were installed there."""
@@ -169,6 +169,7 @@ class VisionServer(VllmServer):
         path = [folder, HERE, REPOSITORY, self.venv / "torchvision"]
         return super().environment() | {
             "PYTHONPATH": ":".join(map(str, path)),
+            "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "large_weights,tokencache" if self.plugin else "large_weights",
         }
 
