@@ -6,7 +6,7 @@ import pytest
 from tests.batching.made import as_trajectory, shape
 from tests.media import BLUE, RED, described
 from tests.trajectories.images import of_talk, placed, sampled_placeholder, seeing
-from tokencache.batching import load_images, load_media, no_placeholders, select
+from tokencache.batching import image_inputs, load_images, load_media, no_placeholders, select
 from tokencache.engine.images import png
 from tokencache.integrations.rows import RowsError, choose_rows
 
@@ -69,3 +69,24 @@ def test_a_trainer_that_gets_no_images_gets_no_row_with_images():
     with pytest.raises(RowsError, match=r"has images in .*load_images"):
         choose_rows(trajectory, "longest", several=False)
     assert choose_rows(trajectory, "longest", several=False, images=True).kept
+
+
+class Grids:
+    """An image processor as the Qwen-VL family has it, for images of one patch row."""
+
+    merge_size = 2
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def __call__(self, images, return_tensors):
+        assert return_tensors == "pt"
+        numpy = pytest.importorskip("numpy")
+        return {"image_grid_thw": numpy.array([[1, 2, 2 * tokens] for tokens in self.tokens[: len(images)]])}
+
+
+def test_images_are_processed_as_the_engine_did(sequence):
+    lengths = [medium.length for medium in sequence.media]
+    assert set(image_inputs(sequence, [object()] * 2, Grids(*lengths))) == {"image_grid_thw"}
+    with pytest.raises(ValueError, match=f"image 2 has {lengths[1]} tokens, and this processor makes {lengths[1] + 1}"):
+        image_inputs(sequence, [object()] * 2, Grids(lengths[0], lengths[1] + 1))

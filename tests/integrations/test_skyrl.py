@@ -15,15 +15,19 @@ if sys.version_info < (3, 12):
     # skyrl 0.3.0 uses typing.TypedDict in pydantic models, which pydantic refuses on Python 3.11 (skyrl/tinker/types.py).
     typing.TypedDict = typing_extensions.TypedDict
 
+import openai
+import torch
+from skyrl.backends.skyrl_train.training_batch import TensorList
 from skyrl.train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from examples.integrations.guessing import play
-from tests.integrations.kit import branching, failing, guessing_engine, truth, without_reward
+from tests.integrations.kit import branching, failing, guessing_engine, looking, truth, without_reward
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.skyrl import TokencacheGenerator
+from tokencache.testing import SimulatedEngine
 
 
 def batch_of(*secrets, repetitions=1):
@@ -99,3 +103,54 @@ async def test_sessions_of_failed_rollouts_stay_and_others_are_deleted_on_reques
         assert (await client.queue()).candidates == 1  # the failed one: deleted sessions do not count for --max-ready
         await TokencacheGenerator(rig.url, play).generate(batch_of(2))
         assert len(await client.sessions()) == 2
+
+
+class Patches:
+    """An image processor like those of the Qwen-VL family, with patches of the simulated engine's size."""
+
+    merge_size = 1
+
+    def __init__(self, patch=28):
+        self.patch = patch
+
+    def __call__(self, images, return_tensors):
+        assert return_tensors == "pt"
+        grids = torch.tensor([[1, -(-image.height // self.patch), -(-image.width // self.patch)] for image in images])
+        return {"pixel_values": torch.zeros(int(grids.prod(-1).sum()), 8), "image_grid_thw": grids}
+
+
+def looks(*widths):
+    """A batch of rollouts that look at images; a width of 0 is a rollout without images."""
+    batch = batch_of(*range(len(widths)))
+    return batch | {"env_extras": [{"secret": 5, "width": width} for width in widths]}
+
+
+async def looking_or_not(session, sample):
+    if sample["width"]:
+        return await looking(session, sample)
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        await model.chat.completions.create(model="sim", messages=[{"role": "user", "content": "Hello."}])
+    return 1.0
+
+
+async def test_the_images_of_a_row_are_tensors_that_skyrl_takes():
+    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+        output = await TokencacheGenerator(rig.url, looking, image_processor=Patches()).generate(looks(28, 56))
+        validate_generator_output(2, output)
+        lengths = [[medium["length"] for medium in labels["media"]] for labels in output["tokencache"]]
+        assert [grid.prod(-1).tolist() for grid in TensorList(output["image_grid_thw"])] == lengths
+        assert [len(pixels) for pixels in TensorList(output["pixel_values"])] == [sum(row) for row in lengths]
+        assert [len(row) for row in lengths] == [3, 3]
+
+
+async def test_images_that_skyrl_cannot_take_are_refused():
+    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+        for processor, batch, words in (
+            (None, looks(28), "passes none to its trainer"),
+            (Patches(14), looks(28), "this processor makes"),
+            (Patches(), looks(28, 0), "in all rows or in none"),
+        ):
+            with pytest.raises((ExceptionGroup, ValueError)) as failed:
+                await TokencacheGenerator(rig.url, looking_or_not, image_processor=processor).generate(batch)
+            errors = failed.value.exceptions if isinstance(failed.value, ExceptionGroup) else [failed.value]
+            assert words in str(errors[0])

@@ -45,7 +45,16 @@ def load_images(sequence: Sequence, root: str | Path) -> list[Image]:
         ValueError: it has video or audio, or a file is not an image that Pillow can read.
         ModuleNotFoundError: Pillow is not installed.
     """
-    return [open_image(content) for content in images_only(sequence, load_media(sequence, root))]
+    return images_of(sequence, lambda medium: read_file(root, file_name(medium.sha256, medium.media_type)))
+
+
+def images_of(sequence: Sequence, read: Callable[[PlacedMedia], bytes]) -> list[Image]:
+    """Return the images of a sequence in order, as `load_images` does. `read` returns the bytes of one.
+
+    Raises:
+        ValueError, ModuleNotFoundError: see `load_images`.
+    """
+    return [open_image(content) for content in images_only(sequence, contents_of(sequence, read))]
 
 
 def image_inputs(sequence: Sequence, images: list[Image], processor: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import os
 import time
 from typing import Any
 
+from tokencache.batching.media import image_inputs, images_of
 from tokencache.client import AsyncClient
-from tokencache.integrations.rollouts import Play, Rollouts, load_play
+from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
 from tokencache.integrations.rows import RowPolicy, check_policy
 from tokencache.trajectories.lengths import ExportOptions
 
@@ -44,6 +45,8 @@ class TokencacheGenerator(GeneratorInterface):
         harness: name of the harness adapter; `""` for none.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
         delete: delete each session once its rollout was fetched.
+        image_processor: the image processor (transformers) of a model that accepts images. Rows then have their images as SkyRL takes them:
+            `pixel_values` and `image_grid_thw`, as the Qwen-VL family has them. Without it, rows with images are refused.
         admin_key: the proxy's admin key; by default the value of TOKENCACHE_ADMIN_KEY.
 
     Raises:
@@ -62,13 +65,22 @@ class TokencacheGenerator(GeneratorInterface):
         harness: str = "",
         timeout: float = 60.0,
         delete: bool = False,
+        image_processor: Any = None,
         admin_key: str | None = None,
     ) -> None:
         check_policy(rows, several=step_wise)
         self._url, self._admin_key, self._lengths = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY"), lengths
         self._places = asyncio.Semaphore(concurrency)
+        self._processor = image_processor
         self._rollouts = Rollouts(
-            play=load_play(play), rows=rows, several=step_wise, form="skyrl", harness=harness, timeout=timeout, delete=delete
+            play=load_play(play),
+            rows=rows,
+            several=step_wise,
+            form="skyrl",
+            harness=harness,
+            timeout=timeout,
+            images=image_processor is not None,
+            delete=delete,
         )
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
@@ -76,7 +88,7 @@ class TokencacheGenerator(GeneratorInterface):
 
         Raises:
             RowsError: the rows of a rollout do not fit the policy.
-            ValueError: a rollout has no reward, which SkyRL requires.
+            ValueError: a rollout has no reward, which SkyRL requires; or only some rows of the batch have images.
         """
         extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
         given = input_batch.get("trajectory_ids")
@@ -88,7 +100,10 @@ class TokencacheGenerator(GeneratorInterface):
                 rollouts.create_task(self._one(client, {**extra, "prompt": prompt, "env_class": env, "trajectory_id": one}, one, sampling))
                 for prompt, env, extra, one in zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
             ]
-        return concatenate_generator_outputs([task.result() for task in running], step_wise=self._rollouts.several)
+        outputs = [task.result() for task in running]
+        if len({"pixel_values" in output for output in outputs}) > 1:
+            raise ValueError("some rollouts of this batch have images and some have none, and SkyRL accepts images in all rows or in none")
+        return concatenate_generator_outputs(outputs, step_wise=self._rollouts.several)
 
     async def _one(self, client: AsyncClient, sample: dict[str, Any], name: TrajectoryID, sampling: dict[str, Any]) -> GeneratorOutput:
         async with self._places:
@@ -108,5 +123,22 @@ class TokencacheGenerator(GeneratorInterface):
         output["is_last_step"] = [place == places[-1] for place in places]
         output["trajectory_ids"] = [name] * len(places)
         output["trajectory_generation_times"] = [seconds] * len(places)
-        made: GeneratorOutput = output
+        made: GeneratorOutput = output | self._images(rollout)
         return made
+
+    def _images(self, rollout: FinishedRollout) -> dict[str, list[Any]]:
+        """Return the images of the rows, as tensors; nothing if no row has any.
+
+        Raises:
+            ValueError: only some rows have images, or the processor has other settings than the engine's.
+        """
+        sequences = [row.sequence for row in rollout.rows.kept]
+        if not any(sequence.media for sequence in sequences):
+            return {}
+        if not all(sequence.media for sequence in sequences):
+            raise ValueError("some rows of a rollout have images and some have none, and SkyRL accepts images in all rows or in none")
+        inputs = [
+            image_inputs(sequence, images_of(sequence, lambda medium: rollout.media[medium.sha256]), self._processor)
+            for sequence in sequences
+        ]
+        return {name: [one[name] for one in inputs] for name in ("pixel_values", "image_grid_thw")}

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tokencache.batching.media import contents_of, images_only, open_image
+from tokencache.batching.media import images_of
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
 from tokencache.integrations.rows import RowPolicy, check_policy
@@ -121,5 +121,4 @@ def _images(sequence: Sequence, media: Mapping[str, bytes]) -> dict[str, Any]:
     """
     if not sequence.media:
         return {}
-    contents = images_only(sequence, contents_of(sequence, lambda medium: media[medium.sha256]))
-    return {"multi_modal_data": {"images": [open_image(content) for content in contents]}}
+    return {"multi_modal_data": {"images": images_of(sequence, lambda medium: media[medium.sha256])}}

@@ -103,5 +103,10 @@ def test_images_are_parts_with_a_reference():
     assert [part["image_url"]["url"] for part in messages[2]["content"]] == ["media:" + "b" * 64, "media:" + "a" * 64]
 
 
+def test_the_tokens_of_images_have_a_type():
+    assert written(ROLLOUTS["pictures"])["mm_token_type_id_map"] == {"1": 1}
+    assert written(ROLLOUTS["linear"])["mm_token_type_id_map"] == {}
+
+
 def test_prime_rl_reads_it_under_either_name():
     assert FORMATS["prime-rl"].write is FORMATS["verifiers"].write

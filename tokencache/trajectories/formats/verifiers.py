@@ -21,6 +21,7 @@ Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph
 `src/prime_rl/orchestrator/trajectories.py`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from tokencache.core.incidents import Incident
@@ -29,9 +30,11 @@ from tokencache.core.messages import Message
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import Turn
 from tokencache.trajectories.formats.conversation import TurnMessages, chat_content, exchanges, sampled, tools_of, without_messages
-from tokencache.trajectories.formats.rows import rows_of, session_object
+from tokencache.trajectories.formats.rows import Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
+_IMAGE = 1
+"""The type of an image's tokens (verifiers, `Branch.mm_token_type_ids`)."""
 _FINISHED = frozenset({"stop", "length", "tool_calls"})
 """Finish reasons that verifiers knows. Any other is written as `null`."""
 
@@ -60,6 +63,7 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         "agent": {"config": {"model": next((call["model"] for call in calls), None)}},
         "tools": list(tools.values()),
         "nodes": nodes,
+        "mm_token_type_id_map": _image_ids(rows_of(rollout)),
         "calls": calls,
         "info": {"tokencache": {**session_object(rollout), "sequences": branches}},
         "rewards": {} if rollout.reward.reward is None else {"reward": {"score": rollout.reward.reward, "weight": 1.0}},
@@ -69,6 +73,15 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         "errors": [_error(incident) for incident in rollout.incidents if incident.hole],
         "timing": {"start": rollout.created},
     }
+
+
+def _image_ids(rows: Iterable[Row]) -> dict[str, int]:
+    """Map the id of images' tokens to the type "image" (1), of which verifiers makes `mm_token_type_ids`.
+
+    The map is empty if there are no images, or if their tokens have several ids: some of them may also occur in text.
+    """
+    inside = {token for row in rows for medium in row.sequence.media for token in row.sequence.token_ids[medium.start : medium.end]}
+    return {str(token): _IMAGE for token in inside} if len(inside) == 1 else {}
 
 
 def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: int) -> list[dict[str, Any]]:
