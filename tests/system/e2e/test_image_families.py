@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import subprocess
+from itertools import pairwise
 
 import pytest
 from rig.server import HERE, REPOSITORY, default_venv
@@ -32,6 +33,11 @@ MESSAGES = [
     {"role": "user", "content": [image(140, 60, 2), image(200, 150, 3), text("And these?")]},
 ]
 IMAGES = 3
+QUESTIONS = [
+    {"role": "user", "content": [text(f"Question {turn}."), *(image(60 + 40 * turn, 60, seed) for seed in range(turn % 3)), text("So?")]}
+    for turn in range(1, 5)
+]
+"""Four questions: with one image, with two, without any, with one."""
 
 
 def changed(change):
@@ -49,6 +55,7 @@ REQUESTS = {
     "elsewhere": {"messages": MESSAGES, "ranges": 1},
     "compact": {"messages": MESSAGES, "compact": True},
     "generate": {"messages": MESSAGES, "drift": REPLY, "generate": True},
+    "chain": {"chain": QUESTIONS, "drift": REPLY},
     "one too many": {"supplied": MESSAGES, "messages": changed(lambda content: content.append(image(60, 60, 4)))},
     "one too few": {"supplied": MESSAGES, "messages": changed(lambda content: content.pop(1))},
     "none": {"supplied": MESSAGES, "messages": [{"role": "user", "content": "What is this?"}]},
@@ -127,3 +134,16 @@ def test_compact_ids_give_the_prompt_but_for_gemma_3(answers):
         answer = answered["generate"]
         exact[family] = answer.get("given") == {**answer["own"], "ids": answer.get("sent")}
     assert exact == {family: family != "gemma3" for family in FAMILIES}
+
+
+@pytest.mark.parametrize("route", ["plugin", "generate"])
+def test_every_turn_of_a_conversation_extends_the_one_before(answers, route):
+    """By what the engine would get. Without the plugin Gemma 3 is not served."""
+    for family, answered in answers.items():
+        if route == "generate" and family == "gemma3":
+            continue
+        turns = answered["chain"]
+        assert len(turns) == len(QUESTIONS)
+        assert [turn[route] for turn in turns] == [turn["sent"] for turn in turns], family
+        for before, after in pairwise(turns):
+            assert after[route][: len(before["sent"])] == before["sent"], family

@@ -279,6 +279,7 @@ class Trace(Strict):
     agent: Agent
     tools: list[Tool]
     nodes: list[Node]
+    mm_token_type_id_map: dict[str, int]
     calls: list[ModelCall]
     rewards: dict[str, Score]
     metrics: dict[str, float]

@@ -52,26 +52,21 @@ class Vllm(Driver):
         """See `Driver.request`."""
         if prompt is None or not call.media or target.images.route != "generate":
             return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
-        fields = members_with_ids(call)
-        made = await self._image_prompts.request(
-            call, {name: fields[name] for name in fields if name not in STREAM_MEMBERS}, prompt, target
-        )
+        made = await self._image_prompts.request(call, _whole(members_with_ids(call)), prompt, target)
         return made or EngineRequest(target.path, self.write(with_names(call, target.names), None), not_exact=Reason.NOT_FOR_GENERATE)
 
     async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
         """See `Driver.places`."""
         if target.images.route != "generate":
             return None
-        rendered = await render_request(
-            target.upstream, {name: raw for name, raw in call.safe_fields().items() if name not in STREAM_MEMBERS}, target.headers
-        )
+        rendered = await render_request(target.upstream, _whole(call.safe_fields()), target.headers)
         return rendered.places if ids.pack(rendered.ids) == prompt else None
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
         """See `Driver.write`."""
         fields = members_with_ids(call)
         if not self.streams:
-            fields = {name: value for name, value in fields.items() if name not in STREAM_MEMBERS}
+            fields = _whole(fields)
         if prompt is None:
             return _ENCODER.encode(fields)
         if call.malformed:
@@ -90,6 +85,11 @@ class Vllm(Driver):
         """See `Driver.probe_members`."""
         del reply
         return {"messages": [Raw(question)], "kv_transfer_params": {"prompt_token_ids": prompt}}
+
+
+def _whole(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """Return the members of a request for a whole reply."""
+    return {name: raw for name, raw in fields.items() if name not in STREAM_MEMBERS}
 
 
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:

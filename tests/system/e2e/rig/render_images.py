@@ -90,12 +90,38 @@ class Model:
         (at,) = [at for at in range(len(ids)) if ids[at : at + len(usual)] == usual]
         return [*ids[:at], *other, *ids[at + len(usual) :]], at + len(other)
 
+    async def chain(self, turns, reply):
+        """A conversation that grows, with every reply drifted: for each turn its ids, and what the engine would get, by both routes."""
+        messages, found = [], []
+        for turn in turns:
+            messages.append(turn)
+            own = await self.render(messages)
+            placeholder = learn_placeholder(own["ids"], own["places"], await self.compact(messages))
+            ids, places = own["ids"], own["places"]
+            for _ in range(len(messages) // 2):
+                ids, places = self.drifted_reply(ids, places, reply)
+            exact = await self.render(messages, ids=ids, ranges={"image": places[:1]})
+            sent = await self.expand(compact(ids, places, placeholder), messages) if placeholder is not None else None
+            found.append({"sent": ids, "plugin": exact["ids"], "generate": sent and sent["ids"]})
+            messages.append({"role": "assistant", "content": reply})
+        return found
+
+    def drifted_reply(self, ids, places, reply):
+        """The ids and the places of images, with the first reply that is not drifted yet tokenized character by character."""
+        encode = self.renderer.tokenizer.encode
+        usual, other = encode(reply, add_special_tokens=False), [token for c in reply for token in encode(c, add_special_tokens=False)]
+        at = next(at for at in range(len(ids)) if ids[at : at + len(usual)] == usual)
+        more = len(other) - len(usual)
+        return [*ids[:at], *other, *ids[at + len(usual) :]], [[start + (more if start > at else 0), length] for start, length in places]
+
     async def answer(self, request):
         """The own rendering of a request, and that with the plugin's ids.
 
         `supplied` are the messages of the ids, if they are not those of the request. `sampled`: an embedding's id behind the reply:
         "named" or "hidden".
         """
+        if request.get("chain"):
+            return await self.chain(request["chain"], request["drift"])
         if request.get("generate"):
             return await self.generate(request["messages"], request["drift"])
         own = await self.render(request.get("supplied") or request["messages"])
