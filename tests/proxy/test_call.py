@@ -115,7 +115,7 @@ def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
     response = Response(None, chat, Exchange("/", {}, None, 1.0))
     return CallAttempt(
-        CallRequest("s", chat, response, b"", b""), Services(None, store, None, None, 0, "continue"), Budget(), may_resample=False
+        CallRequest("s", chat, response, b"", b""), Services(None, store, None, None, 0, "continue", None), Budget(), may_resample=False
     )
 
 

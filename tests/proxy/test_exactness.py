@@ -17,6 +17,7 @@ from tests.core.settings import _COMMON
 from tests.proxy.kit import EPISODES, TOOLS, Rig, echo, proxied, results, user
 from tests.proxy.traffic import Harness
 from tokencache.testing import SimulatedEngine
+from tokencache.testing.images import media_parts
 
 KNOWN = {
     "",
@@ -36,6 +37,19 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 """Stands in the template's generation prompt, or before a reply behind the last question, and is taken out once the reply is history."""
 
 
+def with_pixels(engine, body):
+    """A request with the pixels of the images that it only names, from the request that brought them."""
+    parts = [part for request in engine.requests for part in media_parts(request["messages"])]
+    known = {part["uuid"]: part for part in parts if part.get("image_url") and "uuid" in part}
+    messages = [
+        message | {"content": [known[part["uuid"]] if "image_url" in part and part["image_url"] is None else part for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in body["messages"]
+    ]
+    return body | {"messages": messages}
+
+
 def assert_faithful(rig: Rig, session: str, exported: dict) -> None:
     """What stands between and behind the model's own tokens is what the template writes for the harness's messages.
 
@@ -49,7 +63,7 @@ def assert_faithful(rig: Rig, session: str, exported: dict) -> None:
         for turn in sequence["turns"]:
             prompt = sequence["token_ids"][: turn["completion"][0]]
             body = asked[tuple(prompt)]
-            rendered = engine._render(body, body.get("chat_template_kwargs") or {})
+            rendered = engine._render(with_pixels(engine, body), body.get("chat_template_kwargs") or {})
             if turn["match"] in {"root", "plain"}:
                 assert prompt == rendered
                 continue

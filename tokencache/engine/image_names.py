@@ -2,8 +2,11 @@
 
 A content part of vLLM's chat completions and of `/inference/v1/generate` may have a `uuid`. Where an API server has processed a medium
 with that `uuid`, it needs no pixels: `{"type": "image_url", "image_url": null, "uuid": U}` is enough. If it does not have the image (any
-more), it answers 400: "Cache miss for image at index 0 but data is not provided." (vLLM 0.32, `multimodal/processing/processor.py`). A
-`uuid` also replaces vLLM's hash of the pixels, in its caches of processed images, of embeddings and of prefixes. It believes the `uuid`:
+more), it answers 400: "Cache miss for image at index 0 but data is not provided." (vLLM 0.32, `multimodal/processing/processor.py`). If it
+keeps no images, it answers 400 with other words, and if only its engine's process has lost the image, 500. So a request that names images
+is sent again with their pixels after any refusal.
+
+A `uuid` also replaces vLLM's hash of the pixels, in its caches of processed images, of embeddings and of prefixes. It believes the `uuid`:
 with other pixels under a known one, it uses the first ones.
 
 So a name is made here, and only here: a keyed hash of the decoded bytes, and of all else that the result depends on (the model, the policy
@@ -23,8 +26,6 @@ from tokencache.dialects.chat.request import ChatCall
 
 Raw = msgspec.Raw
 
-MISS = b"Cache miss for "
-"""Begins vLLM's refusal of a name that it does not know."""
 _MOST_HELD = 65_536
 """Images, of all engines, that are remembered as held."""
 _MOST_MISSES = 3
@@ -66,19 +67,21 @@ class ImageNames:
         keeps = self._misses.get(engine, 0) < _MOST_MISSES
         return tuple(NamedImage(names[one], keeps and (engine, names[one]) in self._held) for one in digests)
 
-    def answered(self, engine: str, images: Sequence[NamedImage]) -> None:
-        """Note that an engine has answered a request with these images."""
-        if any(image.held for image in images):
+    def answered(self, engine: str, images: Sequence[NamedImage], *, named: bool) -> None:
+        """Note that an engine has answered a request with these images; `named` is whether some were sent without their pixels."""
+        if named:
             self._misses.pop(engine, None)
         for image in images:
             self._held[engine, image.name] = True
 
-    def missed(self, engine: str, images: Sequence[NamedImage]) -> tuple[NamedImage, ...]:
-        """Note that an engine does not have these images. Returns them to be sent with their pixels."""
+    def missed(self, engine: str) -> None:
+        """Note that an engine answered a request only with the pixels of its images."""
         self._misses[engine] = self._misses.get(engine, 0) + 1
-        for image in images:
-            self._held.pop((engine, image.name), None)
-        return tuple(image._replace(held=False) for image in images)
+
+
+def with_pixels(images: Sequence[NamedImage]) -> tuple[NamedImage, ...]:
+    """Return images to be sent with their pixels."""
+    return tuple(image._replace(held=False) for image in images)
 
 
 def with_names(call: ChatCall, images: Sequence[NamedImage]) -> ChatCall:

@@ -36,7 +36,7 @@ from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
-from tokencache.engine.image_names import MISS, ImageNames
+from tokencache.engine.image_names import ImageNames, with_pixels
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
@@ -62,6 +62,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "X-Request-Id"
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _REFUSED = frozenset({400, 422})
+_LOWEST_ERROR = 400
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
 _ENDED_EARLY = "the engine's stream ended before the reply did"
@@ -549,22 +550,24 @@ class CallAttempt:
     async def _post_images(
         self, engine: Engine, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None
     ) -> aiohttp.ClientResponse:
-        """Post the request. If the engine does not have an image that was only named, write the request again, with all pixels.
+        """Post the request. If the engine refuses it, it may not have an image that was only named: send it again with all pixels.
 
         Raises:
             EngineError: the engine cannot be reached.
         """
         answer, names, url = await self._post(engine), self._services.image_names, engine.upstream.url
         held = [image for image in target.names if image.held]
-        if held and answer.status in _REFUSED and MISS in await answer.read():
+        if held and answer.status >= _LOWEST_ERROR and answer.status not in NOT_NOW:
             answer.close()
-            metrics.IMAGES.labels("missed").inc(len(held))
-            log.info("session %s call %s: the engine no longer has %d images; they are sent again", self._session, self.id, len(held))
-            target = target._replace(names=names.missed(url, target.names))
-            self._request = await self._write_request(exact, target, chat)
-            answer, held = await self._post(engine), []
+            self._request = await self._write_request(exact, target._replace(names=with_pixels(target.names)), chat)
+            answer = await self._post(engine)
+            if answer.status == _OK:
+                log.info("session %s call %s: the engine did not have %d images; they were sent again", self._session, self.id, len(held))
+                metrics.IMAGES.labels("missed").inc(len(held))
+                names.missed(url)
+                held = []
         if answer.status == _OK and target.names:
-            names.answered(url, target.names)
+            names.answered(url, target.names, named=bool(held))
             metrics.IMAGES.labels("named").inc(len(held))
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
         return answer

@@ -200,7 +200,7 @@ class SimulatedImages:
             uuid, given = part.get("uuid"), _image_of(part)
             image = (self.kept.get(uuid) if self.keeps and uuid is not None else None) or given
             if image is None:
-                raise _miss(index)
+                raise _miss(index) if self.keeps else RefusalResponse("Failed to apply the processor on data={'images': [None]}")
             images.append(image)
             if uuid is not None:
                 self.kept[uuid] = image
