@@ -28,8 +28,8 @@ E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 # the frameworks' own warnings are not errors here
 INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
-# runs tests/system/nemo again, in an environment with NeMo Gym, to compare with its own classes
-NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo
+# runs these tests again, in an environment with NeMo Gym, to compare with its own classes
+NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo tests/trajectories/formats/test_nemo_gym.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock audit demo docs lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean

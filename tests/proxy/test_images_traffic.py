@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.core.settings import _COMMON
 from tests.images import image
 from tests.proxy.kit import proxied
-from tests.proxy.test_exactness import KNOWN, assert_faithful
+from tests.proxy.test_exactness import KNOWN, assert_faithful, with_pixels
 from tests.proxy.traffic import Harness
 from tokencache.core.media import PlacedMedia
 from tokencache.testing import SimulatedEngine
@@ -100,7 +100,7 @@ async def let_loose(seed, sessions, steps, drift=0.4):
             of_call = {name.rpartition("-")[2]: name for name in asked}
             for turn in await rig.store.turns(harness.session):
                 name = of_call[turn.call]
-                assert wrong(turn, asked[name].prompt_ids, bodies[name], pad) == [], turn
+                assert wrong(turn, asked[name].prompt_ids, with_pixels(engine, bodies[name]), pad) == [], turn
             turns = await rig.turns(harness.session)
             matches.update(turn["match"] for turn in turns)
             reasons.update(turn["reason"] for turn in turns)

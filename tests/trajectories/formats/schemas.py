@@ -152,7 +152,7 @@ class Heard(Strict):
 
 class Told(Strict):
     role: Literal["tool"]
-    content: Content
+    content: str | list[TextPart]
     tool_call_id: str
 
 

@@ -152,7 +152,10 @@ def test_images_are_parts_with_a_reference():
     assert [part["type"] for part in asked["content"]] == ["input_text", "input_image", "input_text"]
     (seen,) = (item for item in row["response"]["output"] if item["type"] == "function_call_output")
     assert [part["image_url"][:7] for part in seen["output"]] == ["media:b", "media:a"]
-    assert [message["content"][0]["type"] for message in row["messages"] if message["role"] == "tool"] == ["image_url"]
+    asked, _, result, shown, _ = row["messages"]
+    assert [part["type"] for part in asked["content"]] == ["text", "image_url", "text"]
+    assert (result["role"], result["content"]) == ("tool", "")
+    assert (shown["role"], [part["type"] for part in shown["content"]]) == ("user", ["image_url", "image_url"])
 
 
 def test_missing_messages_are_named():

@@ -103,7 +103,7 @@ def _output(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str
 def _messages(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for exchange in found:
-        messages += map(_chat, exchange.messages or ())
+        messages += (written for message in exchange.messages or () for written in _chats(message))
         messages.append({**_chat(exchange.turn.served), **_tokens(sequence, exchange)})
     return messages
 
@@ -157,6 +157,19 @@ def _answer(message: Message, name: str) -> list[dict[str, Any]]:
         for call in message.calls
     )
     return items
+
+
+def _chats(message: Message) -> list[dict[str, Any]]:
+    """Write a message as messages of chat completions: the images of a tool's result follow in a user's message.
+
+    NeMo Gym's class of tool messages has only texts (`NeMoGymChatCompletionToolMessageParam`).
+    """
+    content = chat_content(message)
+    if message.role != "tool" or isinstance(content, str):
+        return [_chat(message)]
+    texts = [part for part in content if part["type"] == "text"]
+    images = [part for part in content if part["type"] != "text"]
+    return [{**_chat(message), "content": texts or ""}, {"role": "user", "content": images}]
 
 
 def _chat(message: Message) -> dict[str, Any]:
