@@ -194,8 +194,12 @@ def vllm(vllm_server):
     return vllm_server.url
 
 
-OTHERS = ("weights_server", "engines", "vision_server", "stock_vision_server")
-"""Servers that several files share."""
+ROUTES = {"plugin": "vision_server", "generate": "stock_vision_server"}
+OTHERS = (
+    *("scaled_out", "processed_logprobs", "weights_server", "engines", *ROUTES.values()),
+    *("trl_python", "idle_machine"),  # these start their own
+)
+"""What shows that a test uses another server than the usual one: the names of fixtures, and a value of the parameter `mode`."""
 
 
 def pytest_collection_modifyitems(items):
@@ -203,7 +207,7 @@ def pytest_collection_modifyitems(items):
 
     def server(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        used = {*item.fixturenames, {"plugin": "vision_server", "generate": "stock_vision_server"}.get(params.get("route"))}
+        used = {*item.fixturenames, params.get("mode"), ROUTES.get(params.get("route"))}
         others = [place for place, name in enumerate(OTHERS, 1) if name in used]
         return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER, others or [0]
 

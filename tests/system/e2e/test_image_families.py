@@ -136,14 +136,14 @@ def test_compact_ids_give_the_prompt_but_for_gemma_3(answers):
     assert exact == {family: family != "gemma3" for family in FAMILIES}
 
 
-@pytest.mark.parametrize("route", ["plugin", "generate"])
-def test_every_turn_of_a_conversation_extends_the_one_before(answers, route):
+@pytest.mark.parametrize("way", ["plugin", "generate"])
+def test_every_turn_of_a_conversation_extends_the_one_before(answers, way):
     """By what the engine would get. Without the plugin Gemma 3 is not served."""
     for family, answered in answers.items():
-        if route == "generate" and family == "gemma3":
+        if way == "generate" and family == "gemma3":
             continue
         turns = answered["chain"]
         assert len(turns) == len(QUESTIONS)
-        assert [turn[route] for turn in turns] == [turn["sent"] for turn in turns], family
+        assert [turn[way] for turn in turns] == [turn["sent"] for turn in turns], family
         for before, after in pairwise(turns):
-            assert after[route][: len(before["sent"])] == before["sent"], family
+            assert after[way][: len(before["sent"])] == before["sent"], family

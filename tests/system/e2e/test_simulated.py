@@ -12,7 +12,7 @@ from tokencache.testing import SimulatedEngine
 
 
 @pytest.fixture
-async def engines(proxied, tokenizer):
+async def pair(proxied, tokenizer):
     """URLs of a simulated engine and of the real one, with the same tokenizer and the same episodes."""
     if tokenizer != "own":
         pytest.skip("the simulated engine has the project's own tokenizer")
@@ -22,8 +22,8 @@ async def engines(proxied, tokenizer):
         yield proxied.http, url, proxied.vllm
 
 
-async def both(engines, method, path, body):
-    http, *urls = engines
+async def both(pair, method, path, body):
+    http, *urls = pair
     answers = []
     for url in urls:
         sent = {"json": body} if isinstance(body, dict) else {"data": body, "headers": {"Content-Type": "application/json"}}
@@ -38,8 +38,8 @@ async def parsed(answer):
 
 
 @pytest.mark.parametrize("name", ANSWERED)
-async def test_same_answer(engines, name):
-    answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name]})
+async def test_same_answer(pair, name):
+    answers = await both(pair, "POST", CHAT, {"model": MODEL, **ANSWERED[name]})
     simulated, real = [(*seen[:2], shape(seen[2], words=name not in WORDS_DIFFER)) for seen in [await parsed(answer) for answer in answers]]
     assert real[0] == 200
     assert simulated == real
@@ -53,11 +53,11 @@ USAGE = {"no-usage": {}, "usage": {"include_usage": True}, "all-usage": {"includ
 
 @pytest.mark.parametrize("usage", USAGE)
 @pytest.mark.parametrize("name", ANSWERED)
-async def test_same_stream(engines, name, usage):
+async def test_same_stream(pair, name, usage):
     """The same kinds of chunks in the same order. (The choices of one call alternate arbitrarily: their order is not compared.)"""
     fields = {"stream": True, **({"stream_options": USAGE[usage]} if USAGE[usage] else {})}
     for _ in range(TRIES):
-        answers = await both(engines, "POST", CHAT, {"model": MODEL, **ANSWERED[name], **fields})
+        answers = await both(pair, "POST", CHAT, {"model": MODEL, **ANSWERED[name], **fields})
         assert answers[0][:2] == answers[1][:2] == (200, "text/event-stream; charset=utf-8")
         (kinds, texts), (real_kinds, real_texts) = (stream_shape(raw) for _, _, raw, _ in answers)
         if name in WORDS_DIFFER:  # other text, other chunks: the first and the last are the same in any case
@@ -85,10 +85,10 @@ def first_complaint(seen):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("name", REFUSED)
-async def test_same_refusal(engines, name, stream):
+async def test_same_refusal(pair, name, stream):
     """Word for word. Errors of the engine itself arrive, when streamed, as an event of a 200."""
     body = {"model": MODEL, **REFUSED[name], **({"stream": True} if stream and name != "options-without-stream" else {})}
-    simulated, real = await both(engines, "POST", CHAT, body)
+    simulated, real = await both(pair, "POST", CHAT, body)
     if real[0] == 200:
         assert stream
         assert simulated[:3] == real[:3]
@@ -97,8 +97,8 @@ async def test_same_refusal(engines, name, stream):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_same_elsewhere(engines, name):
-    answers = await both(engines, *OTHERS[name])
+async def test_same_elsewhere(pair, name):
+    answers = await both(pair, *OTHERS[name])
     simulated, real = [(*seen[:2], shape(seen[2])) for seen in [await parsed(answer) for answer in answers]]
     if "error" in (real[2] or {}):
         simulated, real = first_complaint(simulated), first_complaint(real)
@@ -106,10 +106,10 @@ async def test_same_elsewhere(engines, name):
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-async def test_same_rendering(engines, name):
+async def test_same_rendering(pair, name):
     """The same ids, from template and tokenizer of both."""
     messages, fields = CONVERSATIONS[name]
-    answers = await both(engines, "POST", "/tokenize", {"model": MODEL, "messages": messages, **fields})
+    answers = await both(pair, "POST", "/tokenize", {"model": MODEL, "messages": messages, **fields})
     simulated, real = [await parsed(answer) for answer in answers]
     assert real[0] == 200, real
     assert simulated == real
