@@ -50,7 +50,7 @@ def real(mode, servers, tmp_path_factory):
 async def found(url) -> tuple[Capability, dict]:
     """What the proxy detects about an engine, and a turn that it records there."""
     async with proxying(url, MemoryStore()) as proxied:
-        await proxied.harness("s", temperature=0.5).say("Say something.").turn()
+        await proxied.harness("s", temperature=0.5, max_tokens=16).say("Say something.").turn()
         async with proxied.http.get(f"{proxied.url}/tokencache/v1/sessions/s/turns") as answer:
             (turn,) = (await answer.json())["turns"]
         return (await proxied.proxy.engine.model()).capability, turn
