@@ -162,11 +162,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-async def test_an_engine_that_errs_later_is_noticed(rig, fault):
+async def second_turn_disagrees(rig, member, fault, words):
+    """A conversation whose second reply is for another prompt than was sent, because of a fault; returns its messages and that turn."""
     messages = [shown("EPISODE:see go", image(1), image(2, width=60))]
     messages.append(echo(await rig.say("s", messages)))
-    rig.engine.images.fault = fault
+    setattr(rig.engine.images, member, fault)
     messages += [*results(messages[-1]), shown("And this?", image(3))]
     messages.append(echo(await rig.say("s", messages)))
     _, turn = await rig.turns()
@@ -174,7 +174,13 @@ async def test_an_engine_that_errs_later_is_noticed(rig, fault):
     assert "engine-disagrees" in turn["marks"]
     (incident,) = (await rig.info())["incidents"]
     assert incident["kind"] == "engine-disagrees"
-    assert WRONG[fault] in incident["detail"]
+    assert words in incident["detail"]
+    return messages, turn
+
+
+@pytest.mark.parametrize("fault", WRONG)
+async def test_an_engine_that_errs_later_is_noticed(rig, fault):
+    messages, turn = await second_turn_disagrees(rig, "fault", fault, WRONG[fault])
     rig.engine.images.fault = None
     await rig.say("s", [*messages, user("go on")])
     assert (await rig.turns())[-1]["parent"] != turn["turn"], "nothing continues what the engine did by itself"

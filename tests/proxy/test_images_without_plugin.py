@@ -6,7 +6,7 @@ import pytest
 
 from tests.images import image
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
-from tests.proxy.test_images import EPISODES, dialect_bodies, shown, talk
+from tests.proxy.test_images import EPISODES, dialect_bodies, second_turn_disagrees, shown, talk
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 from tokencache.testing.generate_route import GENERATE
@@ -130,15 +130,7 @@ WRONG = {
 
 @pytest.mark.parametrize("fault", WRONG)
 async def test_an_engine_that_errs_later_is_noticed(rig, fault):
-    messages = [shown("EPISODE:see go", image(1), image(2, width=60))]
-    messages.append(echo(await rig.say("s", messages)))
-    rig.engine.images.generate_fault = fault
-    messages += [*results(messages[-1]), shown("And this?", image(3))]
-    await rig.say("s", messages)
-    _, turn = await rig.turns()
-    assert (turn["match"], turn["reason"]) == ("plain", "engine-disagrees")
-    (incident,) = (await rig.info())["incidents"]
-    assert WRONG[fault] in incident["detail"]
+    await second_turn_disagrees(rig, "generate_fault", fault, WRONG[fault])
 
 
 @pytest.mark.parametrize("fault", GenerateFault)

@@ -153,9 +153,9 @@ class _Codes:
     def encode(self, token_ids: Sequence[int], media: Sequence[PlacedMedia]) -> bytes:
         """Return the packed numbers of a row's tokens."""
         numbers = list(token_ids)
-        for n, medium in enumerate(media):
-            # a medium without a digest equals no other: its negative place in this call tells it from all others
-            start = 0 if medium.sha256 else -1 - len(self._tokens) - n
+        for medium in media:
+            # a medium without a digest equals no other: a negative start that no other has tells it from them
+            start = 0 if medium.sha256 else -1 - len(self._tokens)
             image = msgspec.structs.replace(medium, start=start)
             for offset in range(medium.length):
                 numbers[medium.start + offset] = self._number((token_ids[medium.start + offset], offset, image))

@@ -133,8 +133,8 @@ class Reason(Described):
     NOT_FOR_GENERATE = (
         "not-for-generate",
         (
-            "the request has images, and `/inference/v1/generate` cannot take its exact prompt: a reply or a text contains a placeholder, "
-            "or the engine does not render the new images as they stand in the prompt ([images](images.md))"
+            "the request has images, and its exact prompt cannot be sent to `/inference/v1/generate`: a reply or a text contains a "
+            "placeholder, or the new images were not found in the prompt ([images](images.md))"
         ),
     )
     # The request.

@@ -10,9 +10,9 @@ A `uuid` also replaces vLLM's hash of the pixels, in its caches of processed ima
 with other pixels under a known one, it uses the first ones.
 
 So a name is made here, and only here: a keyed hash of the decoded bytes, and of all else that the result depends on (the model, the policy
-version, options for media). Nobody without the deployment's secret can name an image of another tenant. An image that a harness has named
-is not sent as an exact prompt at all (`core.media`). After an update of the weights an image has another name, so that no embedding of
-older weights is used.
+version, options for media). Without the deployment's secret, nobody can compute the name of another tenant's image. A conversation with an
+image that the harness named itself has no exact prompts (`core.media`). After an update of the weights an image has another name, so that
+no embedding of older weights is used.
 """
 
 from collections.abc import Callable, Mapping, Sequence

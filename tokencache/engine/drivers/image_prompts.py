@@ -90,9 +90,8 @@ class ImagePrompts:
 
 def _places(tokens: list[int], prompt: ExactPrompt, expansions: list[list[int]]) -> list[Place] | None:
     """Return the places of all images in a prompt: the recorded ones, and the new ones after them; `None` if one is not found."""
-    known = [(medium.start, medium.length) for medium in prompt.media]
-    found = locate(tokens, sum(known[-1]) if known else 0, expansions)
-    return None if found is None else [*known, *found]
+    found = locate(tokens, prompt.media[-1].end if prompt.media else 0, expansions)
+    return None if found is None else [*((medium.start, medium.length) for medium in prompt.media), *found]
 
 
 def _parts(urls: Sequence[str], target: Target) -> list[dict[str, Any]]:

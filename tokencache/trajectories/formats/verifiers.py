@@ -76,9 +76,9 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
 
 
 def _image_ids(rows: Iterable[Row]) -> dict[str, int]:
-    """Map the id of images' tokens to the type "image" (1), of which verifiers makes `mm_token_type_ids`.
+    """Map the token id of images to the type "image" (1). verifiers computes `mm_token_type_ids` from it.
 
-    The map is empty if there are no images, or if their tokens have several ids: some of them may also occur in text.
+    The map is empty without images, and if their tokens have several ids, because some of these may also occur in text.
     """
     inside = {token for row in rows for medium in row.sequence.media for token in row.sequence.token_ids[medium.start : medium.end]}
     return {str(token): _IMAGE for token in inside} if len(inside) == 1 else {}

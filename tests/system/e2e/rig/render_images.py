@@ -73,9 +73,7 @@ class Model:
         placeholder = learn_placeholder(own["ids"], own["places"], await self.compact(messages))
         if placeholder is None:
             return {"own": own, "refused": "images are more than replacements of a placeholder"}
-        ids, end = self.drifted(own["ids"], reply)
-        moved = len(ids) - len(own["ids"])
-        own["places"] = [[start + (moved if start > end - moved else 0), length] for start, length in own["places"]]
+        ids, own["places"] = self.drifted_reply(own["ids"], own["places"], reply)
         return {"own": own, "sent": ids, "given": await self.expand(compact(ids, own["places"], placeholder), messages)}
 
     async def render(self, messages, **prompt):
