@@ -10,6 +10,7 @@
 # which the tests ran with.
 
 ARG PYTHON=3.11-slim-bookworm
+ARG VLLM=v0.32.0
 
 FROM python:${PYTHON} AS build
 ARG EXTRAS=""
@@ -21,6 +22,16 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && sed -e '/^ *--hash/d' -e 's/ \\$//' requirements.lock > /pins.txt \
     && python -m venv --without-pip /opt/tokencache \
     && pip --python /opt/tokencache install --no-cache-dir --constraint /pins.txt "$(ls /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}"
+
+# vLLM's own image with the plugin (docs/prefixes.md):
+#
+#     docker build --target engine --build-arg VLLM=v0.32.0 --tag vllm-tokencache .
+#
+# vLLM has all that the plugin imports.
+FROM vllm/vllm-openai:${VLLM} AS engine
+COPY --from=build /wheels /wheels
+RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl
+ENV VLLM_PLUGINS=tokencache
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="tokencache" \

@@ -12,8 +12,10 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +122,18 @@ def accelerator() -> str:
     return ", ".join(subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL).stdout.splitlines())
 
 
+def _with_plugin(folder: Path) -> dict[str, str]:
+    """The environment of a vLLM with the plugin of this checkout, as if it were installed there; `folder` gets its metadata."""
+    installed = folder / "tokencache-0.dist-info"
+    installed.mkdir(parents=True)
+    points = [point for point in distribution("tokencache").entry_points if point.group.startswith("vllm.")]
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text("\n".join(f"[{point.group}]\n{point.name} = {point.value}" for point in points) + "\n")
+    return {"PYTHONPATH": f"{folder}:{ROOT}", "VLLM_PLUGINS": "tokencache"}
+
+
 @contextlib.contextmanager
-def vllm(model_dir: Path, *, dummy: bool, arguments: str = "") -> Iterator[Engine]:
+def vllm(model_dir: Path, *, dummy: bool, arguments: str = "", plugin: bool = False) -> Iterator[Engine]:
     """Runs vLLM on a model folder while the context is open; `arguments` follow the bench's own and override them.
 
     Raises:
@@ -147,5 +159,7 @@ def vllm(model_dir: Path, *, dummy: bool, arguments: str = "") -> Iterator[Engin
     env |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": cores}
     tokenizer = SimTokenizer(Tokenizer.from_file(str(model_dir / "tokenizer.json")))
     config = json.loads((model_dir / "config.json").read_text())
-    with running("vllm", command, "/v1/models", seconds=400, env=env) as process:
-        yield Engine(process, model_dir, described(config, dummy=dummy), tokenizer)
+    with tempfile.TemporaryDirectory(prefix="bench-plugin-") as folder:
+        env |= _with_plugin(Path(folder)) if plugin else {}
+        with running("vllm", command, "/v1/models", seconds=400, env=env) as process:
+            yield Engine(process, model_dir, described(config, dummy=dummy), tokenizer)

@@ -67,6 +67,17 @@ IMAGES = Counter(
     ["how"],
     registry=REGISTRY,
 )
+PREFIXES = Counter(
+    "tokencache_prefixes",
+    "Exact prompts for engines with the plugin: with a prefix by its hash, with all ids, or missed there and sent with all ids.",
+    ["how"],
+    registry=REGISTRY,
+)
+PREFIX_BYTES_SAVED = Counter(
+    "tokencache_prefix_saved_bytes",
+    "Bytes of ids in requests and answers that the plugin made unnecessary, compared with ids as JSON.",
+    registry=REGISTRY,
+)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 

@@ -92,6 +92,8 @@ def test_any_order_of_events_is_followed_or_refused(events):
 class Store:
     """A ledger that answers when it is told to; `written` lists what it has taken."""
 
+    keeps_experts = False
+
     def __init__(self):
         self.asked, self.answers, self.written = asyncio.Event(), asyncio.Event(), []
         self.failure = None
@@ -114,9 +116,8 @@ class Store:
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
     response = Response(None, chat, Exchange("/", {}, None, 1.0))
-    return CallAttempt(
-        CallRequest("s", chat, response, b"", b""), Services(None, store, None, None, 0, "continue", None), Budget(), may_resample=False
-    )
+    services = Services(None, store, None, None, 0, "continue", None, None)
+    return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 
 
 async def test_a_write_is_finished_before_the_call_is_cancelled():

@@ -10,14 +10,21 @@ import pytest
 
 from tests.vllm_plugin.kit import BadRequestError
 from tokencache.core import ids as core_ids
-from tokencache.vllm_plugin import entry, prefixes
+from tokencache.vllm_plugin import entry, packed_replies, prefixes
 from tokencache.vllm_plugin.kept_prefixes import KeptPrefixes
 from tokencache.vllm_plugin.patch import UnknownVllmError
-from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER, PromptHeaders, patch_prefixes, take_named_prompt
+from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER, patch_prefixes, take_named_prompt
+from tokencache.vllm_plugin.response_headers import ResponseHeaders
 from tokencache.vllm_plugin.supplied_ids import InvalidIdsError
 
 RENDERED = [1, 2, 3]
 REPLY = [50, 51, 52, 53]
+LOGPROBS = [-0.5, -20000.0, None, -0.1]
+FLOAT32 = -0.10000000149011612
+ANSWERS = (
+    *("ChatCompletionResponse", "ChatCompletionStreamResponse"),
+    *("ChatCompletionResponseChoice", "ChatCompletionResponseStreamChoice"),
+)
 DELTA, FINAL_ONLY = "delta", "final"
 
 
@@ -50,11 +57,15 @@ async def preprocess_chat(  # noqa: PLR0917 - vLLM's
     return [], [{"prompt_token_ids": RENDERED if ids is None or messages == ["media"] else ids}]
 
 
+def validate_token_ids(self, token_ids, *, parameter=None):
+    self.checked.append(list(token_ids))
+
+
 class Engine:
     """vLLM's engine client; it samples `REPLY`."""
 
     def __init__(self):
-        self.prompts, self.closed = [], 0
+        self.prompts, self.checked, self.closed = [], [], 0
 
     async def generate(self, prompt, sampling_params, request_id):
         self.prompts.append(prompt["prompt_token_ids"])
@@ -68,30 +79,63 @@ class Engine:
             self.closed += 1
 
 
+class Serving:
+    """vLLM's handler: log probabilities become objects."""
+
+    def _create_chat_logprobs(  # noqa: PLR0917 - vLLM's
+        self,
+        token_ids,
+        top_logprobs,
+        tokenizer,
+        num_output_top_logprobs=None,
+        logprob_token_ids=None,
+        return_as_token_id=None,
+    ):
+        return {
+            "content": [{"logprob": step[token].logprob if step else None} for token, step in zip(token_ids, top_logprobs, strict=True)]
+        }
+
+
 class Server:
     """A patched vLLM 0.32 with an ASGI application."""
 
     def __init__(self, max_bytes=2**20, preprocess=preprocess_chat):
         self.engine = Engine()
         self.online = type("OnlineRenderer", (), {"preprocess_chat": preprocess})
-        self.serving = types.SimpleNamespace(ChatCompletionResponse=dict, ChatCompletionStreamResponse=dict)
+        self.renderer = type("BaseRenderer", (), {"validate_token_ids": validate_token_ids, "checked": []})
+        self.handler = type("OpenAIServingChat", (), dict(vars(Serving)))
+        self.serving = types.SimpleNamespace(OpenAIServingChat=self.handler, **dict.fromkeys(ANSWERS, dict))
         self.modules = {
             "vllm.renderers.online_renderer": types.SimpleNamespace(OnlineRenderer=self.online),
             "vllm.entrypoints.openai.chat_completion.serving": self.serving,
+            "vllm.renderers.base": types.SimpleNamespace(BaseRenderer=self.renderer),
             "vllm.exceptions": types.SimpleNamespace(VLLMValidationError=BadRequestError),
             "vllm.sampling_params": types.SimpleNamespace(RequestOutputKind=types.SimpleNamespace(DELTA=DELTA)),
         }
         self.max_bytes = max_bytes
+        self.choices = []
+        self.last = None
 
     def patch(self):
         patch_prefixes(self.engine, self.max_bytes, self.modules.__getitem__)
         return self
 
-    async def ask(self, member=None, *, messages=(), stream=False, leave=False, transfer=None, prompts=1, **request):
+    async def ask(
+        self,
+        member=None,
+        *,
+        messages=(),
+        stream=False,
+        leave=False,
+        transfer=None,
+        prompts=1,
+        used=None,
+        **request,
+    ):
         """The headers, and the answer's ids of the prompt or its error."""
         transfer = {**(transfer or {}), **({MEMBER: member} if member is not None else {})}
-        body = types.SimpleNamespace(kv_transfer_params=transfer, **request)
-        answers, sent = [], []
+        body = types.SimpleNamespace(kv_transfer_params=transfer, messages=["any"], **request)
+        self.last, answers, sent = body, [], []
 
         async def application(_scope, _receive, send):
             try:
@@ -101,10 +145,12 @@ class Server:
                 answers.append(why)
             else:
                 params = types.SimpleNamespace(output_kind=DELTA if stream else FINAL_ONLY)
-                outputs = self.engine.generate(engine_input, params, "id")
+                self.renderer().validate_token_ids(engine_input["prompt_token_ids"])
+                outputs = self.engine.generate(used or engine_input, params, "id")
                 async for output in outputs:
                     make = self.serving.ChatCompletionStreamResponse if stream else self.serving.ChatCompletionResponse
                     answers.append(make(prompt_token_ids=output.prompt_token_ids, model="m"))
+                    self.choices.append(self._choice(output.outputs[0], stream=stream))
                     if leave:
                         await outputs.aclose()
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -112,10 +158,20 @@ class Server:
         async def send(message):
             sent.append(message)
 
-        await PromptHeaders(application)({"type": "http"}, None, send)
+        await ResponseHeaders(application)({"type": "http"}, None, send)
         headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         assert transfer.keys() <= {"connector"}, "no connector gets members of the plugin"
         return headers, answers[0] if isinstance(answers[0], Exception) else answers[0]["prompt_token_ids"]
+
+    def _choice(self, output, *, stream):
+        make = self.serving.ChatCompletionResponseStreamChoice if stream else self.serving.ChatCompletionResponseChoice
+        chances = [LOGPROBS[REPLY.index(token)] for token in output.token_ids]
+        steps = [
+            None if chance is None else {token: types.SimpleNamespace(logprob=chance)}
+            for token, chance in zip(output.token_ids, chances, strict=True)
+        ]
+        logprobs = self.handler()._create_chat_logprobs(output.token_ids, steps, None)
+        return make(index=0, logprobs=logprobs, token_ids=output.token_ids)
 
     async def refusal(self, member, **request):
         headers, answer = await self.ask(member, **request)
@@ -154,6 +210,33 @@ async def test_the_ids_are_returned_on_request(server):
     assert (await server.ask({"tail": tail([9, 8]), "echo": True}))[1] == [9, 8]
 
 
+async def test_the_number_of_calls_stands_for_the_history(server):
+    await server.ask({"tail": tail([9, 8]), "calls": 3})
+    first, *rest = server.last.messages
+    assert (first["role"], len(first["tool_calls"]), rest) == ("assistant", 3, ["any"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_replies_are_packed_on_request(server, stream):
+    await server.ask({"tail": tail([9, 8])}, stream=stream)
+    assert all("tokencache" not in choice and choice["logprobs"]["content"] for choice in server.choices if choice["token_ids"])
+    server.choices.clear()
+    await server.ask({"tail": tail([9, 8]), "packed": True}, stream=stream)
+    found = [choice.pop("tokencache") for choice in server.choices]
+    assert all(choice == {"index": 0, "logprobs": None, "token_ids": None} for choice in server.choices)
+    assert [token for one in found for token in core_ids.unpack(base64.b64decode(one["ids"]))] == REPLY
+    logprobs = [value for one in found for value in core_ids.unpack_logprobs(base64.b64decode(one["logprobs"]))]
+    assert logprobs == [-0.5, -9999.0, -9999.0, -0.1], "nothing is rounded"
+
+
+def test_log_probabilities_are_packed_as_float32_if_that_loses_nothing():
+    assert packed_replies.pack_logprobs([]) == b""
+    assert packed_replies.pack_logprobs([FLOAT32, -2.0])[:1] == b"f"
+    assert packed_replies.pack_logprobs([-0.1])[:1] == b"d"
+    for values in ([FLOAT32], [-0.1], [-9999.0]):
+        assert core_ids.unpack_logprobs(packed_replies.pack_logprobs(values)) == values
+
+
 async def test_a_prefix_that_is_not_there_is_a_miss_and_nothing_is_sampled(server):
     headers, why = await server.refusal(named([4, 4], [1]))
     assert headers == {MISS_HEADER: "miss"}
@@ -185,6 +268,20 @@ async def test_a_wrong_cache_shows_in_the_hash(server, monkeypatch):
     assert headers != {PROMPT_HEADER: sha256([*RENDERED, *REPLY, 1])}, "the client compares with its own hash"
 
 
+async def test_the_hash_is_that_of_what_the_engine_gets(server):
+    headers, _ = await server.ask({"tail": tail([9, 8])}, used={"prompt_token_ids": [9, 9]})
+    assert headers == {PROMPT_HEADER: sha256([9, 9])}
+    assert (await server.ask(named([9, 9, *REPLY], [1])))[0] == {PROMPT_HEADER: sha256([9, 9, *REPLY, 1])}
+
+
+async def test_only_other_prompts_are_checked_as_a_whole(server):
+    await server.ask({})
+    await server.ask(named([*RENDERED, *REPLY], [7]))
+    await server.ask({"tail": tail([9, 8])}, used={"prompt_token_ids": [9, 9]})
+    await server.ask()
+    assert server.renderer.checked == [RENDERED, RENDERED], "the first and the last"
+
+
 async def test_a_request_without_the_member_is_vllms_own(server):
     assert await server.ask(transfer={"connector": 1}) == ({}, RENDERED)
     assert (await server.refusal(named([*RENDERED, *REPLY], [1])))[0] == {MISS_HEADER: "miss"}, "and is not kept"
@@ -205,6 +302,8 @@ async def test_a_request_without_the_member_is_vllms_own(server):
         ({"hash": sha256(RENDERED), "length": 3}, "at least one"),
         ({"length": -1, "tail": tail([1])}, "number of tokens"),
         ({"length": True, "tail": tail([1])}, "number of tokens"),
+        ({"calls": -1, "tail": tail([1])}, "number of tool calls"),
+        ({"packed": 1, "tail": tail([1])}, "true or false"),
         ({"tail": tail([1]), "echo": 1}, "true or false"),
         (named([*RENDERED, *REPLY], [1], length=3), "has 7 tokens"),
     ],
@@ -262,6 +361,10 @@ def test_unexpected_code_is_left_alone():
     assert server.online.preprocess_chat is _fewer
     assert "generate" not in vars(server.engine) | vars(missing.engine)
     assert missing.online.preprocess_chat is preprocess_chat
+    other = Server()
+    other.handler._create_chat_logprobs = _fewer
+    with pytest.raises(UnknownVllmError, match="_create_chat_logprobs"):
+        other.patch()
 
 
 async def test_it_is_patched_once(server):
@@ -279,6 +382,7 @@ async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, gi
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
     monkeypatch.setattr(entry, "patch_images", lambda _version: True)
     server = Server()
+    monkeypatch.setattr(entry, "patch_detokenizer", lambda: None)
     monkeypatch.setattr(prefixes, "patch_prefixes", lambda engine, size: patch_prefixes(engine, size, server.modules.__getitem__))
     monkeypatch.delenv("TOKENCACHE_PREFIX_BYTES", raising=False)
     if given is not None:

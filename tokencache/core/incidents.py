@@ -175,6 +175,15 @@ class IncidentKind(StrEnum):
         ),
         "See the alert `TokencacheEngineDisagrees`.",
     )
+    PREFIX_DIFFERS = (
+        "prefix-differs",
+        "",
+        (
+            "the engine was named its prompt by a hash, and answered with another hash or with none; that answer was not used, and the "
+            "call was sent again with all ids ([prefixes](prefixes.md))"
+        ),
+        "Restart that engine (the log names it): its memory is wrong, or a router sent the call to an engine without the plugin.",
+    )
     ENGINE_REFUSED = (
         "engine-refused",
         "",

@@ -10,6 +10,8 @@ Plain chunks: most events of a stream contain a piece of text, or nothing, and a
     data: {"id":…,"object":"chat.completion.chunk","created":…,"model":…,"choices":[{"index":0,"delta":{"content":" and"},
            "logprobs":{"content":[…]},"finish_reason":null,"token_ids":[323]}]}
 
+With the plugin, ids and log probabilities may be packed (`PACKED`), with `null` in the places of both.
+
 A client that requested neither ids nor log probabilities gets the same bytes with `null` for both (`hide_tokens`). If the delta is `{}`,
 the client gets nothing: the engine's parsers hold back text (tags, the beginning of calls), and without ids vLLM sends no such chunk. One
 regular expression matches the event member by member as vLLM 0.27 to 0.32 writes it, in a sixth of the time of a JSON reader and writer.
@@ -26,6 +28,8 @@ import msgspec
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PROMPT
 
 Raw = msgspec.Raw
+PACKED = "tokencache"
+"""The member of a choice with packed ids and log probabilities (`tokencache.vllm_plugin.packed_replies`)."""
 _SERVER_ERROR = 500
 
 
@@ -180,7 +184,8 @@ _ARGUMENTS = rb'\{"content":null,"tool_calls":\[\{"index":([0-9]++),"function":\
 _PLAIN = re.compile(
     rb'(data: \{"id":' + _TEXT + rb',"object":"chat\.completion\.chunk","created":[0-9]++,"model":' + _TEXT + rb","
     rb'"choices":\[\{"index":([0-9]++),"delta":(?:' + _CONTENT + rb"|" + _ARGUMENTS + rb'|\{\}),"logprobs":)'
-    rb'(?:null|\{"content":\[' + _LOGPROB + rb"(?:," + _LOGPROB + rb')*+\]\}),"finish_reason":null,"token_ids":\[[0-9,]*+\]\}\]\}\n\n'
+    rb'(?:null|\{"content":\[' + _LOGPROB + rb"(?:," + _LOGPROB + rb')*+\]\}),"finish_reason":null,"token_ids":'
+    rb'(?:\[[0-9,]*+\]|null,"' + PACKED.encode() + rb'":\{"ids":"[A-Za-z0-9+/=]*+","logprobs":"[A-Za-z0-9+/=]*+"\})\}\]\}\n\n'
 )
 _HIDDEN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
 """Replaces log probabilities and ids, with the bytes between and after them."""

@@ -45,7 +45,14 @@ _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"rol
 _NOT_IDENTIFYING = frozenset(
     {
         *("version", "why", "how", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
-        *("images", "images_why", "placeholder_ids", "placeholder"),  # an engine without the plugin still serves text
+        *(
+            "prefixes",
+            "prefixes_why",
+            "images",
+            "images_why",
+            "placeholder_ids",
+            "placeholder",
+        ),  # an engine without the plugin still serves text
     }
 )
 """Members of a capability that may differ between the engines of one session: descriptions, and findings that serving corrects."""

@@ -38,8 +38,6 @@ from tokencache.errors import EngineError
 PLUGIN_PROMPT = "tokencache_prompt"
 """The member of `kv_transfer_params` with an exact prompt with images."""
 PLACES_HEADER = "x-tokencache-media"
-PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin"})
-"""Headers that the plugin adds to answers. They are not for clients."""
 
 _OK, _REFUSED = 200, 400
 _SIZES = ((60, 60), (140, 60))

@@ -24,6 +24,7 @@ from tokencache.engine.drivers.base import Driver
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
+from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
 from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
@@ -89,6 +90,7 @@ class Capability(msgspec.Struct, frozen=True):
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
+        prefixes: whether prompts can be named by a hash (`engine.prefixes`); `prefixes_why` is why not.
         images, images_why, placeholder_ids, placeholder: how exact prompts with images are supplied (`engine.image_support`).
     """
 
@@ -110,6 +112,8 @@ class Capability(msgspec.Struct, frozen=True):
     derenders: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
+    prefixes: bool = False
+    prefixes_why: str = "not asked"
     images: ImageRoute = ""
     images_why: str = "not asked"
     placeholder_ids: tuple[int, ...] = ()
@@ -126,7 +130,8 @@ class Capability(msgspec.Struct, frozen=True):
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
-            f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
+            f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
+            f"logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
         return found + (f" ({self.why or self.how})" if self.why or self.how else "")
 
@@ -224,6 +229,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     possible = tuple(token for token in offered if token not in blank)
     stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
+    prefixes = await probe_prefixes(ask, found.model, supply.plain) if driver.prefixes else _no_prefixes(driver)
     images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else _no_images(driver)
     return _changed(
         found,
@@ -232,6 +238,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         turn_ends=tuple(ends.turn_ends),
         stop_ids=stops,
         derenders=derenders,
+        prefixes=prefixes.accepted,
+        prefixes_why=prefixes.why,
         images=images.route,
         images_why=images.why,
         placeholder_ids=images.placeholder_ids,
@@ -240,6 +248,10 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
 
 
 _changed = msgspec.structs.replace
+
+
+def _no_prefixes(driver: Driver) -> PrefixSupport:
+    return PrefixSupport(accepted=False, why=f"the driver {driver.name} cannot name prompts")
 
 
 def _no_images(driver: Driver) -> ImageSupport:

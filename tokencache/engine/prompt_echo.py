@@ -38,6 +38,10 @@ class PromptEcho:
         self._complete = False  # stop cutting
         self._found = _NOWHERE  # the data that was searched last, and the position of the echo in it
 
+    def confirm(self) -> None:
+        """Note that the engine used exactly the ids that were sent: it has proven that without reporting them (`engine.prefixes`)."""
+        self.agreed = bool(self.sent)
+
     @property
     def known(self) -> bool:
         """Whether the engine has reported the ids."""

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core.budget import Budget
@@ -35,17 +34,19 @@ from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
-from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, ParsedCompletion, Target
-from tokencache.engine.image_names import ImageNames, with_pixels
+from tokencache.engine.drivers.base import Driver, ParsedCompletion
+from tokencache.engine.image_names import ImageNames
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
+from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, EngineError, HarnessError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
+from tokencache.proxy.engine_sender import REFUSED, EngineSender
 from tokencache.proxy.gathered_reply import GatheredReply, as_stream
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
@@ -54,15 +55,11 @@ from tokencache.proxy.planner import Plan, keys_wanted, media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
-from tokencache.proxy.routed_experts import request_experts
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = "X-Request-Id"
 _OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
-_REFUSED = frozenset({400, 422})
-_LOWEST_ERROR = 400
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
 _ENDED_EARLY = "the engine's stream ended before the reply did"
@@ -98,6 +95,7 @@ class Services(NamedTuple):
         hold: seconds for which a call may wait for an engine.
         aborted: what happens to a reply that an engine broke off.
         image_names: names the images of requests.
+        prefixes: names the prompts of requests.
     """
 
     pool: Pool
@@ -107,6 +105,7 @@ class Services(NamedTuple):
     hold: float
     aborted: AbortedPolicy
     image_names: ImageNames
+    prefixes: PrefixUse
 
 
 class Opening(NamedTuple):
@@ -139,10 +138,8 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._outcome: Outcome
         self._engine: Engine
+        self._sender: EngineSender
         self._driver: Driver
-        self._request: EngineRequest
-        self._posts = 0
-        self._posted = ""
         self._continues = self._gathers = False
         self._documents: dict[str, bytes] = {}
         self._started = self._waiting_since = time.time()
@@ -216,6 +213,10 @@ class CallAttempt:
             model=None,
             started=self._started,
             asked=self._fingerprint,
+        )
+        services = self._services
+        self._sender = EngineSender(
+            self._outcome, self._exchange, services.image_names, services.prefixes, experts=self._ledger.keeps_experts
         )
         if self.state is State.ABANDONED:
             raise asyncio.CancelledError
@@ -335,7 +336,7 @@ class CallAttempt:
             return None
         try:
             async with asyncio.timeout(_PLACES_SECONDS):
-                return await self._driver.places(self._chat, prompt, self._target(self._engine))
+                return await self._driver.places(self._chat, prompt, self._sender.target(self._engine))
         except (EngineError, TimeoutError) as why:
             log.warning("session %s call %s: the places of its images are not known: %s", self._session, self.id, why)
             return None
@@ -383,6 +384,8 @@ class CallAttempt:
             return await self._drop()  # the engine died before it answered: nothing that it sampled is known
         try:
             self._reply.prompt.sent = self._outcome.plan.sent
+            if self._sender.proven:
+                self._reply.prompt.confirm()
             if self._chat.media:
                 self._outcome.places = read_places(answer.headers)
             self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
@@ -399,7 +402,7 @@ class CallAttempt:
                 self,
                 may_resample=self._may_resample,
                 may_continue=self._continues,
-                is_parsed=self._request.parse is not None,
+                is_parsed=self._sender.request.parse is not None,
             )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
@@ -504,14 +507,13 @@ class CallAttempt:
         """
         outcome, plan, driver = self._outcome, self._outcome.plan, engine.driver
         self._driver = driver
-        target = self._target(engine)
         self._continues = self._may_continue()
         self._gathers = self._continues and not (self._chat.stream or self._ledger.keeps_experts)  # streams have no routed experts
-        self._request = await self._write_request(plan.exact, target)
-        if self._request.not_exact:
-            plan = outcome.plan = Plan(match="plain", reason=self._request.not_exact, near=plan.near)
-        answer = await self._post_images(engine, plan.exact, target)
-        if plan.exact is None or answer.status not in _REFUSED:
+        chat = as_stream(self._chat) if self._gathers else self._chat
+        answer = await self._sender.post(engine, plan.exact, chat)
+        if self._sender.request.not_exact:
+            plan = outcome.plan = Plan(match="plain", reason=self._sender.request.not_exact, near=plan.near)
+        if plan.exact is None or answer.status not in REFUSED:
             return answer
         # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
         words = await answer.read()
@@ -521,62 +523,10 @@ class CallAttempt:
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
         outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
-        self._request = await self._write_request(None, target)
-        answer = await self._post_images(engine, None, target)
+        answer = await self._sender.post(engine, None, chat)
         if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             engine.doubt("it refused the ids that it was sent")
         return answer
-
-    def _target(self, engine: Engine) -> Target:
-        target, model = Target(engine.upstream, self._exchange.path, self._exchange.headers), self._outcome.model
-        if model is None:
-            return target
-        target = target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
-        if not self._chat.media or media_reason(self._chat, model):
-            return target
-        salt = self._outcome.weights.salt.text or bytes(self._chat.fields.get(MEMBER, b"")).decode()
-        return target._replace(names=self._services.image_names.of_call(self._chat, engine.upstream.url, salt))
-
-    async def _write_request(self, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None) -> EngineRequest:
-        """Write the request, or that of a piece of the reply (`chat`), with the salt."""
-        salt, chat = self._outcome.weights.salt, chat or (as_stream(self._chat) if self._gathers else self._chat)
-        if self._exchange.body is not None:
-            return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
-        chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
-        if self._ledger.keeps_experts:
-            chat = request_experts(chat, self._outcome.plan.routed if exact is not None and self._driver.skips_experts else 0)
-        return await self._driver.request(chat, exact, target)
-
-    async def _post_images(
-        self, engine: Engine, exact: ExactPrompt | None, target: Target, chat: ChatCall | None = None
-    ) -> aiohttp.ClientResponse:
-        """Post the request. If the engine refuses it, it may not have an image that was only named: send it again with all pixels.
-
-        Raises:
-            EngineError: the engine cannot be reached.
-        """
-        answer, names, url = await self._post(engine), self._services.image_names, engine.upstream.url
-        held = [image for image in target.names if image.held]
-        if held and answer.status >= _LOWEST_ERROR and answer.status not in NOT_NOW:
-            answer.close()
-            self._request = await self._write_request(exact, target._replace(names=with_pixels(target.names)), chat)
-            answer = await self._post(engine)
-            if answer.status == _OK:
-                log.info("session %s call %s: the engine did not have %d images; they were sent again", self._session, self.id, len(held))
-                metrics.IMAGES.labels("missed").inc(len(held))
-                names.missed(url)
-                held = []
-        if answer.status == _OK and target.names:
-            names.answered(url, target.names, named=bool(held))
-            metrics.IMAGES.labels("named").inc(len(held))
-            metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
-        return answer
-
-    async def _post(self, engine: Engine) -> aiohttp.ClientResponse:
-        self._posts += 1
-        headers = with_request_id(self._exchange.headers, self.id, self._posts)
-        self._posted = headers[REQUEST_ID]
-        return await engine.upstream.send("POST", self._request.path, headers=headers, body=self._request.body)
 
     # Forward the engine's answer
 
@@ -621,8 +571,8 @@ class CallAttempt:
         if body is None:
             return web.Response()
         no_text = ""
-        if self._request.parse is not None:
-            parsed = await self._parse(self._request.parse(body), delivery)
+        if self._sender.request.parse is not None:
+            parsed = await self._parse(self._sender.request.parse(body), delivery)
             body, no_text, self._outcome.places = parsed.body, parsed.error, parsed.places
         body = delivery.take(body)
         if delivery.withheld == "aborted":
@@ -721,7 +671,7 @@ class CallAttempt:
         outcome = self._outcome
         assert self._driver.derender is not None  # noqa: S101 - `_may_continue` looked
         outcome.continuation = continuation = Continuation(self._chat, self._reply, self._driver.derender, delivery.head, outcome.places)
-        continuation.begin_piece(self._posted, self._engine.upstream.url)
+        continuation.begin_piece(self._sender.posted, self._engine.upstream.url)
         held = b""
         while delivery.cut:
             how = continuation.broke or delivery.cut
@@ -780,7 +730,7 @@ class CallAttempt:
         """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
         outcome, reply = self._outcome, self._reply
         outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first, outcome.places)
-        continuation.begin_piece(self._posted, self._engine.upstream.url)
+        continuation.begin_piece(self._sender.posted, self._engine.upstream.url)
         while how:
             await outcome.end_piece(how)
             self._log_cut(how)
@@ -848,15 +798,13 @@ class CallAttempt:
         outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
         self._driver = engine.driver
         exact = continuation.exact(outcome.model.capability)
-        target = self._target(engine)
-        await continuation.find_own_limit(self._derender_request(), target.max_model_len)
-        self._request = await self._write_request(exact, target, continuation.call)
+        await continuation.find_own_limit(self._derender_request(), outcome.model.capability.max_model_len)
         try:
-            answer = await self._post_images(engine, exact, target, continuation.call)
+            answer = await self._sender.post(engine, exact, continuation.call)
         except EngineError as why:
             engine.forget(str(why))
             raise
-        continuation.begin_piece(self._posted, engine.upstream.url)
+        continuation.begin_piece(self._sender.posted, engine.upstream.url)
         return answer
 
     def _derender_request(self) -> DerenderRequest:
@@ -871,18 +819,6 @@ class CallAttempt:
         self._outcome.broke, self._outcome.detail = DROPPED, "the engine aborted the reply before anything was shown; asked again"
         await self._record()
         return None
-
-
-def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:
-    """Give a request to an engine a unique id: two requests with the same id disturb each other in vLLM.
-
-    The id contains the call's id, which the turn has too. A client's own id precedes it, so that it can be found in the engine's log.
-    """
-    own = headers.get(REQUEST_ID)
-    unique = f"{call}-{post}" if post > 1 else call
-    headers = headers.copy()
-    headers[REQUEST_ID] = f"{own}-{unique}" if own else unique
-    return headers
 
 
 def undelivered(call: str) -> str:

@@ -29,7 +29,8 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks, split_cut
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.images import PLUGIN_HEADERS
+from tokencache.engine.images import PLACES_HEADER
+from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.net import end_to_end_headers
@@ -38,6 +39,8 @@ from tokencache.proxy.recorder import ABORTED, BROKE
 log = logging.getLogger(__name__)
 
 CLIENT_LEFT = "the client closed the connection"
+_PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
+"""Headers that the plugin adds to answers. They are not for clients."""
 _BAD_GATEWAY = 502
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
@@ -133,7 +136,7 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
 
 def whole_response(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
     """Make a response with the engine's status, reason and headers, and this body."""
-    headers = end_to_end_headers(answer.headers, drop=PLUGIN_HEADERS | {"content-length"})
+    headers = end_to_end_headers(answer.headers, drop=_PLUGIN_HEADERS | {"content-length"})
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
     response.given = frozenset(name.lower() for name in headers)
     return response
@@ -186,7 +189,7 @@ class Response:
     async def open_like(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Send the engine's head, unless a head was sent."""
         if self.opened is None:
-            response = open_response(answer, drop=PLUGIN_HEADERS | {"content-length"})
+            response = open_response(answer, drop=_PLUGIN_HEADERS | {"content-length"})
             if self.exchange.media_type != EVENT_STREAM:
                 response.headers["Content-Type"] = self.exchange.media_type
             await self._send_head(response)

@@ -25,6 +25,7 @@ from tokencache.engine.image_names import ImageNames
 from tokencache.engine.membership import EngineMembership
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
+from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
@@ -98,7 +99,7 @@ class Proxy:
         salts = KvSalts(settings.kv, self.store, lambda: self._bodies.secret)
         self.versions = PolicyVersions(self.weights, salts)
         names = ImageNames(lambda: self._bodies.secret)
-        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted, names)
+        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted, names, PrefixUse())
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
         self._media = FetchedMedia() if settings.fetch_media else None

@@ -20,6 +20,7 @@ from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
 from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
+from tokencache.testing.prefixes import pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tokencache.testing.dev_mode import DevMode
     from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
     from tokencache.testing.metadata import ReplyMetadata
+    from tokencache.testing.prefixes import NamedIds
     from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
     from tokencache.testing.weights import KeysAndValues, SimulatedWeights
@@ -76,6 +78,7 @@ class Completion:
         created: Unix time in seconds.
         headers: headers of the response.
         versions: for each choice, the label of the weights that sampled each token.
+        keep: receives the ids of each prompt with its complete reply.
     """
 
     request: ChatRequest
@@ -89,6 +92,7 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
     headers: dict[str, str] = field(init=False)
     versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    keep: Callable[[list[int]], None] = lambda _ids: None
 
     def __post_init__(self) -> None:
         """Begin with the headers of every response."""
@@ -120,6 +124,8 @@ class Completion:
         entry.finish_reason = reason
         if reason is not None:
             self._log(entry)
+        if reason not in {None, "abort"}:
+            self.keep([*entry.prompt_ids, *entry.completion_ids])
 
     def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
@@ -195,6 +201,13 @@ class ChatCompletion(Completion):
 
     prompt_text: str | None = None
     """The text of the prompt, if the request wants it."""
+    named: NamedIds | None = None
+    """How the request names its prompt, with the plugin."""
+
+    @property
+    def _shown_prompt(self) -> list[int] | None:
+        """The ids that the answer reports, if the request asks for ids."""
+        return self.prompts[0] if self.named is None or self.named.echo else None
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
@@ -216,17 +229,21 @@ class ChatCompletion(Completion):
             text, tokens, last = await self._all_steps(index)
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
+            if self.named is not None and self.named.packed:
+                pack_tokens(choice, tokens)
             self._finish(entry, choice["finish_reason"])
             choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
+        reply["prompt_token_ids"] = self._shown_prompt if self.request.return_token_ids else None
         return reply | {"prompt_text": self.prompt_text} | metadata.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""
         request = self.request
         for index in range(request.n):
-            yield wire.event(wire.role_chunk(request, self.created, index, self.prompts[0]))
+            first = wire.role_chunk(request, self.created, index, self.prompts[0])
+            yield wire.event(first | {"prompt_token_ids": self._shown_prompt if request.return_token_ids else None})
         over = reasoning_is_over(self.prompts[0], self.settings.tokenizer, thinking=self._thinking)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
         async for index, step in self._interleaved_steps():
@@ -243,6 +260,8 @@ class ChatCompletion(Completion):
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         self._finish(entry, reason)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
+        if chunk is not None and self.named is not None and self.named.packed:
+            pack_tokens(chunk["choices"][0], step.tokens)
         if chunk is not None and reason is not None:
             chunk["choices"][0] |= self.settings.metadata.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:

@@ -38,6 +38,7 @@ from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
 from tokencache.testing.images import ImageMode, Ranges, SimulatedImages, media_parts
 from tokencache.testing.metadata import ReplyMetadata
+from tokencache.testing.prefixes import SimulatedPrefixes
 from tokencache.testing.prompt import prompt_ids
 from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
@@ -75,6 +76,7 @@ class SimulatedEngine:
         dev_mode: whether it has the routes with which a trainer replaces weights; see `dev_mode`.
         routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
         images: whether its model accepts images, and whether it has the plugin for exact prompts with them; see `images`.
+        prefixes: whether it has the plugin for prompts by hash; see `prefixes`.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         journal: file that receives every token before it is sent; see `ground_truth`.
         orders: receives faults over HTTP; used instead of `choose_fault`.
@@ -82,6 +84,7 @@ class SimulatedEngine:
     Attributes:
         ground_truth: one entry for each generation.
         images: the images.
+        prefixes: the prompts that it keeps.
         weights: the weights, LoRA adapters and prefix cache.
         dev_mode: how it is paused, and what its trainer called.
         requests, headers: bodies and headers of the chat completion requests received, including refused ones.
@@ -110,12 +113,14 @@ class SimulatedEngine:
         dev_mode: bool = False,
         routed_experts: tuple[int, int] | None = None,
         images: ImageMode = "",
+        prefixes: bool = False,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         journal: Path | None = None,
         orders: FaultOrders | None = None,
     ) -> None:
         self.tokenizer = build_image_tokenizer() if images else build_tokenizer()
         self.images = SimulatedImages(images, self.tokenizer)
+        self.prefixes = SimulatedPrefixes(offered=prefixes)
         self.model, self.version = model, version
         self.max_model_len = max_model_len
         self.honours_ids, self.derenders = honours_ids, derenders
@@ -413,12 +418,16 @@ class SimulatedEngine:
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
-        supplied = self._supplied_prompt(request.body)
+        named = self.prefixes.read(request.body)
+        supplied = (named.ids, []) if named is not None and named.ids is not None else self._supplied_prompt(request.body)
         ids, places = self._render_for_reply(request.body, request.template_arguments) if supplied is None else supplied
         limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
         entries = self._new_entries(request, [ids], supplied=supplied is not None)
         completion = ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
         completion.headers |= self.images.headers(places)
+        if named is not None:
+            completion.named, completion.keep = named, self.prefixes.keep
+            completion.headers |= self.prefixes.headers(named, ids)
         if request.body.get("return_prompt_text"):
             completion.prompt_text = self.tokenizer.decode(self._template_ids(request.body, request.template_arguments))
         return completion

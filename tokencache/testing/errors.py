@@ -23,6 +23,7 @@ class RefusalResponse(Exception):  # noqa: N818 - a response, not a failure
         self.param = param
         self.kind = kind
         self.status = status
+        self.headers: dict[str, str] = {}
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body, with the keys in vLLM's order."""

@@ -13,7 +13,7 @@ from tokencache.testing.errors import RefusalResponse
 from tokencache.testing.faults import Fault, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from tokencache.testing.completion import Completion
 
@@ -88,7 +88,7 @@ async def refuse(request: web.Request, handler: Callable[[web.Request], Awaitabl
     try:
         return await handler(request)
     except RefusalResponse as refusal:
-        return json_response(refusal.body(), status=refusal.status)
+        return json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
     except web.HTTPException as error:
         return json_response({"detail": error.reason}, status=error.status)
 
@@ -98,6 +98,6 @@ async def empty_response(_: web.Request) -> web.Response:
     return web.Response()
 
 
-def json_response(value: Any, status: int = 200) -> web.Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Make a response with a JSON body."""
-    return web.Response(status=status, body=wire.encode(value), content_type="application/json")
+    return web.Response(status=status, body=wire.encode(value), content_type="application/json", headers=headers)

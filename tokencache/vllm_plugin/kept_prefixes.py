@@ -21,10 +21,14 @@ def pack(ids: Iterable[int]) -> bytes:
     Raises:
         OverflowError: an id does not fit.
     """
-    packed = array("i", ids)
+    return little_endian(array("i", ids))
+
+
+def little_endian(values: "array[Any]") -> bytes:
+    """Return the bytes of numbers in little endian order."""
     if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+        values.byteswap()
+    return values.tobytes()
 
 
 def unpack(packed: bytes) -> list[int]:
@@ -64,10 +68,10 @@ class HashedPrompt:
         digest: the SHA-256 of the packed prompt, as hex digits.
     """
 
-    def __init__(self, prompt: Iterable[int]) -> None:
-        """Hash a prompt's ids."""
-        self._prompt = pack(prompt)
-        self._hash = hashlib.sha256(self._prompt)
+    def __init__(self, packed: bytes) -> None:
+        """Hash a prompt's packed ids."""
+        self._prompt = packed
+        self._hash = hashlib.sha256(packed)
         self.digest = self._hash.hexdigest()
 
     def keep(self, reply: Iterable[int], cache: KeptPrefixes) -> None:

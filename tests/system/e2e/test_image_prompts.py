@@ -9,7 +9,7 @@ from rig.server import MODEL, one_request_each
 from rig.vision import png
 
 from tokencache.vllm_plugin.images import MEMBER
-from tokencache.vllm_plugin.placeholder_header import HEADER
+from tokencache.vllm_plugin.response_headers import MEDIA_HEADER
 
 SIZES = [(64, 64), (128, 96), (64, 160), (64, 64)]
 
@@ -31,7 +31,7 @@ class Engine:
 
     async def post(self, path, body):
         async with self.http.post(self.url + path, json={"model": MODEL, **body}) as answer:
-            return answer.status, json.loads(answer.headers.get(HEADER, "{}")), await answer.json()
+            return answer.status, json.loads(answer.headers.get(MEDIA_HEADER, "{}")), await answer.json()
 
     async def ask(self, messages, *, stream=False, **prompt):
         """Prompt ids, images' places, completion ids and log probabilities of a chat completion."""
@@ -45,7 +45,7 @@ class Engine:
         else:
             async with self.http.post(f"{self.url}/v1/chat/completions", json={"model": MODEL, **body}) as answer:
                 assert answer.status == 200
-                places = json.loads(answer.headers.get(HEADER, "{}"))
+                places = json.loads(answer.headers.get(MEDIA_HEADER, "{}"))
                 lines = [line async for line in answer.content if line.startswith(b"data: {")]
                 chunks = [json.loads(line[6:]) for line in lines]
         (prompt_ids,) = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]

@@ -18,7 +18,7 @@ import msgspec
 from tokencache.core.messages import Message
 from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.completion_reader import hide_tokens
+from tokencache.dialects.completion_reader import PACKED, hide_tokens
 from tokencache.dialects.sse import DONE, event_of
 
 Raw = msgspec.Raw
@@ -118,6 +118,7 @@ class ChatReplyEncoder(PassthroughEncoder):
             for name in ("token_ids", "prompt_token_ids"):
                 if name in choice and (name == "token_ids" or not self._prompt):
                     choice[name] = _NULL
+        choice.pop(PACKED, None)
         self._hidden.hide(choice)
         if not self._logprobs and "logprobs" in choice:
             choice["logprobs"] = _NULL

@@ -31,6 +31,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
 from tokencache.engine.image_names import NamedImage
 from tokencache.engine.image_support import ImageSupport
+from tokencache.engine.prefixes import PromptName
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
@@ -79,6 +80,7 @@ class Target(NamedTuple):
         max_model_len: the limit of prompt and reply together, in tokens; 0 if unknown.
         images: how the engine takes exact prompts with images.
         names: the names of the call's images; empty if they have none.
+        prompt: how the request names its prompt; `None` if it has the ids themselves, as a stock engine accepts them.
     """
 
     upstream: EngineClient
@@ -87,6 +89,7 @@ class Target(NamedTuple):
     max_model_len: int = 0
     images: ImageSupport = ImageSupport()
     names: tuple[NamedImage, ...] = ()
+    prompt: PromptName | None = None
 
 
 class ParsedCompletion(NamedTuple):
@@ -130,6 +133,7 @@ class Driver(ABC):
         skips_experts: whether a request may name the first token whose routed experts it wants (`routed_experts_prompt_start`). An engine
             that ignores the member returns all, which the proxy recognizes.
         images: whether it can supply an exact prompt with images, where the engine accepts one (`engine.images`).
+        prefixes: whether it can name a prompt by a hash, where the engine accepts that (`engine.prefixes`).
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
@@ -146,6 +150,7 @@ class Driver(ABC):
     sends_logprobs: ClassVar[bool] = False
     skips_experts: ClassVar[bool] = False
     images: ClassVar[bool] = False
+    prefixes: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")

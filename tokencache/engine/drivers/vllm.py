@@ -6,7 +6,7 @@ tool and reasoning parsers, streaming, structured output. It needs no KV connect
 silently. So the probe tests it, and the proxy compares the ids that every reply reports.
 
 Requests with images are different: vLLM ignores the member there. With the plugin they have another member (`engine.images`). Without it
-they go to another route (`image_prompts`).
+they go to another route (`image_prompts`). With the plugin, a prompt without images may be named by a hash (`engine.prefixes`).
 """
 
 from typing import Any
@@ -17,12 +17,14 @@ from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.engine.derender import Derender
+from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.image_prompts import ImagePrompts
 from tokencache.engine.generate import render_request
 from tokencache.engine.image_names import with_names
 from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
+from tokencache.engine.prefixes import MEMBER as PREFIX
+from tokencache.engine.prefixes import PromptName
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
 
 Raw = msgspec.Raw
@@ -40,6 +42,7 @@ class Vllm(Driver):
     name = "vllm"
     skips_experts = True
     images = True
+    prefixes = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
@@ -50,6 +53,8 @@ class Vllm(Driver):
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
+        if target.prompt is not None:
+            return EngineRequest(target.path, self._write_named(call, target.prompt))
         if prompt is None or not call.media or target.images.route != "generate":
             return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
         made = await self._image_prompts.request(call, _whole(members_with_ids(call)), prompt, target)
@@ -62,17 +67,28 @@ class Vllm(Driver):
         rendered = await render_request(target.upstream, _whole(call.safe_fields()), target.headers)
         return rendered.places if ids.pack(rendered.ids) == prompt else None
 
+    def _members(self, call: ChatCall) -> dict[str, Raw]:
+        fields = members_with_ids(call)
+        return fields if self.streams else _whole(fields)
+
+    def _write_named(self, call: ChatCall, name: PromptName) -> bytes:
+        """Write a request that names its prompt. If the engine does not render, one message stands for all (`engine.prefixes`)."""
+        fields: dict[str, Any] = self._members(call)
+        if name.digest:
+            fields["messages"] = ANY_MESSAGES
+        calls = sum(len(message.calls) for message in call.messages)
+        named = name.member(calls, packed=not (call.shows_ids or call.shows_logprobs))
+        fields["kv_transfer_params"] = {**_others(fields), PREFIX: named}
+        return _ENCODER.encode(fields)
+
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
         """See `Driver.write`."""
-        fields = members_with_ids(call)
-        if not self.streams:
-            fields = _whole(fields)
+        fields = self._members(call)
         if prompt is None:
             return _ENCODER.encode(fields)
         if call.malformed:
             fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
-        transfer = fields.pop("kv_transfer_params", _NULL)
-        others = _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
+        others = _others(fields)
         body = memoryview(_ENCODER.encode(fields))
         inner = b',"kv_transfer_params":' + _ENCODER.encode(others)[:-1] + (b"," if others else b"")
         if not call.media:
@@ -85,6 +101,12 @@ class Vllm(Driver):
         """See `Driver.probe_members`."""
         del reply
         return {"messages": [Raw(question)], "kv_transfer_params": {"prompt_token_ids": prompt}}
+
+
+def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
+    """Take `kv_transfer_params` out of the members of a request; return its members."""
+    transfer = fields.pop("kv_transfer_params", _NULL)
+    return _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
 
 
 def _whole(fields: dict[str, Raw]) -> dict[str, Raw]:

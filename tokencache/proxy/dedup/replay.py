@@ -17,8 +17,9 @@ from tokencache.dialects.chat.reply import WrittenChoice, write_completion
 from tokencache.dialects.json_io import member
 from tokencache.dialects.text_completions import write_text_completion
 from tokencache.engine.reply import Reply
-from tokencache.proxy.call import REQUEST_ID, undelivered, with_request_id
+from tokencache.proxy.call import undelivered
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
+from tokencache.proxy.engine_sender import REQUEST_ID, with_request_id
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED
 from tokencache.proxy.response import Response
 from tokencache.store.base import Store, StoreError

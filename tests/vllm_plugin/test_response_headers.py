@@ -1,4 +1,4 @@
-"""The header with the places of media, through an ASGI application."""
+"""Headers that code deep in the server adds to a response, through an ASGI application."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokencache.vllm_plugin.placeholder_header import HEADER, PLUGIN_HEADER, PlaceholderHeader, report
+from tokencache.vllm_plugin.response_headers import MEDIA_HEADER, PLUGIN_HEADER, ResponseHeaders, report_media
 
 ITEMS = {"image": [SimpleNamespace(offset=146, length=4), SimpleNamespace(offset=210, length=30)], "video": []}
 
@@ -23,7 +23,7 @@ async def headers(serve, kind="http"):
     async def send(message):
         sent.append(message)
 
-    await PlaceholderHeader(application)({"type": kind}, None, send)
+    await ResponseHeaders(application)({"type": kind}, None, send)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     return {name.decode(): value.decode() for name, value in sent[0]["headers"]}
 
@@ -34,17 +34,17 @@ async def nothing():
 
 async def test_the_places_are_a_header():
     async def serve():
-        report(ITEMS)
+        report_media(ITEMS)
 
     found = await headers(serve)
-    assert json.loads(found.pop(HEADER)) == {"image": [[146, 4], [210, 30]]}
+    assert json.loads(found.pop(MEDIA_HEADER)) == {"image": [[146, 4], [210, 30]]}
     assert found == {"content-type": "application/json", PLUGIN_HEADER: "images"}
 
 
 @pytest.mark.parametrize("items", [{}, {"image": []}])
 async def test_a_request_without_media_has_no_header(items):
     async def serve():
-        report(items)
+        report_media(items)
 
     assert await headers(serve) == await headers(nothing) == {"content-type": "application/json"}
 
@@ -55,23 +55,23 @@ async def test_requests_at_the_same_time_have_their_own():
     async def asked(offset):
         async def serve():
             await both.wait()
-            report({"image": [SimpleNamespace(offset=offset, length=1)]})
+            report_media({"image": [SimpleNamespace(offset=offset, length=1)]})
             await both.wait()
 
-        return json.loads((await headers(serve))[HEADER])["image"]
+        return json.loads((await headers(serve))[MEDIA_HEADER])["image"]
 
     assert await asyncio.gather(asked(1), asked(2)) == [[[1, 1]], [[2, 1]]]
 
 
 async def test_a_value_that_clients_would_refuse_is_left_out():
     async def serve():
-        report({"image": [SimpleNamespace(offset=at * 100_000, length=1000) for at in range(1000)]})
+        report_media({"image": [SimpleNamespace(offset=at * 100_000, length=1000) for at in range(1000)]})
 
-    assert HEADER not in await headers(serve)
+    assert MEDIA_HEADER not in await headers(serve)
 
 
 async def test_other_protocols_pass():
     async def serve():
-        report(ITEMS)
+        report_media(ITEMS)
 
-    assert HEADER not in await headers(serve, "websocket")
+    assert MEDIA_HEADER not in await headers(serve, "websocket")

@@ -1,0 +1,192 @@
+"""Writes the requests of one call for an engine and posts them.
+
+What an engine has already is not sent again: images are named by a hash (`engine.image_names`), and so is the beginning of the prompt
+(`engine.prefixes`). If the engine no longer has it, the same request is posted again with all of it. In both cases the engine has refused
+the first one, so nothing was sampled.
+"""
+
+import logging
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+
+from tokencache import metrics
+from tokencache.core import ids
+from tokencache.core.incidents import IncidentKind
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
+from tokencache.engine.image_names import ImageNames, with_pixels
+from tokencache.engine.model import Engine
+from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
+from tokencache.errors import NOT_NOW
+from tokencache.proxy.kv_salt import MEMBER as SALT
+from tokencache.proxy.planner import media_reason
+from tokencache.proxy.recorder import Outcome
+from tokencache.proxy.response import Exchange
+from tokencache.proxy.routed_experts import request_experts
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "X-Request-Id"
+REFUSED = frozenset({400, 422})
+_OK, _LOWEST_ERROR = 200, 400
+
+
+class EngineSender:
+    """Posts the requests of one call.
+
+    Attributes:
+        request: the request that was posted last.
+        posted: its id.
+        proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
+    """
+
+    def __init__(self, outcome: Outcome, exchange: Exchange, images: ImageNames, prefixes: PrefixUse, *, experts: bool) -> None:
+        """Create a sender.
+
+        Args:
+            outcome: the call.
+            exchange: what its dialect sends.
+            images: names the images.
+            prefixes: names the prompts.
+            experts: whether routed experts are requested.
+        """
+        self._outcome, self._exchange, self._images, self._prefixes, self._experts = outcome, exchange, images, prefixes, experts
+        self.request: EngineRequest
+        self.posted = ""
+        self.proven = False
+        self._posts = 0
+
+    def target(self, engine: Engine) -> Target:
+        """Return where a request of this call is sent, with the names of its images."""
+        outcome, model = self._outcome, self._outcome.model
+        target = Target(engine.upstream, self._exchange.path, self._exchange.headers)
+        if model is None:
+            return target
+        target = target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
+        if not outcome.call.media or media_reason(outcome.call, model):
+            return target
+        salt = outcome.weights.salt.text or bytes(outcome.call.fields.get(SALT, b"")).decode()
+        return target._replace(names=self._images.of_call(outcome.call, engine.upstream.url, salt))
+
+    async def post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
+        """Post a request with an exact prompt; with `None` the engine renders.
+
+        Args:
+            engine: the engine.
+            exact: the exact prompt.
+            chat: the call as it is sent: it may request a stream for a client that did not, or a piece of the reply.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        self.proven = False
+        target = self.target(engine)
+        if target.names:
+            return await self._post_images(engine, exact, chat, target)
+        name = self._name(engine, exact, chat)
+        if name is None:
+            return await self._write_and_post(engine, exact, chat, target)
+        return await self._post_named(engine, exact, chat, target, name)
+
+    def _name(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
+        """Name the prompt, if the engine accepts that.
+
+        The prompt of a piece of a reply is not named: what was sampled of a reply that was broken off is not kept.
+        """
+        model = self._outcome.model
+        if model is None or not model.capability.prefixes or self._exchange.body is not None or not can_be_named(chat):
+            return None
+        if exact is None:
+            return PromptName()
+        known = exact.last_reply.end
+        return self._prefixes.name(engine.upstream.url, exact.ids, known, echo=chat.shows_ids) if known else None
+
+    async def _post_named(
+        self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
+    ) -> aiohttp.ClientResponse:
+        """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
+        outcome, url = self._outcome, engine.upstream.url
+        answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
+        if name.prefix and answer.status in REFUSED and is_miss(answer.headers):
+            answer.close()
+            self._prefixes.noted(url, hit=False)
+            metrics.counter(metrics.PREFIXES, "missed").inc()
+            log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", outcome.session, outcome.call_id)
+            name = name.whole(exact.ids if exact is not None else b"")
+            answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
+        elif name.prefix and answer.status == _OK:
+            self._prefixes.noted(url, hit=True)
+        if answer.status == _OK and name.is_proven(answer.headers):
+            self._count(name, exact)
+            self.proven = bool(name.digest) and not name.echo
+            return answer
+        if answer.status in REFUSED and MEMBER.encode() in await answer.read():
+            problem = f"the plugin refuses a prompt by hash: {(await answer.read())[:300].decode(errors='replace')}"
+        elif answer.status == _OK:
+            problem = "the hash in the engine's answer is not that of the prompt"
+            outcome.noted.append(outcome.incident(IncidentKind.PREFIX_DIFFERS, problem))
+        else:
+            return answer
+        log.warning("session %s call %s: %s; all ids are sent", outcome.session, outcome.call_id, problem)
+        answer.close()
+        engine.doubt(problem)
+        return await self._write_and_post(engine, exact, chat, target)
+
+    @staticmethod
+    def _count(name: PromptName, exact: ExactPrompt | None) -> None:
+        if exact is None:
+            return
+        metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
+        as_json = sum(map(len, exact.fragment))
+        sent = ids.count(name.tail) * ids.ID_BYTES * 4 // 3  # base64
+        metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
+
+    async def _post_images(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
+        """Post a request with named images. If the engine refuses it, it may not have one of them: post it again with all pixels."""
+        answer, url = await self._write_and_post(engine, exact, chat, target), engine.upstream.url
+        held = [image for image in target.names if image.held]
+        if held and answer.status >= _LOWEST_ERROR and answer.status not in NOT_NOW:
+            answer.close()
+            answer = await self._write_and_post(engine, exact, chat, target._replace(names=with_pixels(target.names)))
+            if answer.status == _OK:
+                session, call = self._outcome.session, self._outcome.call_id
+                log.info("session %s call %s: the engine did not have %d images; they were sent again", session, call, len(held))
+                metrics.IMAGES.labels("missed").inc(len(held))
+                self._images.missed(url)
+                held = []
+        if answer.status == _OK:
+            self._images.answered(url, target.names, named=bool(held))
+            metrics.IMAGES.labels("named").inc(len(held))
+            metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
+        return answer
+
+    async def _write_and_post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
+        self.request = await self._write(engine, exact, chat, target)
+        self._posts += 1
+        headers = with_request_id(self._exchange.headers, self._outcome.call_id, self._posts)
+        self.posted = headers[REQUEST_ID]
+        return await engine.upstream.send("POST", self.request.path, headers=headers, body=self.request.body)
+
+    async def _write(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
+        """Write a request, with the salt."""
+        salt = self._outcome.weights.salt
+        if self._exchange.body is not None:
+            return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
+        chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
+        if self._experts:
+            chat = request_experts(chat, self._outcome.plan.routed if exact is not None and engine.driver.skips_experts else 0)
+        return await engine.driver.request(chat, exact, target)
+
+
+def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:
+    """Give a request to an engine a unique id: two requests with the same id disturb each other in vLLM.
+
+    The id contains the call's id, which the turn has too. A client's own id precedes it, so that it can be found in the engine's log.
+    """
+    own = headers.get(REQUEST_ID)
+    unique = f"{call}-{post}" if post > 1 else call
+    headers = headers.copy()
+    headers[REQUEST_ID] = f"{own}-{unique}" if own else unique
+    return headers
