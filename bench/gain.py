@@ -1,6 +1,7 @@
 """Measures what the engine gains, on a real vLLM: `python -m bench.gain [--quick]`. Writes bench/out/gain-<time>.json.
 
-Sessions run call by call, directly and through the proxy, until their histories are 2k to 32k tokens long. At each of these marks the
+Sessions run call by call, directly and through the proxy (to a stock engine, and to one with the plugin), until their histories are 2k to
+32k tokens long. At each of these marks the
 bench measures the time to the first token, and reads from the engine's metrics how much of the prompt was in its prefix cache. Sessions of
 one case run side by side, mark by mark, with the same text, so that disturbances of the machine affect all of them.
 """
@@ -27,7 +28,7 @@ from bench.processes import running
 from bench.targets import TOKENCACHE
 
 HERE = Path(__file__).parent
-DIRECT, PROXY, LOCAL = "direct", "proxy", "proxy --tokenizer"
+DIRECT, PROXY, LOCAL, PLUGIN = "direct", "proxy", "proxy --tokenizer", "proxy, plugin"
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,26 @@ PLAYS: dict[str, Callable[..., Iterator[None]]] = {"agent": agent, "chat": chat}
 FULL = Extent(
     [2_000, 4_000, 8_000, 16_000, 32_000],
     [
-        Case("agent", DRIFT, (DIRECT, PROXY, LOCAL)),
-        Case("agent", 0.0, (DIRECT, PROXY)),
-        Case("chat", DRIFT, (DIRECT, PROXY)),
-        Case("chat", 0.0, (DIRECT, PROXY)),
+        Case("agent", DRIFT, (DIRECT, PROXY, LOCAL, PLUGIN)),
+        Case("agent", 0.0, (DIRECT, PROXY, PLUGIN)),
+        Case("chat", DRIFT, (DIRECT, PROXY, PLUGIN)),
+        Case("chat", 0.0, (DIRECT, PROXY, PLUGIN)),
     ],
     repeats=3,
     rounds=1,
     bodies=15,
 )
-QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY)), Case("agent", 0.0, (DIRECT,))], repeats=2, rounds=1, bodies=9)
+_QUICK_CASES = [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))]
+QUICK = Extent(
+    [2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))], repeats=2, rounds=1, bodies=9
+)
 
 
 class Gain:
-    """A run: one engine, the targets in front of it, and the results."""
+    """A run: a stock engine and one with the plugin, the targets in front of them, and the results."""
 
-    def __init__(self, extent: Extent, engine: Engine, console: Console) -> None:
-        self.extent, self.engine, self.console = extent, engine, console
+    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, console: Console) -> None:
+        self.extent, self.engine, self.plugin, self.console = extent, engine, plugin, console
         self.begun = time.monotonic()
 
     def say(self, words: str) -> None:
@@ -84,17 +88,18 @@ class Gain:
                 self._warm(target)
             found = [record for case in self.extent.cases for n in range(self.extent.rounds) for record in self._case(case, targets, n)]
             self.say("what a body costs the API server")
-            return {"calls": found, "bodies": run_bodies(self.engine, self.extent.marks, self.extent.bodies)}
+            return {"calls": found, "bodies": run_bodies(self.engine, self.plugin, self.extent.marks, self.extent.bodies)}
 
     @contextlib.contextmanager
     def _target(self, name: str) -> Iterator[CallTarget]:
         if name == DIRECT:
             yield CallTarget(name, self.engine)
             return
-        words = ["--upstream", f"http://127.0.0.1:{self.engine.process.port}", "--store", "memory:"]
-        words += ["--tokenizer", str(self.engine.model_dir)] if name == LOCAL else []
+        engine = self.plugin if name == PLUGIN else self.engine
+        words = ["--upstream", f"http://127.0.0.1:{engine.process.port}", "--store", "memory:"]
+        words += ["--tokenizer", str(engine.model_dir)] if name in {LOCAL, PLUGIN} else []
         with running("proxy", lambda port: [TOKENCACHE, "serve", *words, "--port", str(port)], "/readyz", seconds=120) as process:
-            yield CallTarget(name, self.engine, process)
+            yield CallTarget(name, engine, process)
 
     def _warm(self, target: CallTarget) -> None:
         """A short session of each kind: tail shapes are verified once per proxy process, and code runs slower the first time."""
@@ -159,12 +164,16 @@ def main() -> None:
         if options.model_dir is None:
             config = json.loads(options.config.read_text()) if options.config else CONFIG
             found["tokenizer"] = make_model(venv() / "bin/python", config, folder)
-        console.print("starting vLLM: about a minute")
-        with vllm(folder, dummy=options.model_dir is None, arguments=options.engine_args) as engine:
+        console.print("starting vLLM, stock and with the plugin: about two minutes")
+        dummy, arguments = options.model_dir is None, options.engine_args
+        with (
+            vllm(folder, dummy=dummy, arguments=arguments) as engine,
+            vllm(folder, dummy=dummy, arguments=arguments, plugin=True) as plugin,
+        ):
             client = Client(engine.process.port)
             found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": engine.model, "engine_args": options.engine_args}
             client.close()
-            found |= Gain(extent, engine, console).run()
+            found |= Gain(extent, engine, plugin, console).run()
     found["seconds"] = round(time.monotonic() - begun)
     out = HERE / "out"
     out.mkdir(exist_ok=True)

@@ -10,7 +10,12 @@ import matplotlib.pyplot as plt
 from bench.gain_report import WORDS, Point
 from bench.plots import COLOURS, STYLE
 
-_COLOURS = {"direct": COLOURS["direct"], "proxy": COLOURS["proxy memory"], "proxy --tokenizer": COLOURS["proxy redis"]}
+_COLOURS = {
+    "direct": COLOURS["direct"],
+    "proxy": COLOURS["proxy memory"],
+    "proxy --tokenizer": COLOURS["proxy redis"],
+    "proxy, plugin": COLOURS["litellm"],
+}
 
 
 def draw(seen: list[Point], folder: Path) -> None:

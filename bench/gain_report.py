@@ -10,6 +10,7 @@ import argparse
 import json
 import operator
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,11 +110,11 @@ def bodies(rows: list[dict[str, Any]]) -> Shown:
     out = []
     for row in rows:
         cpus = {name: body["api_cpu_ms"] for name, body in row["bodies"].items()}
-        full, ids, last = (cpus[name] for name in ("messages", "ids", "ids, last messages"))
-        cells = [f"{statistics.median(values):.1f} ({min(values):.1f})" for values in (full, ids, last)]
-        saved = [statistics.median(map(operator.sub, more, less)) for more, less in ((full, ids), (ids, last))]
+        kinds = [cpus[name] for name in ("messages", "ids", "prefix")]
+        cells = [f"{statistics.median(values):.1f} ({min(values):.1f})" for values in kinds]
+        saved = [statistics.median(map(operator.sub, more, less)) for more, less in pairwise(kinds)]
         out.append([f"{row['tokens']:,}", f"{row['messages']:,}", *cells, *(f"{value:.1f}" for value in saved)])
-    head = ["prompt", "messages", "messages ms", "ids ms", "ids, last messages ms", "saved by ids", "saved by shortening"]
+    head = ["prompt", "messages", "messages ms", "ids ms", "prefix ms", "saved by ids", "saved by prefix"]
     caption = "CPU of vLLM's API server from the call to its first event; median (least)"
     return Shown("What a body costs the API server", head, out, caption, left=0)
 

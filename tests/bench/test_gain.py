@@ -30,7 +30,7 @@ def found():
         for mark in (2000, 4000)
         for target, ttft in (("direct", 300.0), ("proxy", 100.0))
     ]
-    cpu = {"messages": [20.0, 22.0, 21.0], "ids": [9.0, 8.0, 10.0], "ids, last messages": [7.0, 8.0, 7.4]}
+    cpu = {"messages": [20.0, 22.0, 21.0], "ids": [9.0, 8.0, 10.0], "prefix": [7.0, 8.0, 7.4]}
     kinds = {name: {"api_cpu_ms": values} for name, values in cpu.items()}
     machine = {"date": "d", "cores": 2, "cpu": "c", "memory_gib": 1.0, "system": "s", "python": "3", "load_average": [0.1]}
     return {
@@ -73,16 +73,16 @@ def test_a_proxied_row_gives_its_speedup_over_the_direct_one_of_its_mark(found):
     assert cells[-1]["computed"] == "10"
 
 
-def test_what_ids_save_and_what_shortening_would(found):
+def test_what_ids_save_and_what_a_prefix_saves(found):
     shown = bodies(found["bodies"])
     assert dict(zip(shown.head, shown.rows[0], strict=True)) == {
         "prompt": "1,990",
         "messages": "14",
         "messages ms": "21.0 (20.0)",
         "ids ms": "9.0 (8.0)",
-        "ids, last messages ms": "7.4 (7.0)",
+        "prefix ms": "7.4 (7.0)",
         "saved by ids": "11.0",
-        "saved by shortening": "2.0",
+        "saved by prefix": "2.0",
     }
 
 

@@ -134,7 +134,7 @@ class Server:
     ):
         """The headers, and the answer's ids of the prompt or its error."""
         transfer = {**(transfer or {}), **({MEMBER: member} if member is not None else {})}
-        body = types.SimpleNamespace(kv_transfer_params=transfer, messages=["any"], **request)
+        body = types.SimpleNamespace(kv_transfer_params=transfer, messages=list(messages) or ["any"], **request)
         self.last, answers, sent = body, [], []
 
         async def application(_scope, _receive, send):
@@ -329,8 +329,10 @@ async def test_another_prompt_is_refused(server, other):
         take_named_prompt(request)
 
 
-async def test_media_are_refused_because_vllm_would_render_them(server):
-    assert "media" in (await server.refusal({"tail": tail([9])}, messages=["media"]))[1]
+async def test_media_are_refused_and_so_is_what_vllm_would_render(server):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    assert "the messages have media" in (await server.refusal({"tail": tail([9])}, messages=[image]))[1]
+    assert "vLLM renders" in (await server.refusal({"tail": tail([9])}, messages=["media"]))[1]
     assert server.engine.prompts == []
 
 
@@ -367,6 +369,15 @@ def test_unexpected_code_is_left_alone():
         other.patch()
 
 
+async def test_an_older_vllm_checks_all_ids_itself():
+    """0.27 to 0.31 have no method for it."""
+    older = Server()
+    del older.renderer.validate_token_ids
+    older.patch()
+    assert not hasattr(older.renderer, "validate_token_ids")
+    assert "generate" in vars(older.engine)
+
+
 async def test_it_is_patched_once(server):
     before = server.engine.generate
     server.patch()
@@ -377,9 +388,10 @@ async def test_it_is_patched_once(server):
     ("given", "said"),
     [(None, "268435456 bytes kept"), ("4096", "4096 bytes kept"), ("0", "are off"), ("1GB", "NOT ACTIVE: TOKENCACHE_PRE")],
 )
-async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, given, said):
+@pytest.mark.parametrize("version", ["0.27.0", "0.31.2", "0.32.0"])
+async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, given, said, *, version):
     caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(entry, "patch_images", lambda _version: True)
     server = Server()
     monkeypatch.setattr(entry, "patch_detokenizer", lambda: None)
@@ -392,9 +404,10 @@ async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, gi
     assert ("generate" in vars(server.engine)) == ("kept" in said)
 
 
-async def test_a_server_that_only_renders_has_no_prefixes(monkeypatch, caplog):
+@pytest.mark.parametrize(("version", "engine"), [("0.32.0", None), ("0.26.0", object()), ("0.33.0", object())])
+async def test_a_server_that_only_renders_and_other_versions_have_no_prefixes(monkeypatch, caplog, version, engine):
     caplog.set_level(logging.INFO)
-    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(entry, "patch_images", lambda _version: True)
-    await entry.EndpointPlugin().init_state(None, None, None)
+    await entry.EndpointPlugin().init_state(engine, None, None)
     assert not any("prefix" in message for message in caplog.messages)

