@@ -208,3 +208,14 @@ async def test_whatever_the_cache_does_every_recorded_turn_is_the_engines(seed):
             if (await rig.turns(name)) if any(entry.session == name for entry in rig.engine.ground_truth) else []:
                 exported = await recorded_is_true(rig, name)
                 assert exported["complete"], exported["incidents"]
+
+
+async def test_routed_experts_are_sent_only_if_they_are_kept(tmp_path):
+    for folder, kept in ((None, 0), (tmp_path, 2)):
+        async with proxied(remembering(routed_experts=(2, 2)), **({"experts": str(folder)} if folder else {})) as rig:
+            messages = [user("EPISODE:demo go")]
+            await grow(rig, messages)
+            await grow(rig, messages)
+            assert transfer(rig.engine).get("experts", False) is bool(kept)
+            assert len([*tmp_path.rglob("*.npy")]) == kept
+            assert (await rig.check())["complete"]

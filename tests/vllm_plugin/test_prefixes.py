@@ -73,7 +73,7 @@ class Engine:
         try:
             for at, part in enumerate(parts):
                 reason = "stop" if at == len(parts) - 1 else None
-                choice = types.SimpleNamespace(index=0, token_ids=part, finish_reason=reason)
+                choice = types.SimpleNamespace(index=0, token_ids=part, finish_reason=reason, routed_experts="many")
                 yield types.SimpleNamespace(prompt_token_ids=self.prompts[-1], outputs=[choice])
         finally:
             self.closed += 1
@@ -113,7 +113,7 @@ class Server:
             "vllm.sampling_params": types.SimpleNamespace(RequestOutputKind=types.SimpleNamespace(DELTA=DELTA)),
         }
         self.max_bytes = max_bytes
-        self.choices = []
+        self.choices, self.experts = [], []
         self.last = None
 
     def patch(self):
@@ -151,6 +151,7 @@ class Server:
                     make = self.serving.ChatCompletionStreamResponse if stream else self.serving.ChatCompletionResponse
                     answers.append(make(prompt_token_ids=output.prompt_token_ids, model="m"))
                     self.choices.append(self._choice(output.outputs[0], stream=stream))
+                    self.experts.append(output.outputs[0].routed_experts)
                     if leave:
                         await outputs.aclose()
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -227,6 +228,13 @@ async def test_replies_are_packed_on_request(server, stream):
     assert [token for one in found for token in core_ids.unpack(base64.b64decode(one["ids"]))] == REPLY
     logprobs = [value for one in found for value in core_ids.unpack_logprobs(base64.b64decode(one["logprobs"]))]
     assert logprobs == [-0.5, -9999.0, -9999.0, -0.1], "nothing is rounded"
+
+
+async def test_routed_experts_are_returned_on_request(server):
+    await server.ask()
+    await server.ask({"tail": tail([9, 8])})
+    await server.ask({"tail": tail([9, 8]), "experts": True})
+    assert server.experts == ["many", None, "many"]
 
 
 def test_log_probabilities_are_packed_as_float32_if_that_loses_nothing():

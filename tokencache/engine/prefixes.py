@@ -50,6 +50,7 @@ class PromptName(NamedTuple):
         length: number of tokens of this beginning.
         tail: the ids that the request has, packed.
         echo: whether the answer shall have the ids of the prompt.
+        experts: whether it shall have routed experts.
     """
 
     digest: str = ""
@@ -57,6 +58,7 @@ class PromptName(NamedTuple):
     length: int = 0
     tail: bytes = b""
     echo: bool = True
+    experts: bool = False
 
     def member(self, calls: int, *, packed: bool) -> dict[str, Any]:
         """Return the member of a request.
@@ -65,10 +67,11 @@ class PromptName(NamedTuple):
             calls: number of tool calls in the history.
             packed: whether the ids and log probabilities of the reply shall be packed.
         """
+        options = {"packed": packed, **({"experts": True} if self.experts else {})}
         if not self.digest:
-            return {"packed": packed}
+            return options
         named = {"hash": self.prefix, "length": self.length} if self.prefix else {}
-        return {**named, "tail": base64.b64encode(self.tail).decode(), "calls": calls, "echo": self.echo, "packed": packed}
+        return {**named, "tail": base64.b64encode(self.tail).decode(), "calls": calls, "echo": self.echo, **options}
 
     def whole(self, packed: bytes) -> "PromptName":
         """Return the name for a request that has all ids of the prompt."""

@@ -99,9 +99,11 @@ class EngineSender:
         if model is None or not model.capability.prefixes or self._exchange.body is not None or not can_be_named(chat):
             return None
         if exact is None:
-            return PromptName()
+            return PromptName(experts=self._experts)
         known = exact.last_reply.end
-        return self._prefixes.name(engine.upstream.url, exact.ids, known, echo=chat.shows_ids) if known else None
+        if not known:
+            return None
+        return self._prefixes.name(engine.upstream.url, exact.ids, known, echo=chat.shows_ids)._replace(experts=self._experts)
 
     async def _post_named(
         self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName

@@ -232,7 +232,8 @@ class ChatCompletion(Completion):
             if self.named is not None and self.named.packed:
                 pack_tokens(choice, tokens)
             self._finish(entry, choice["finish_reason"])
-            choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
+            if self.named is None or self.named.experts:
+                choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
         reply["prompt_token_ids"] = self._shown_prompt if self.request.return_token_ids else None

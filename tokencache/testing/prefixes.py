@@ -44,6 +44,7 @@ class NamedIds(NamedTuple):
     expected: str = ""
     echo: bool = True
     packed: bool = False
+    experts: bool = False
 
 
 def sha256(ids: Sequence[int]) -> str:
@@ -79,9 +80,9 @@ class SimulatedPrefixes:
         name = f"kv_transfer_params.{_MEMBER}"
         if self.fault is PrefixFault.REFUSED:
             raise senseless(f"`{name}`: refused.", name)
-        packed = given.get("packed", False)
+        packed, experts = given.get("packed", False), given.get("experts", False)
         if "tail" not in given:
-            return NamedIds(None, packed=packed)
+            return NamedIds(None, packed=packed, experts=experts)
         tail = _ids(given["tail"])
         prefix: list[int] = []
         if given.get("length"):
@@ -97,7 +98,7 @@ class SimulatedPrefixes:
         expected = sha256(ids)
         if prefix and self.fault in {PrefixFault.OTHER_IDS, PrefixFault.FALSE_HASH}:
             ids[len(prefix) - 1] ^= 1
-        return NamedIds(ids, expected, given.get("echo", False), packed)
+        return NamedIds(ids, expected, given.get("echo", False), packed, experts)
 
     def headers(self, named: NamedIds, used: Sequence[int]) -> dict[str, str]:
         """Return the header with the hash of the prompt."""

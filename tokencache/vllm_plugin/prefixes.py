@@ -8,7 +8,8 @@ A request of `/v1/chat/completions` may have this member:
         "tail": "AQAAAA==",  the ids that follow it: packed, base64
         "calls": 3,          optional: the number of tool calls in the history
         "echo": false,       optional: whether `return_token_ids` returns the ids of the prompt, too; `false` if it is not given
-        "packed": true}}     optional: whether ids and log probabilities of the reply are packed (`packed_replies`)
+        "packed": true,      optional: whether ids and log probabilities of the reply are packed (`packed_replies`)
+        "experts": true}}    optional: whether the answer has routed experts, on an engine that returns them
 
 The prompt is the prefix and the tail. Without `hash` and `length` the tail is the whole prompt. Without a tail, too (`{}`), vLLM renders
 the messages as usual, and the ids of the prompt are returned. In all cases the answer has a header with the SHA-256 of the ids that go to
@@ -58,7 +59,7 @@ _SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 _ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
 _MARK = "__tokencache_prefixes__"
 _DIGEST_BYTES = 32
-_MEMBERS = frozenset({"hash", "length", "tail", "calls", "echo", "packed"})
+_MEMBERS = frozenset({"hash", "length", "tail", "calls", "echo", "packed", "experts"})
 
 
 class NamedPrompt(NamedTuple):
@@ -71,6 +72,7 @@ class NamedPrompt(NamedTuple):
         calls: tool calls in the history.
         echo: whether the answer shall have the ids of the prompt.
         packed: whether ids and log probabilities of the reply shall be packed.
+        experts: whether the answer shall have routed experts.
     """
 
     digest: bytes
@@ -79,6 +81,7 @@ class NamedPrompt(NamedTuple):
     calls: int
     echo: bool
     packed: bool
+    experts: bool
 
 
 class _Call:
@@ -90,13 +93,14 @@ class _Call:
         prompt: the same with their hash.
         echo: whether the answer has the ids of the prompt.
         packed: whether ids and log probabilities of the reply are packed.
+        experts: whether the answer has routed experts.
     """
 
-    def __init__(self, *, packed: bool) -> None:
+    def __init__(self, *, packed: bool, experts: bool) -> None:
         self.ids: list[int] | None = None
         self.is_checked = False
         self.prompt: HashedPrompt | None = None
-        self.echo, self.packed = True, packed
+        self.echo, self.packed, self.experts = True, packed, experts
 
 
 def take_named_prompt(request: Any) -> NamedPrompt | None:
@@ -121,19 +125,20 @@ def take_named_prompt(request: Any) -> NamedPrompt | None:
 def _read(given: Any) -> NamedPrompt:
     if not isinstance(given, dict) or not given.keys() <= _MEMBERS:
         raise _refusal(f"it must be an object with {', '.join(sorted(_MEMBERS))}")
-    length, calls, echo, packed = given.get("length", 0), given.get("calls", 0), given.get("echo", False), given.get("packed", False)
+    length, calls = given.get("length", 0), given.get("calls", 0)
+    options = [given.get(name, False) for name in ("echo", "packed", "experts")]
     try:
         digest = bytes.fromhex(given.get("hash", ""))
         tail = base64.b64decode(given.get("tail", ""), validate=True)
     except (TypeError, ValueError) as why:
         raise _refusal(f"`hash` must be hex digits, and `tail` base64: {why}") from why
-    if not (_is_number(length) and _is_number(calls) and isinstance(echo, bool) and isinstance(packed, bool)):
-        raise _refusal("`length` must be a number of tokens, `calls` a number of tool calls, and `echo` and `packed` true or false")
+    if not (_is_number(length) and _is_number(calls) and all(isinstance(option, bool) for option in options)):
+        raise _refusal("`length` must be a number of tokens, `calls` a number of tool calls, and the others true or false")
     if len(digest) != (_DIGEST_BYTES if length else 0):
         raise _refusal("`hash` must be a SHA-256 if there is a prefix (`length` is not 0), and absent otherwise")
     if len(tail) % ID_BYTES or (length and not tail):
         raise _refusal("`tail` must have 4 bytes a token, and at least one token after a prefix")
-    return NamedPrompt(digest, length, tail, calls, echo, packed)
+    return NamedPrompt(digest, length, tail, calls, *options)
 
 
 def _is_number(value: Any) -> bool:
@@ -183,7 +188,7 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
             return await original(self, request, *rest, **named)
         if asked is None:
             raise _refusal("it is accepted only over HTTP")
-        asked.prefixed = call = _Call(packed=prompt.packed)
+        asked.prefixed = call = _Call(packed=prompt.packed, experts=prompt.experts)
         packed, tail = _prefix(prompt, cache, asked.headers) + prompt.tail, unpack(prompt.tail)
         if tail:
             _supply(request, tail, prompt.calls)
@@ -268,24 +273,25 @@ def _keeping_generate(original: Any, cache: KeptPrefixes, delta: Any) -> Any:
         if prompt["prompt_token_ids"] is not call.ids:
             call.prompt = HashedPrompt(pack(prompt["prompt_token_ids"]))
             asked.headers[PROMPT_HEADER] = call.prompt.digest
-        return _kept(outputs, call.prompt, cache, deltas=sampling_params.output_kind == delta)
+        return _kept(outputs, call, cache, deltas=sampling_params.output_kind == delta)
 
     return generate
 
 
-async def _kept(
-    outputs: AsyncGenerator[Any, None], prompt: HashedPrompt, cache: KeptPrefixes, *, deltas: bool
-) -> AsyncGenerator[Any, None]:
+async def _kept(outputs: AsyncGenerator[Any, None], call: _Call, cache: KeptPrefixes, *, deltas: bool) -> AsyncGenerator[Any, None]:
     sampled: dict[int, list[int]] = {}
     async with aclosing(outputs):  # when the client leaves, vLLM closes the generator, and its own aborts the request
         async for output in outputs:
             for choice in output.outputs:
+                if not call.experts and getattr(choice, "routed_experts", None) is not None:
+                    choice.routed_experts = None  # up to 100 MiB, which vLLM would encode
                 if deltas:
                     sampled.setdefault(choice.index, []).extend(choice.token_ids)
                 else:
                     sampled[choice.index] = list(choice.token_ids)
-                if choice.finish_reason is not None:  # before the client has the end of the reply, and can ask for its continuation
-                    prompt.keep(sampled[choice.index], cache)
+                if choice.finish_reason is not None and call.prompt is not None:
+                    # before the client has the end of the reply, and can ask for its continuation
+                    call.prompt.keep(sampled[choice.index], cache)
             yield output
 
 
