@@ -31,6 +31,7 @@ def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) ->
     Raises:
         RuntimeError: The generator failed.
     """
+    engine = target.engine or engine
     pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
     spec = msgspec.structs.replace(spec, ports=target.ports, sessions=target.sessions, name=f"{spec.name}-{time.monotonic_ns() % 10**12}")
     for process in target.processes:

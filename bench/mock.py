@@ -8,13 +8,17 @@ that a text becomes the JSON of its ids by one table look-up.
 Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
 `mock_pace_ms` (pause between them; 0: as fast as the socket accepts them).
 
+With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache.vllm_plugin.prefixes`), and packs its replies.
+
 Each reply contains the time when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
 """
 
+import argparse
 import asyncio
+import base64
+import hashlib
 import itertools
 import re
-import sys
 import time
 from functools import lru_cache
 
@@ -29,6 +33,9 @@ _TABLE = np.array([b"%d," % (FIRST + i) for i in range(SPREAD)], dtype=f"S{_ID_B
 MODEL = "mock"
 _ROLE_END = b"\n"
 _SUPPLIED = b'"kv_transfer_params":{"prompt_token_ids":['
+_NAMED = b'"kv_transfer_params":{"tokencache_prefix":'
+_KEPT = 4_096
+"""Prompts with their replies that the engine keeps, with the plugin."""
 _OPTIONS = 600
 _OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms)": ?(\d+)')
 _counter = itertools.count()
@@ -70,7 +77,42 @@ class _Body(msgspec.Struct):
     return_token_ids: bool = False
 
 
+class _Name(msgspec.Struct):
+    tail: bytes = b""
+    hash: str = ""
+    echo: bool = False
+    packed: bool = False
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_name = msgspec.json.Decoder(_Name).decode
+
+
+class KeptPrompts:
+    """What the engine keeps with the plugin: the SHA-256 of a prompt with its reply → their packed ids; the oldest leave first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def prompt(self, name: _Name) -> bytes | None:
+        """The packed ids of a prompt that has a tail; `None` if its prefix is not there."""
+        found = self._kept.get(name.hash, b"" if not name.hash else None)
+        return None if found is None else found + name.tail
+
+    def keep(self, prompt: bytes, reply: bytes) -> str:
+        """Keeps a prompt with its reply. Returns the prompt's hash."""
+        hashed = hashlib.sha256(prompt)
+        digest = hashed.hexdigest()
+        hashed.update(reply)
+        self._kept[hashed.hexdigest()] = prompt + reply
+        if len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+        return digest
+
+
+def packed_ids(json_ids: bytes) -> bytes:
+    """The packed ids of a JSON list without its brackets."""
+    return np.fromstring(json_ids.decode(), dtype="<i4", sep=",").tobytes()
 
 
 class MockReply:
@@ -86,6 +128,13 @@ class MockReply:
         self.json_ids = b",".join(b"%d" % i for i in self.ids)
         self.logprobs_json = b'{"content":[' + b",".join(self.logprob_entries) + b"]}"
         self.json_text = "".join(self.texts).encode()
+        self.packed = np.array(self.ids, dtype="<i4").tobytes()
+        logprobs = np.array([-(1 + i % 97) / 64 for i in range(n)], dtype="<f4").tobytes()
+        members = tuple(base64.b64encode(data) for data in (self.packed, b"f" + logprobs))
+        self.packed_json = (
+            b'"logprobs":null,"finish_reason":"stop","stop_reason":null,"token_ids":null,"routed_experts":null,"tokencache":'
+            + (b'{"ids":"%s","logprobs":"%s"}' % members)
+        )
 
     def events(self, chunks: int, *, ids: bool) -> list[bytes]:
         """The deltas of a stream, without the head that all of one call share."""
@@ -112,9 +161,10 @@ events_of = lru_cache(64)(lambda n, chunks, ids: reply_of(n).events(chunks, ids=
 
 
 class Server(asyncio.Protocol):
-    """One connection; requests follow one another."""
+    """One connection; requests follow one another. `kept` is what the engine keeps; `None` without the plugin."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptPrompts | None = None) -> None:
+        self.kept = kept
         self.buffer = bytearray()
         self.wanted = 0
 
@@ -164,9 +214,9 @@ class Server(asyncio.Protocol):
         else:
             self._json(b"{}")
 
-    def _json(self, body: bytes, status: bytes = b"200 OK") -> None:
-        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        self.transport.writelines([head % (status, len(body)), body])
+    def _json(self, body: bytes, status: bytes = b"200 OK", more: bytes = b"") -> None:
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n"
+        self.transport.writelines([head % (status, len(body), more), body])
 
     def _chat(self, body: bytes) -> None:
         prompt, at = b"", -1
@@ -184,6 +234,10 @@ class Server(asyncio.Protocol):
         options = {name: int(value) for name, value in _OPTION.findall(rest)}
         n = options.get(b"tokens", 16)
         number = b"%08d" % (next(_counter) % 10**8)
+        if self.kept is not None and (named := body.rfind(_NAMED)) >= 0:
+            options = {name: int(value) for name, value in _OPTION.findall(body)}
+            self._named(self.kept, _decode_name(body[named + len(_NAMED) : -2]), prompt, reply_of(options.get(b"tokens", 16)), number)
+            return
         if b'"stream":true' in rest or b'"stream": true' in rest:
             first = b"[%s]" % prompt if wants_ids else b"null"
             self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first)
@@ -204,6 +258,25 @@ class Server(asyncio.Protocol):
                 n,
                 b"[%s]" % prompt if wants_ids else b"null",
             )
+        )
+
+    def _named(self, kept: KeptPrompts, name: _Name, rendered: bytes, reply: MockReply, number: bytes) -> None:
+        """Answers a whole reply to a prompt by its hash, or to one that was rendered because the request has no tail."""
+        prompt = kept.prompt(name) if name.tail else packed_ids(rendered)
+        if prompt is None:
+            self._json(b'{"error":{"message":"no such prefix","code":400}}', b"400 Bad Request", b"x-tokencache-prefix: miss\r\n")
+            return
+        digest = kept.keep(prompt, reply.packed)
+        echo = rendered
+        if name.tail:
+            echo = b",".join(b"%d" % i for i in np.frombuffer(prompt, dtype="<i4")) if name.echo else b""
+        self._json(
+            b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
+            b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},%s}],"service_tier":null,'
+            b'"system_fingerprint":"mock","usage":{"prompt_tokens":0,"total_tokens":0,"completion_tokens":%d},"prompt_logprobs":null,'
+            b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
+            % (number, number, reply.json_text, reply.packed_json, len(reply.ids), b"[%s]" % echo if echo else b"null"),
+            more=b"x-tokencache-prompt: %s\r\n" % digest.encode(),
         )
 
     def _forced(self, asked: _Body) -> None:
@@ -260,10 +333,15 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-async def main(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", port, backlog=4096)
+async def main(port: int, *, plugin: bool) -> None:
+    kept = KeptPrompts() if plugin else None
+    server = await asyncio.get_running_loop().create_server(lambda: Server(kept), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1])))
+    asked = argparse.ArgumentParser(prog="python -m bench.mock", description="Run the mock engine.")
+    asked.add_argument("port", type=int)
+    asked.add_argument("--plugin", action="store_true", help="take prompts by hash")
+    options = asked.parse_args()
+    uvloop.run(main(options.port, plugin=options.plugin))

@@ -18,7 +18,7 @@ from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
 from bench.profiled import run_profile
-from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, Target
+from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN, Target
 
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 
@@ -70,6 +70,8 @@ class Extent:
     leave_out: frozenset[str] = frozenset()
 
 
+NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN}
+"""The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
 PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start", "profile")
 FULL = Extent(
     cases=CASES,
@@ -150,6 +152,7 @@ class Suite:
             **targets.others(),
             PROXY: targets.proxy,
             PROXY_REDIS: lambda to: targets.proxy(to, "redis"),
+            PLUGIN: targets.proxy_with_plugin,
             TWO: lambda to: targets.proxy(to, workers=2),
             TWO_REDIS: lambda to: targets.proxy(to, "redis", workers=2),
         }
@@ -171,8 +174,7 @@ class Suite:
         self.found["cost"] = []
         for case in self.extent.cases:
             self.say(f"cost: {case.name}")
-            # The call that `floor local` omits is negligible next to hundreds of chunks; `floor proven` does not stream.
-            some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name in {FLOOR_LOCAL, FLOOR_PROVEN})})
+            some = Rig(engine, {name: t for name, t in rig.targets.items() if not (case.chunks and name in NOT_STREAMED)})
             self.found["cost"].append(run_case(some, case))
             some.close()
 
@@ -196,7 +198,7 @@ class Suite:
 
     def _rollouts(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.say(f"rollouts: 32 sessions x {self.extent.rollout_turns} turns")
-        some = [target for name, target in able.items() if name not in {"litellm", FLOOR_LOCAL, FLOOR_PROVEN}]
+        some = [target for name, target in able.items() if name not in {"litellm", *NOT_STREAMED}]
         self.found["rollouts"] = loads.run_rollouts(engine, some, self.extent.rollout_rounds, self.extent.rollout_turns)
 
     def _streams(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002

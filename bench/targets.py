@@ -5,6 +5,7 @@ be compared. Targets that need an installation of their own (`make bench-others`
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from tokencache.config import Settings
 
 OTHERS = ROOT / ".bench-venvs"
 FLOOR, FLOOR_LOCAL, FLOOR_PROVEN = "floor", "floor local", "floor proven"
+PLUGIN = "proxy memory, plugin"
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 
 
@@ -27,7 +29,7 @@ class Target:
     """Processes that do one job: `processes` answer calls, `stores` keep what they store.
 
     `sessions`: calls carry a session. `records`: its turns are recorded and are fetched; without them a figure does not count.
-    `workers`: how many processes do the work, children included.
+    `workers`: how many processes do the work, children included. `engine`: its own engine, if it does not use that of the run.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Target:
     sessions: bool = False
     records: bool = False
     workers: int = 1
+    engine: Process | None = None
 
     @property
     def ports(self) -> list[int]:
@@ -56,8 +59,8 @@ _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHO
 """Keep the memory of large replies instead of returning it each time (glibc): that was half of the mock's CPU, and is not measured here."""
 
 
-def mock() -> contextlib.AbstractContextManager[Process]:
-    return running("mock", lambda port: [sys.executable, "-m", "bench.mock", str(port)], "/version", env=_KEEP_MEMORY)
+def mock(*more: str) -> contextlib.AbstractContextManager[Process]:
+    return running("mock", lambda port: [sys.executable, "-m", "bench.mock", str(port), *more], "/version", env=_KEEP_MEMORY)
 
 
 def _url(engine: Process) -> str:
@@ -108,6 +111,14 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
         else:
             many = tuple(stack.enter_context(running("proxy", _serve(engine, url), "/readyz")) for _ in range(workers))
         yield Target(name, many, stores, sessions=True, records=True, workers=workers)
+
+
+@contextlib.contextmanager
+def proxy_with_plugin(engine: Process) -> Iterator[Target]:
+    """`tokencache serve` in front of a mock engine of its own, which takes prompts by hash; it does not stream."""
+    del engine
+    with mock("--plugin") as remembering, proxy(remembering) as target:
+        yield dataclasses.replace(target, name=PLUGIN, engine=remembering)
 
 
 @contextlib.contextmanager
