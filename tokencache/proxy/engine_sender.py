@@ -12,7 +12,6 @@ import msgspec
 from multidict import CIMultiDict
 
 from tokencache import metrics
-from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
@@ -109,40 +108,44 @@ class EngineSender:
         self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
     ) -> aiohttp.ClientResponse:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
-        outcome, url = self._outcome, engine.upstream.url
+        outcome = self._outcome
         answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
-        if name.prefix and answer.status in REFUSED and is_miss(answer.headers):
+        if exact is not None and is_miss(answer.headers):
             answer.close()
-            self._prefixes.noted(url, hit=False)
+            self._prefixes.noted(engine.upstream.url, hit=False)
             metrics.counter(metrics.PREFIXES, "missed").inc()
             log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", outcome.session, outcome.call_id)
-            name = name.whole(exact.ids if exact is not None else b"")
+            name = name.whole(exact.ids)
             answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
-        elif name.prefix and answer.status == _OK:
-            self._prefixes.noted(url, hit=True)
         if answer.status == _OK and name.is_proven(answer.headers):
-            self._count(name, exact)
-            self.proven = bool(name.digest) and not name.echo
+            if exact is not None:
+                self._note_proven(engine, exact, name)
             return answer
-        if answer.status in REFUSED and MEMBER.encode() in await answer.read():
-            problem = f"the plugin refuses a prompt by hash: {(await answer.read())[:300].decode(errors='replace')}"
-        elif answer.status == _OK:
-            problem = "the hash in the engine's answer is not that of the prompt"
-            outcome.noted.append(outcome.incident(IncidentKind.PREFIX_DIFFERS, problem))
-        else:
+        problem = await self._problem(answer)
+        if not problem:
             return answer
         log.warning("session %s call %s: %s; all ids are sent", outcome.session, outcome.call_id, problem)
         answer.close()
         engine.doubt(problem)
         return await self._write_and_post(engine, exact, chat, target)
 
-    @staticmethod
-    def _count(name: PromptName, exact: ExactPrompt | None) -> None:
-        if exact is None:
-            return
+    async def _problem(self, answer: aiohttp.ClientResponse) -> str:
+        """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
+        if answer.status == _OK:
+            problem = "the hash in the engine's answer is not that of the prompt"
+            self._outcome.noted.append(self._outcome.incident(IncidentKind.PREFIX_DIFFERS, problem))
+            return problem
+        if answer.status in REFUSED and MEMBER.encode() in (words := await answer.read()):
+            return f"the plugin refuses a prompt by hash: {words[:300].decode(errors='replace')}"
+        return ""
+
+    def _note_proven(self, engine: Engine, exact: ExactPrompt, name: PromptName) -> None:
+        self.proven = not name.echo
+        if name.prefix:
+            self._prefixes.noted(engine.upstream.url, hit=True)
         metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
         as_json = sum(map(len, exact.fragment))
-        sent = ids.count(name.tail) * ids.ID_BYTES * 4 // 3  # base64
+        sent = len(name.tail) * 4 // 3  # base64
         metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
 
     async def _post_images(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
