@@ -311,6 +311,7 @@ async def test_a_request_without_the_member_is_vllms_own(server):
         ({"length": -1, "tail": tail([1])}, "number of tokens"),
         ({"length": True, "tail": tail([1])}, "number of tokens"),
         ({"calls": -1, "tail": tail([1])}, "number of tool calls"),
+        ({"tail": tail([1, -1])}, "negative"),
         ({"packed": 1, "tail": tail([1])}, "true or false"),
         ({"tail": tail([1]), "echo": 1}, "true or false"),
         (named([*RENDERED, *REPLY], [1], length=3), "has 7 tokens"),

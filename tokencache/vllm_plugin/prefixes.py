@@ -220,6 +220,8 @@ def _supply(request: Any, tail: list[int], calls: int) -> None:
     """Let vLLM use the ids of a tail, and count the tool calls in the history."""
     if has_media(plain(request.messages)):  # 0.27 to 0.31 would use the ids, and ignore the media
         raise _refusal("the messages have media")
+    if min(tail) < 0:  # 0.32 checks that, too
+        raise _refusal("an id of the tail is negative")
     request.kv_transfer_params[PROMPT] = tail
     if calls:
         request.messages = [{"role": "assistant", "tool_calls": [{}] * calls}, *request.messages]

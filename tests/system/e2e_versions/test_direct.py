@@ -65,8 +65,10 @@ BAD = {"empty": [], "text": "5", "a bool": [True], "negative": [-1], "out of voc
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_bad_ids_are_refused(proxied, bad, stream):
+async def test_bad_ids_are_refused(proxied, case, bad, stream):
     """With a status: a stream has not begun yet."""
+    if (0, 27) <= case.number < (0, 32):
+        pytest.skip("vLLM itself takes the ids, and checks them since 0.32")
     body = {"messages": HI, "stream": stream, **supplied(BAD[bad])}
     status, answer_json = await proxied.answer("/v1/chat/completions", body)
     assert status == 400, answer_json
