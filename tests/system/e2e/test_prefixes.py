@@ -15,6 +15,7 @@ from rig.server import MODEL, one_request_each
 from tokencache.core import ids as core_ids
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
 from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
@@ -189,3 +190,44 @@ async def test_a_prefix_that_the_engine_never_kept_is_sent_whole(vision_server, 
         messages += [said, *calls, *([] if calls else opening("go on"))]
     assert [turn["match"] for turn in await turns(proxied, "unkept")] == ["root", "continue", "continue"]
     assert [now - then for now, then in zip(await counted(proxied), before, strict=True)] == [1, 1, 1]
+
+
+REQUESTS = {
+    "rendered": {},
+    "rendered, packed": {"packed": True},
+    "ids": named([], [5, 6, 7]),
+    "ids, packed": named([], [5, 6, 7], packed=True),
+    "ids, echo": named([], [5, 6, 7], echo=True),
+    "a miss": named([1, 2, 3], [4]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_the_simulated_engine_answers_alike(engine, name, stream):
+    """The same status, the same headers of the plugin, and the same members in every part of the answer."""
+    simulated = SimulatedEngine(model=MODEL, prefixes=True)
+    found = []
+    async with simulated.serve() as url:
+        for place in (engine.url, url):
+            body = {"model": MODEL, "messages": opening("Say something."), "return_token_ids": True, "logprobs": True, "stream": stream}
+            body |= {"max_tokens": 5, "ignore_eos": True, "kv_transfer_params": {MEMBER: REQUESTS[name]}}
+            async with engine.http.post(f"{place}/v1/chat/completions", json=body) as answer:
+                raw = await answer.read()
+                headers = {header for header in (PROMPT_HEADER, MISS_HEADER) if header in answer.headers}
+            parts = [json.loads(line.removeprefix(b"data: ")) for line in raw.split(b"\n\n") if line not in {b"", b"data: [DONE]"}]
+            found.append((answer.status, headers, members_of(parts)))
+    assert found[0] == found[1]
+    assert found[0][0] == (400 if name == "a miss" else 200)
+
+
+def members_of(parts):
+    """The members of the choices that have a value, each kind of part once, and whether the prompt's ids are there."""
+    kinds = []
+    for part in parts:
+        members = [sorted(name for name, value in choice.items() if value is not None) for choice in part.get("choices", ())]
+        packed = [sorted(choice.get("tokencache") or ()) for choice in part.get("choices", ())]
+        kind = (sorted(part.get("error", ())), members, packed, bool(part.get("prompt_token_ids")))
+        if kind not in kinds:
+            kinds.append(kind)
+    return kinds
