@@ -59,13 +59,12 @@ async def test_the_causes_are_distinguished():
     async with proxied() as rig:
         await talk(rig, [user("EPISODE:demo")], tools=TOOLS)
         turns = (await rig.get(ALL))["sequences"][0]["turns"]
-        assert [causes_of(turn) for turn in turns[:3]] == [
-            set(),
-            {"reasoning-dropped", "args-json", "template"},
-            {"reasoning-dropped", "args-json", "template", "retokenized"},
-        ]
+        causes = [causes_of(turn) for turn in turns]
+        assert "retokenized" in causes[2] & causes[3]
+        sure = [some - {"retokenized"} for some in causes]  # in which reply it begins is chance
         # After a new question the template itself leaves the thinking out.
-        assert causes_of(turns[3]) == {"args-json", "template", "retokenized", "whitespace"}
+        assert sure[:3] == [set(), *[{"reasoning-dropped", "args-json", "template"}] * 2]
+        assert sure[3] == {"args-json", "template", "whitespace"}
         assert {site["turn"] for turn in turns for site in turn["drift"]["sites"]} == {turn["turn"] for turn in turns[:3]}
 
 

@@ -324,6 +324,30 @@ async def test_only_its_owner_can_read_the_file(url, tmp_path):
         os.umask(mask)
 
 
+@pytest.mark.parametrize(("refusals", "opens"), [(3, True), (10**6, False)])
+async def test_sqlite_refuses_at_once_while_another_process_makes_the_log(tmp_path, monkeypatch, refusals, opens):
+    """Of four processes that open a new file at once, one in some tens is refused, whatever SQLite's timeout is."""
+    refused = iter(range(refusals))
+
+    class Contended(sqlite3.Connection):
+        def execute(self, statement, *more):
+            if statement.startswith("PRAGMA journal_mode") and next(refused, None) is not None:
+                why = sqlite3.OperationalError("database is locked")
+                why.sqlite_errorcode = sqlite3.SQLITE_BUSY
+                raise why
+            return super().execute(statement, *more)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Contended))
+    store = FileStore(f"file:{tmp_path}/new.db", timeout_seconds=5.0 if opens else 0.05)
+    if opens:
+        await store.open()
+        assert (await store.begin("s", "k", [])).epoch
+        await store.close()
+    else:
+        with pytest.raises(StoreError, match="database is locked"):
+            await store.open()
+
+
 async def test_files_that_cannot_be_opened(tmp_path):
     (tmp_path / "text").write_text("not a database\n" * 100)
     for name, why in (("missing/x.db", "its directory must exist"), (".", "directory"), ("text", "not a database")):

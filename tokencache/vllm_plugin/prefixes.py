@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, pack, unpack
 from tokencache.vllm_plugin.packed_replies import patch_replies
 from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
-from tokencache.vllm_plugin.response_headers import Served, served
+from tokencache.vllm_plugin.response_headers import ServedRequest, served
 from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
 
 VERSIONS = tuple((0, minor) for minor in range(27, 33))
@@ -227,7 +227,7 @@ def _supply(request: Any, tail: list[int], calls: int) -> None:
         request.messages = [{"role": "assistant", "tool_calls": [{}] * calls}, *request.messages]
 
 
-def _only_prompt() -> Served | None:
+def _only_prompt() -> ServedRequest | None:
     """Return the request that is being served, and refuse it if it has named a prompt already."""
     asked = served()
     if asked is not None and asked.prefixed is not None:

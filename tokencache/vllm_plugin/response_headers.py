@@ -1,8 +1,8 @@
 """Lets code deep in vLLM add headers to the response of the request that is being served.
 
-A request's prompt is made where vLLM has no access to the response. So a middleware puts an empty `Served` into a context variable, other
-modules fill it, and the middleware adds the headers when the response begins. That works also if vLLM makes the prompt in a task of its
-own: the task's context has the same object.
+A request's prompt is made where vLLM has no access to the response. So a middleware puts an empty `ServedRequest` into a context variable,
+other modules fill it, and the middleware adds the headers when the response begins. That works also if vLLM makes the prompt in a task of
+its own: the task's context has the same object.
 
     x-tokencache-media: {"image":[[146,4],[210,30]]}       modality → offset and length of each placeholder in the prompt, in tokens
     x-tokencache-plugin: images                            the plugin is there; also where the other header would be too long
@@ -27,7 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Served:
+class ServedRequest:
     """The request that is being served.
 
     Attributes:
@@ -40,7 +40,7 @@ class Served:
         self.prefixed: Any = None
 
 
-_SERVED: ContextVar[Served | None] = ContextVar("tokencache_served", default=None)
+_SERVED: ContextVar[ServedRequest | None] = ContextVar("tokencache_served", default=None)
 served = _SERVED.get
 """Returns the request that is being served; `None` if it did not come over HTTP."""
 
@@ -68,7 +68,7 @@ class ResponseHeaders:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Served()
+        request = ServedRequest()
         _SERVED.set(request)
 
         async def send_with_headers(message: Message) -> None:

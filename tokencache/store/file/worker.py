@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,8 @@ from tokencache.store.base import StoreError
 R = TypeVar("R")
 AT_ONCE = 64
 """Largest number of operations in one transaction."""
+_LOCKED_SECONDS = 0.01
+"""Pause before a locked database is opened again."""
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "journal_size_limit=67108864", "temp_store=MEMORY")
 
 
@@ -78,10 +81,7 @@ class Worker:
 
     def _serve(self, connected: Future[None]) -> None:
         try:
-            database = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None)
-            database.row_factory = sqlite3.Row
-            for pragma in _PRAGMAS:
-                database.execute(f"PRAGMA {pragma}")
+            database = self._open()
         except sqlite3.Error as why:
             connected.set_exception(StoreError(f"file: {self._path} cannot be opened: {why}"))
             return
@@ -93,6 +93,26 @@ class Worker:
                 _transact(database, self._begin, batch)
             job = self._jobs.get()
         database.close()
+
+    def _open(self) -> sqlite3.Connection:
+        """Open the database. SQLite's own timeout does not cover the change of a new file to a write-ahead log, so that is tried again.
+
+        Raises:
+            sqlite3.Error: it cannot be opened, or other processes have locked it for too long.
+        """
+        database = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None)
+        database.row_factory = sqlite3.Row
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                for pragma in _PRAGMAS:
+                    database.execute(f"PRAGMA {pragma}")
+            except sqlite3.OperationalError as why:
+                if why.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(_LOCKED_SECONDS)
+            else:
+                return database
 
     def _batch(self, first: _Job) -> list[_Job]:
         """Return an operation, and those that wait."""
