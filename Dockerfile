@@ -27,10 +27,10 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
 #
 #     docker build --target engine --build-arg VLLM=v0.32.0 --tag vllm-tokencache .
 #
-# vLLM has all that the plugin imports.
+# vLLM has all that the plugin imports. Its documentation installs additions with uv, too ("Using Docker").
 FROM vllm/vllm-openai:${VLLM} AS engine
 COPY --from=build /wheels /wheels
-RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl
+RUN uv pip install --system --no-cache --no-deps /wheels/*.whl
 ENV VLLM_PLUGINS=tokencache
 
 FROM python:${PYTHON}
