@@ -15,7 +15,7 @@ from bench.gain_engine import MODEL, Engine
 from bench.gain_rollout import SETTLE_S, SMALL, TOOL, CallTarget, send_streamed
 from bench.talk import text
 from tokencache.core import ids
-from tokencache.engine.prefixes import MEMBER, name_prompt
+from tokencache.engine.prefixes import MEMBER, PromptHashes
 
 PER_MESSAGE = 150
 """Tokens per message: 32k tokens in some 200 messages, like agents' histories."""
@@ -53,7 +53,7 @@ def named_body(engine: Engine, same: dict[str, Any], prompt: list[int]) -> dict[
 
 def named(packed: bytes, known: int, *, packs: bool = False) -> dict[str, Any]:
     """The member of a request that names a prompt."""
-    return {"kv_transfer_params": {MEMBER: name_prompt(packed, known, echo=False).member(PER_MESSAGE, packed=packs)}}
+    return {"kv_transfer_params": {MEMBER: PromptHashes().name(packed, known, echo=False).member(PER_MESSAGE, packed=packs)}}
 
 
 def run_bodies(engine: Engine, plugin: Engine, marks: list[int], repeats: int) -> list[dict[str, Any]]:

@@ -267,15 +267,13 @@ class Server(asyncio.Protocol):
             self._json(b'{"error":{"message":"no such prefix","code":400}}', b"400 Bad Request", b"x-tokencache-prefix: miss\r\n")
             return
         digest = kept.keep(prompt, reply.packed)
-        echo = rendered
-        if name.tail:
-            echo = b",".join(b"%d" % i for i in np.frombuffer(prompt, dtype="<i4")) if name.echo else b""
+        echo = b',"tokencache":{"prompt":"%s"}' % base64.b64encode(prompt) if name.echo or not name.tail else b""
         self._json(
             b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
             b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},%s}],"service_tier":null,'
             b'"system_fingerprint":"mock","usage":{"prompt_tokens":0,"total_tokens":0,"completion_tokens":%d},"prompt_logprobs":null,'
-            b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
-            % (number, number, reply.json_text, reply.packed_json, len(reply.ids), b"[%s]" % echo if echo else b"null"),
+            b'"prompt_token_ids":null%s,"prompt_text":null,"kv_transfer_params":null}'
+            % (number, number, reply.json_text, reply.packed_json, len(reply.ids), echo),
             more=b"x-tokencache-prompt: %s\r\n" % digest.encode(),
         )
 

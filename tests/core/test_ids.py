@@ -34,20 +34,26 @@ def test_head_and_tail(values, n):
 
 
 @MANY
-@given(st.lists(tokens, max_size=4))
+@given(st.lists(st.tuples(tokens, st.booleans()), max_size=6))
 def test_fragments_grow_in_pieces(lists):
-    pieces = ()
-    for values in lists:
-        pieces = ids.extended(pieces, ids.pack(values))
-    assert json.loads(b"[" + b"".join(pieces) + b"]") == [value for values in lists for value in values]
+    expected, grown = [], [ids.Fragment()]
+    for values, read in lists:
+        grown.append(grown[-1].extended(ids.pack(values)))
+        expected.append(expected[-1] + values if expected else values)
+        if read:
+            assert json.loads(b"[%s]" % bytes(grown[-1])) == expected[-1]
+    for fragment, values in zip(grown, [[], *expected], strict=True):
+        assert (bool(fragment), fragment.tokens) == (bool(values), len(values))
+        assert json.loads(b"[%s]" % bytes(fragment)) == values, "a longer one does not change it"
+        assert fragment.tokens == len(values)
 
 
 def test_pieces_of_a_fragment_do_not_grow_in_number():
-    pieces = ()
-    for value in range(1000):
-        pieces = ids.extended(pieces, ids.pack([value]))
-    assert json.loads(b"[" + b"".join(pieces) + b"]") == list(range(1000))
-    assert len(pieces) < 100
+    fragment = ids.Fragment(written=b"0")
+    for value in range(1, 1000):
+        fragment = fragment.extended(ids.pack([value]))
+        assert len(fragment.pieces) < 100
+    assert json.loads(b"[%s]" % bytes(fragment)) == list(range(1000))
 
 
 @MANY

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import random
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from tests.proxy.kit import proxied
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
-from tokencache.engine.prefixes import ECHO_EVERY, MISS_HEADER, PROMPT_HEADER, PrefixUse, PromptName, can_be_named, is_miss, name_prompt
+from tokencache.engine.prefixes import ECHO_EVERY, MISS_HEADER, PROMPT_HEADER, PrefixUse, PromptHashes, PromptName, can_be_named, is_miss
 from tokencache.engine.reply import Reply
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.prefixes import PrefixFault
@@ -24,17 +25,29 @@ def sha256(packed):
 
 
 def test_a_name_has_the_hash_of_the_beginning_and_the_ids_after_it():
-    name = name_prompt(PROMPT, 60, echo=False)
+    name = PromptHashes().name(PROMPT, 60, echo=False)
     tail = base64.b64encode(ids.pack(range(60, 100))).decode()
     named = {"hash": sha256(ids.pack(range(60))), "length": 60, "tail": tail, "calls": 2, "echo": False, "packed": True}
     assert name.member(2, packed=True) == named
     whole = {"tail": base64.b64encode(PROMPT).decode(), "calls": 0, "echo": True, "packed": False}
-    assert name_prompt(PROMPT, 0, echo=True).member(0, packed=False) == whole
-    assert name.whole(PROMPT) == name_prompt(PROMPT, 0, echo=False)
+    assert PromptHashes().name(PROMPT, 0, echo=True).member(0, packed=False) == whole
+    assert name.whole(PROMPT) == PromptHashes().name(PROMPT, 0, echo=False)
+
+
+def test_a_hash_is_continued_from_that_of_an_earlier_prompt():
+    hashes, rng = PromptHashes(), random.Random(1)
+    prompts = [ids.pack(rng.choices(range(3), k=rng.randrange(1, 6))) for _ in range(4)]
+    for _ in range(400):
+        before = rng.choice(prompts)
+        known = before + ids.pack(rng.choices(range(3), k=rng.randrange(3)))
+        prompt = known + ids.pack(rng.choices(range(3), k=rng.randrange(1, 3)))
+        prompts.append(prompt)
+        name = hashes.name(prompt, ids.count(known), rng.choice([0, 1, ids.count(before)]), echo=False)
+        assert (name.prefix, name.digest) == (sha256(known), sha256(prompt))
 
 
 def test_only_the_hash_of_the_whole_prompt_proves_it():
-    name = name_prompt(PROMPT, 60, echo=False)
+    name = PromptHashes().name(PROMPT, 60, echo=False)
     assert name.is_proven({PROMPT_HEADER: sha256(PROMPT)})
     for other in ({}, {PROMPT_HEADER: name.prefix}, {PROMPT_HEADER: ""}):
         assert not name.is_proven(other)
@@ -45,14 +58,14 @@ def test_only_the_hash_of_the_whole_prompt_proves_it():
 
 def test_one_of_256_prompts_is_compared_id_by_id():
     use = PrefixUse()
-    echoed = [use.name(ENGINE, PROMPT, 60, echo=False).echo for _ in range(3 * ECHO_EVERY)]
+    echoed = [use.name(ENGINE, PROMPT, (40, 60), echo=False).echo for _ in range(3 * ECHO_EVERY)]
     assert [n for n, echo in enumerate(echoed) if echo] == [0, ECHO_EVERY, 2 * ECHO_EVERY]
-    assert use.name(ENGINE, PROMPT, 60, echo=True).echo
+    assert use.name(ENGINE, PROMPT, (40, 60), echo=True).echo
 
 
 def named(use, engine=ENGINE, calls=64):
     """How many of some prompts are named by their prefix."""
-    return sum(bool(use.name(engine, PROMPT, 60, echo=False).prefix) for _ in range(calls))
+    return sum(bool(use.name(engine, PROMPT, (40, 60), echo=False).prefix) for _ in range(calls))
 
 
 def test_an_engine_that_misses_most_prefixes_is_rarely_asked_for_one():
@@ -74,8 +87,8 @@ def test_some_misses_do_not_matter():
 
 
 def test_a_prompt_without_a_known_beginning_or_without_a_tail_is_sent_whole():
-    for known in (0, 100):
-        name = PrefixUse().name(ENGINE, PROMPT, known, echo=False)
+    for last_reply in ((0, 0), (40, 100)):
+        name = PrefixUse().name(ENGINE, PROMPT, last_reply, echo=False)
         assert (name.prefix, name.tail) == ("", PROMPT)
 
 
@@ -120,6 +133,24 @@ def test_what_is_packed_wrongly_is_unreadable(packed):
     reply = reply_with(packed)
     assert reply.unreadable == 1
     assert not reply.choices
+
+
+def echo_with(packed):
+    reply = Reply()
+    reply.add(msgspec.json.encode({"choices": [{"index": 0}], "prompt_token_ids": None, "tokencache": packed}))
+    return reply
+
+
+def test_the_packed_ids_of_the_prompt_are_read():
+    prompt = echo_with({"prompt": encoded(ids.pack([1, 22, 333]))}).prompt
+    assert (prompt.known, prompt.packed, prompt.tokens, prompt.raw) == (True, ids.pack([1, 22, 333]), 3, b"[1,22,333]")
+    assert not prompt.agreed
+
+
+@pytest.mark.parametrize("packed", [{"prompt": "AQA="}, {"prompt": "no base64"}, {"prompt": [1]}, {}, []])
+def test_a_prompt_that_is_packed_wrongly_is_unreadable(packed):
+    reply = echo_with(packed)
+    assert (reply.unreadable, reply.prompt.known) == (1, False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import read_chat
@@ -13,7 +14,7 @@ from tokencache.engine.long_values import FIRST_MARK
 from tokencache.engine.reply import Reply
 
 CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())
-SENT = (b"1,2", b"2", b",333")
+SENT = ids.Fragment(written=b"1,22").extended(ids.pack([333]))
 IDS = [1, 22, 333]
 
 
@@ -93,7 +94,7 @@ def content_of(reply):
     )
 
 
-@given(replies, st.sampled_from([(), SENT]), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 60)))
+@given(replies, st.sampled_from([ids.Fragment(), SENT]), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 60)))
 @example(usual(), (), 1, None)
 @example({"prompt_token_ids": IDS}, SENT, 1, None)
 @example(usual(), SENT, 1, None)
@@ -111,7 +112,7 @@ def test_parsing_in_parts_gives_the_same(made, sent, number, lost):
     assert encoder.whole(brief) == encoder.whole(data)
 
 
-@pytest.mark.parametrize("sent", [(), SENT])
+@pytest.mark.parametrize("sent", [ids.Fragment(), SENT])
 def test_a_usual_reply_becomes_short(sent):
     reply = Reply()
     reply.prompt.sent = sent

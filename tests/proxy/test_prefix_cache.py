@@ -17,7 +17,7 @@ class Store:
 
 
 def prefix(tokens):
-    return CachedPrefix(Prefix(ids.pack(tokens), 1), ids.extended((), ids.pack(tokens)))
+    return CachedPrefix(Prefix(ids.pack(tokens), 1), ids.Fragment(ids.pack(tokens)))
 
 
 def cache(max_bytes):
@@ -29,7 +29,7 @@ async def test_a_prefix_is_read_from_the_store_once():
     store, prefixes = cache(1000)
     first = await prefixes.get("s", "a")
     assert await prefixes.get("s", "a") is first
-    assert (store.reads, first.fragment) == (1, (b"1,2,3",))
+    assert (store.reads, bytes(first.fragment)) == (1, b"1,2,3")
 
 
 async def test_the_least_recently_used_prefix_is_dropped():
@@ -61,8 +61,9 @@ async def test_one_prefix_is_kept_however_large_it_is():
 async def test_a_turn_replaces_its_parent():
     store, prefixes = cache(1000)
     prefixes.add("epoch", "a", prefix([1]), instead_of=None)
-    prefixes.add("epoch", "b", prefix([1, 2]), instead_of="a")
-    assert prefixes.nearby("epoch", "a") == [("b", prefix([1, 2]))]
+    longer = prefix([1, 2])
+    prefixes.add("epoch", "b", longer, instead_of="a")
+    assert prefixes.nearby("epoch", "a") == [("b", longer)]
     await prefixes.get("s", "a")
     assert store.reads == 1
 

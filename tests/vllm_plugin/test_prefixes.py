@@ -162,7 +162,13 @@ class Server:
         await ResponseHeaders(application)({"type": "http"}, None, send)
         headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         assert transfer.keys() <= {"connector"}, "no connector gets members of the plugin"
-        return headers, answers[0] if isinstance(answers[0], Exception) else answers[0]["prompt_token_ids"]
+        if isinstance(answers[0], Exception):
+            return headers, answers[0]
+        packed = answers[0].get("tokencache")
+        if packed is None:
+            return headers, answers[0]["prompt_token_ids"]
+        assert answers[0]["prompt_token_ids"] is None
+        return headers, core_ids.unpack(base64.b64decode(packed["prompt"]))
 
     def _choice(self, output, *, stream):
         make = self.serving.ChatCompletionResponseStreamChoice if stream else self.serving.ChatCompletionResponseChoice
@@ -208,7 +214,10 @@ async def test_the_whole_prompt_can_be_the_tail(server):
 
 
 async def test_the_ids_are_returned_on_request(server):
-    assert (await server.ask({"tail": tail([9, 8]), "echo": True}))[1] == [9, 8]
+    for packed in (False, True):
+        assert (await server.ask({"tail": tail([9, 8]), "echo": True, "packed": packed}))[1] == [9, 8]
+        assert (await server.ask({"packed": packed}))[1] == RENDERED
+        assert (await server.ask({"tail": tail([9, 8]), "packed": packed}))[1] is None
 
 
 async def test_the_number_of_calls_stands_for_the_history(server):

@@ -4,9 +4,9 @@ A prompt of 32,000 tokens as a list of Python ints takes a millisecond to build 
 (docs/performance.md). So ids have two forms, and become a list only where code reads single tokens:
 
 - *packed*: 4 bytes per token, int32, little endian. This form is stored, compared, sliced and joined.
-- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This form is sent to an engine. The fragment of a long history is
-  kept in *pieces*; all but the first begin with a comma. Each turn adds a piece. The hundreds of kilobytes before it are copied only when
-  they are sent.
+- *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This form is sent to an engine that has no shorter one. The fragment
+  of a long history (`Fragment`) is kept in pieces, to which each turn adds. The hundreds of kilobytes before it are copied only when they
+  are sent.
 
 Log probabilities are packed as float32 where that loses nothing (vLLM's are float32 values), otherwise as float64. So exports contain
 exactly the values that the engine reported.
@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 ID_BYTES = 4
-Pieces = tuple[bytes, ...]
 _MAX_PIECES = 32
 """Maximum number of pieces; more are joined into one. Each turn adds two."""
+_JSON_GROWTH = 2
+"""Largest size of a fragment over that of the packed ids: an id of up to seven digits and a comma, for four bytes."""
 _JSON = msgspec.json.Encoder()
 
 
@@ -69,13 +70,49 @@ def fragment(packed: bytes) -> bytes:
     return _JSON.encode(unpack(packed))[1:-1]
 
 
-def extended(pieces: Pieces, packed: bytes) -> Pieces:
-    """Append packed ids to a fragment in pieces; `()` is the fragment of no ids."""
-    if not packed:
-        return pieces
-    if not pieces:
-        return (fragment(packed),)
-    return (*(pieces if len(pieces) < _MAX_PIECES else (b"".join(pieces),)), b"," + fragment(packed))
+class Fragment:
+    """Ids as a JSON fragment in pieces; all but the first begin with a comma. The JSON is written when it is first read."""
+
+    __slots__ = ("_packed", "_pieces")
+
+    def __init__(self, packed: bytes = b"", *, written: bytes = b"") -> None:
+        """Create the fragment of packed ids; or of ids whose JSON is already there: `written`."""
+        self._pieces = (written,) if written else ()
+        self._packed = (packed,) if packed else ()
+
+    def __bool__(self) -> bool:
+        """Whether there are ids."""
+        return bool(self._pieces or self._packed)
+
+    def __bytes__(self) -> bytes:
+        """Return the JSON as one piece."""
+        return b"".join(self.pieces)
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]:
+        """The JSON in pieces."""
+        if self._packed:
+            added = fragment(b"".join(self._packed))
+            before = self._pieces if len(self._pieces) < _MAX_PIECES else (b"".join(self._pieces),)
+            self._pieces, self._packed = (*before, b"," + added if before else added), ()
+        return self._pieces
+
+    @property
+    def tokens(self) -> int:
+        """The number of ids."""
+        commas = sum(piece.count(b",") for piece in self._pieces)
+        return commas + bool(self._pieces) + sum(map(count, self._packed))
+
+    @property
+    def size(self) -> int:
+        """The size in bytes, at most, whether or not the JSON is written."""
+        return sum(map(len, self._pieces)) + _JSON_GROWTH * sum(map(len, self._packed))
+
+    def extended(self, packed: bytes) -> "Fragment":
+        """Return this fragment with more packed ids; this one does not change."""
+        longer = Fragment()
+        longer._pieces, longer._packed = self._pieces, (*self._packed, packed) if packed else self._packed
+        return longer
 
 
 def find(haystack: bytes, needle: bytes) -> int:

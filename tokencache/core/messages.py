@@ -102,17 +102,14 @@ def digest(message: Message) -> bytes:
     Fields are hashed with their tags and lengths, so different fields never give the same bytes. A harness chooses the content of messages
     and must not be able to find two messages with the same digest. With a fast hash it could.
     """
-    h = hashlib.sha256(_VERSION)
-    _add_field(h, b"role", message.role.encode("utf-8", "surrogatepass"))
-    _add_field(h, b"text", message.text.encode("utf-8", "surrogatepass"))
+    fields = [(b"role", message.role.encode("utf-8", "surrogatepass")), (b"text", message.text.encode("utf-8", "surrogatepass"))]
     if message.name and message.role not in {"tool", "assistant"}:
-        _add_field(h, b"who", message.name.encode("utf-8", "surrogatepass"))
+        fields.append((b"who", message.name.encode("utf-8", "surrogatepass")))
     for call in message.calls:
-        _add_field(h, b"name", call.name.encode("utf-8", "surrogatepass"))
-        _add_field(h, b"args", canonical_arguments(call.arguments))
+        fields += (b"name", call.name.encode("utf-8", "surrogatepass")), (b"args", canonical_arguments(call.arguments))
     if message.media:
-        _add_field(h, b"media", message.media)
-    return h.digest()[:16]
+        fields.append((b"media", message.media))
+    return hashlib.sha256(b"".join((_VERSION, *(b"%s:%d:%s" % (tag, len(data), data) for tag, data in fields)))).digest()[:16]
 
 
 def exact_digest(message: Message) -> bytes:
@@ -129,7 +126,7 @@ def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     visible = _unmarked(entry)
     if isinstance(content := visible.get("content"), list):
         parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
-        visible["content"] = parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
+        visible = {**visible, "content": parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts}
     try:
         written = _SORTED.encode(visible)
     except UnicodeEncodeError:  # a lone surrogate
@@ -138,16 +135,11 @@ def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if name != "cache_control"}
+    return {name: value for name, value in members.items() if name != "cache_control"} if "cache_control" in members else members
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-
-
-def _add_field(h: "hashlib._Hash", tag: bytes, data: bytes) -> None:
-    h.update(b"%s:%d:" % (tag, len(data)))
-    h.update(data)
 
 
 def canonical_arguments(arguments: str) -> bytes:

@@ -29,7 +29,7 @@ from tokencache.dialects.gym import GENERATION, LOG_PROBS, PROMPT
 
 Raw = msgspec.Raw
 PACKED = "tokencache"
-"""The member of a choice with packed ids and log probabilities (`tokencache.vllm_plugin.packed_replies`)."""
+"""The member of a reply with the packed ids of its prompt, and of a choice with packed ids and log probabilities (`packed_replies`)."""
 _SERVER_ERROR = 500
 
 

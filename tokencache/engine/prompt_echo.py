@@ -24,12 +24,12 @@ class PromptEcho:
     """The ids of the prompt as the engine reports them.
 
     Attributes:
-        sent: the ids that were sent, as a JSON fragment in pieces (`core.ids`); empty if none were.
+        sent: the ids that were sent, as a JSON fragment (`core.ids`); empty if none were.
         agreed: whether the engine reports exactly these ids.
     """
 
     def __init__(self) -> None:
-        self.sent: ids.Pieces = ()
+        self.sent = ids.Fragment()
         self.agreed = False
         self._raw = b""
         self._packed: bytes | None = None
@@ -45,21 +45,22 @@ class PromptEcho:
     @property
     def known(self) -> bool:
         """Whether the engine has reported the ids."""
-        return self.agreed or bool(self._raw)
+        return self.agreed or bool(self._raw) or self._packed is not None
 
     @property
     def raw(self) -> bytes:
         """The raw JSON list of the reported ids; `b""` while unknown."""
-        if self.agreed and not self._raw:
-            self._raw = b"[%s]" % b"".join(self.sent)
+        if not self._raw and self.known:
+            self._raw = b"[%s]" % (bytes(self.sent) if self.agreed else ids.fragment(self._packed or b""))
         return self._raw
 
     @property
     def tokens(self) -> int:
         """The number of tokens in the prompt; 0 while unknown."""
-        if not self._tokens and self.known:
-            pieces = self.sent if self.agreed else (self._raw,)
-            self._tokens = sum(piece.count(b",") for piece in pieces) + 1
+        if not self._tokens and self.agreed:
+            self._tokens = self.sent.tokens
+        elif not self._tokens and self.known:
+            self._tokens = ids.count(self._packed) if self._packed is not None else self._raw.count(b",") + 1
         return self._tokens
 
     @property
@@ -84,7 +85,7 @@ class PromptEcho:
         start = end = data.find(_NAME) + len(_NAME)
         if start < len(_NAME):
             return 0, 0
-        for piece in self.sent:
+        for piece in self.sent.pieces:
             if not data.startswith(piece, end):
                 return 0, 0
             end += len(piece)
@@ -110,7 +111,12 @@ class PromptEcho:
 
     def stop_cutting(self) -> None:
         """Stop cutting, because the text that was found belongs to another member."""
-        self.sent, self._complete = (), True
+        self.sent, self._complete = ids.Fragment(), True
+
+    def note_packed(self, packed: bytes) -> None:
+        """Note the ids as the plugin packs them (`tokencache.vllm_plugin.packed_replies`). The first report counts."""
+        if not self.known:
+            self._packed = packed
 
     def note(self, reported: Raw, *, cut: bool) -> None:
         """Note a raw member with the ids. If ids were `cut` out, its value is the mark. The first report counts."""
@@ -133,9 +139,9 @@ def read_ids(raw: bytes) -> bytes | None:
         return None
 
 
-def as_fragment(raw: bytes, packed: bytes) -> ids.Pieces:
+def as_fragment(raw: bytes, packed: bytes) -> ids.Fragment:
     """Return the ids of a raw JSON list as a fragment. The engine's own text is used, unless it contains spaces or signs."""
-    return (raw[1:-1],) if packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.extended((), packed)
+    return ids.Fragment(written=raw[1:-1]) if raw and packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.Fragment(packed)
 
 
 def non_null(raw: Raw) -> bytes:

@@ -67,6 +67,16 @@ class _Packed(msgspec.Struct):
             raise ValueError("packed ids or log probabilities are incomplete")
 
 
+class _PackedPrompt(msgspec.Struct):
+    """The ids of the prompt as the plugin packs them."""
+
+    prompt: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) % ID_BYTES:
+            raise ValueError("packed ids are incomplete")
+
+
 class _Choice(msgspec.Struct):
     index: int = 0
     delta: ReplyMessage | None = None
@@ -89,6 +99,7 @@ class _Chunk(msgspec.Struct):
     error: Raw = Raw(b"null")
     metadata: Raw = Raw(b"null")
     sglext: Raw = Raw(b"null")
+    tokencache: _PackedPrompt | None = None
 
 
 class _Error(msgspec.Struct):
@@ -315,8 +326,7 @@ class Reply:
             return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
         self.error = self.error or non_null(chunk.error)
-        for echo in echoes:
-            self.prompt.note(echo, cut=short is not data)
+        self._note_prompt(chunk, echoes, cut=short is not data)
         for choice in chunk.choices:
             if choice.logprobs == _LOGPROBS_MARK:
                 choice.logprobs = logprobs
@@ -324,6 +334,12 @@ class Reply:
         for extra in (chunk.metadata, chunk.sglext):
             self._metadata = self._metadata or _weight_metadata(bytes(extra))
         return brief
+
+    def _note_prompt(self, chunk: _Chunk, echoes: list[Raw], *, cut: bool) -> None:
+        for echo in echoes:
+            self.prompt.note(echo, cut=cut)
+        if chunk.tokencache is not None:
+            self.prompt.note_packed(chunk.tokencache.prompt)
 
     def versions(self, index: int) -> list[Any]:
         """Return the weight versions of a choice as spans over its tokens, half-open; none if the engine reported none."""

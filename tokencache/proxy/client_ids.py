@@ -142,7 +142,7 @@ def _hashes(prompt: bytes, generation: bytes) -> ReturnedIdHashes:
 def _is_prefix(echo: ReturnedIdFragments, prefix: CachedPrefix) -> bool:
     """Whether returned ids are exactly a turn's prefix, and divided where its reply begins; compared as text."""
     generated = echo.generation.count(b",") + 1 if echo.generation else 0
-    return generated == prefix.prefix.completion and b"".join(prefix.fragment) == echo.whole
+    return generated == prefix.prefix.completion and bytes(prefix.fragment) == echo.whole
 
 
 # --- ids that are not recorded, as the beginning of a prompt ---
@@ -315,7 +315,7 @@ async def compare(
     try:
         if parent is not None and parent_messages:
             prefix = await prefixes.get(session, parent)
-            beginning = b"".join(prefix.fragment)
+            beginning = bytes(prefix.fragment)
             # The division of an older reply was checked when it was the last one.
             echoes = {
                 place: echo

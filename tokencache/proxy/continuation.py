@@ -234,11 +234,11 @@ class Continuation:
         return all(len(self.sampled) < limit for limit in limits)
 
     @property
-    def prompt(self) -> tuple[bytes, ids.Pieces]:
+    def prompt(self) -> tuple[bytes, ids.Fragment]:
         """The exact prompt of the next piece: packed ids, and as a JSON fragment."""
         prompt, sampled = self._reply.prompt, ids.pack(self.sampled)
         assert prompt.packed is not None  # noqa: S101 - `check` looked
-        return prompt.packed + sampled, ids.extended((prompt.raw[1:-1],), sampled)
+        return prompt.packed + sampled, ids.Fragment(written=prompt.raw[1:-1]).extended(sampled)
 
     def exact(self, capability: Capability) -> ExactPrompt:
         """Make the exact prompt of the next piece for an engine.

@@ -12,6 +12,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from tokencache import metrics
+from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "X-Request-Id"
 REFUSED = frozenset({400, 422})
 _OK, _LOWEST_ERROR = 200, 400
+_JSON_BYTES = 6
+"""Bytes of an id as JSON, with its comma, about: most ids have five digits."""
 
 
 class EngineSender:
@@ -99,10 +102,11 @@ class EngineSender:
             return None
         if exact is None:
             return PromptName(experts=self._experts)
-        known = exact.last_reply.end
-        if not known:
+        last = exact.last_reply
+        if not last.end:
             return None
-        return self._prefixes.name(engine.upstream.url, exact.ids, known, echo=chat.shows_ids)._replace(experts=self._experts)
+        name = self._prefixes.name(engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
+        return name._replace(experts=self._experts)
 
     async def _post_named(
         self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
@@ -144,7 +148,7 @@ class EngineSender:
         if name.prefix:
             self._prefixes.noted(engine.upstream.url, hit=True)
         metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
-        as_json = sum(map(len, exact.fragment))
+        as_json = ids.count(exact.ids) * _JSON_BYTES
         sent = len(name.tail) * 4 // 3  # base64
         metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
 

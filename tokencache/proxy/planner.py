@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         match: how the history relates to recorded turns. It is recorded with the turn, like `reason`, `parent`, `origin`, `anchors` and
             `applied_rules`.
         prompt: the exact packed ids; `None` if the engine renders.
-        fragment: the same ids as a JSON fragment in pieces.
+        fragment: the same ids as a JSON fragment.
         whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
         last_reply: the last reply in the prompt.
         parent: the id of the turn that this one continues.
@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     match: MatchKind
     reason: str = ""
     prompt: bytes | None = None
-    fragment: ids.Pieces | None = None
+    fragment: ids.Fragment | None = None
     whole: bool = True
     last_reply: LastReply | None = None
     parent: str | None = None
@@ -100,9 +100,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.media, self.sampled)
 
     @property
-    def sent(self) -> ids.Pieces:
+    def sent(self) -> ids.Fragment:
         """The whole prompt as a JSON fragment, as the engine should report it; empty if it is not known."""
-        return self.fragment if self.fragment is not None and self.whole else ()
+        return self.fragment if self.fragment is not None and self.whole else ids.Fragment()
 
 
 class Planner:
@@ -288,7 +288,7 @@ class _Planning:
             match="resplice",
             reason=Reason.CLIENT_IDS,
             prompt=proven.ids,
-            fragment=ids.extended((), proven.ids),
+            fragment=ids.Fragment(proven.ids),
             last_reply=LastReply(proven.places[-1], proven.start, proven.end),
             client_places=proven.places,
         )
@@ -400,7 +400,7 @@ class _Planning:
             match=found.kind,
             reason=reason,
             prompt=base + added,
-            fragment=ids.extended(cached.fragment, added),
+            fragment=cached.fragment.extended(added),
             whole=self._model.capability.tokenizes,
             last_reply=last_reply,
             parent=parent.id,
@@ -423,7 +423,7 @@ class _Planning:
             match="resplice",
             reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
             prompt=prompt,
-            fragment=ids.extended((), prompt),
+            fragment=ids.Fragment(prompt),
             last_reply=last_reply._replace(end=kept),
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
@@ -486,7 +486,7 @@ class _Planning:
             match="resplice",
             reason=found.reason,
             prompt=prompt,
-            fragment=ids.extended((), prompt),
+            fragment=ids.Fragment(prompt),
             last_reply=LastReply(last.place, last.start, last.end, _logprobs_from(last.offset, stored[last.turn.id].logprobs)),
             origin=last.turn.id,
             anchors=tuple(reply.anchor for reply in replies),

@@ -16,16 +16,16 @@ MOST_SESSIONS = 65_536
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
-    """A prefix, packed and as a JSON fragment in pieces; `chain` is the chain of the conversation that it answers, `()` if unknown."""
+    """A prefix, packed and as a JSON fragment; `chain` is the chain of the conversation that it answers, `()` if unknown."""
 
     prefix: Prefix
-    fragment: ids.Pieces
+    fragment: ids.Fragment
     chain: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:
         """The size in bytes."""
-        return len(self.prefix.ids) + sum(map(len, self.fragment))
+        return len(self.prefix.ids) + self.fragment.size
 
 
 class PrefixCache:
@@ -46,7 +46,7 @@ class PrefixCache:
         known = self._prefixes.get(turn)
         if known is None:
             prefix = await self._store.prefix(session, turn)
-            known = self._prefixes[turn] = CachedPrefix(prefix, ids.extended((), prefix.ids))
+            known = self._prefixes[turn] = CachedPrefix(prefix, ids.Fragment(prefix.ids))
         return known
 
     def add(self, epoch: str, turn: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:

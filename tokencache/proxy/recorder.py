@@ -14,7 +14,7 @@ import msgspec
 from tokencache.core import evidence, ids
 from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
-from tokencache.core.ids import Pieces
+from tokencache.core.ids import Fragment
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import PlacedMedia, Places, PlacesDifferError, place_media
 from tokencache.core.messages import digest
@@ -298,7 +298,7 @@ class Outcome(msgspec.Struct, kw_only=True):
                 keys = aborted_turn_keys(call.conversation)
         if self.asked:
             keys = (*keys, request_key(self.asked))
-        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), ids.extended(prompt.fragment, completion), call.chain)
+        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), prompt.fragment.extended(completion), call.chain)
         tokens = Tokens(ids.tail(prompt.ids, shared), completion, logprobs)
         return Entry(turn, tokens, keys, self._context(plan, turn.context_shared)), prefix
 
@@ -387,7 +387,7 @@ class _Prompt(msgspec.Struct, frozen=True):
     """The prompt that the engine used, with its media, the plan that it is recorded with, and how it differs from what was sent."""
 
     ids: bytes
-    fragment: Pieces
+    fragment: Fragment
     plan: Plan
     marks: tuple[str, ...] = ()
     difference: str = ""

@@ -20,7 +20,7 @@ from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
 from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
-from tokencache.testing.prefixes import pack_tokens
+from tokencache.testing.prefixes import pack_prompt, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -204,10 +204,11 @@ class ChatCompletion(Completion):
     named: NamedIds | None = None
     """How the request names its prompt, with the plugin."""
 
-    @property
-    def _shown_prompt(self) -> list[int] | None:
-        """The ids that the answer reports, if the request asks for ids."""
-        return self.prompts[0] if self.named is None or self.named.echo else None
+    def _prompt_echo(self) -> dict[str, Any]:
+        """The members of the answer with the ids of the prompt."""
+        shown = self.request.return_token_ids and (self.named is None or self.named.echo)
+        packed = pack_prompt(self.prompts[0]) if shown and self.named is not None and self.named.packed else {}
+        return {"prompt_token_ids": self.prompts[0] if shown and not packed else None} | packed
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
@@ -236,15 +237,14 @@ class ChatCompletion(Completion):
                 choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
-        reply["prompt_token_ids"] = self._shown_prompt if self.request.return_token_ids else None
-        return reply | {"prompt_text": self.prompt_text} | metadata.of_reply()
+        return reply | self._prompt_echo() | {"prompt_text": self.prompt_text} | metadata.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""
         request = self.request
         for index in range(request.n):
             first = wire.role_chunk(request, self.created, index, self.prompts[0])
-            yield wire.event(first | {"prompt_token_ids": self._shown_prompt if request.return_token_ids else None})
+            yield wire.event(first | self._prompt_echo())
         over = reasoning_is_over(self.prompts[0], self.settings.tokenizer, thinking=self._thinking)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
         async for index, step in self._interleaved_steps():

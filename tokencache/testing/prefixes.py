@@ -114,6 +114,11 @@ def _ids(tail: str) -> list[int]:
     return list(struct.unpack(f"<{len(raw) // 4}i", raw))
 
 
+def pack_prompt(ids: Sequence[int]) -> dict[str, Any]:
+    """Return the member of an answer with the packed ids of its prompt, as the plugin writes it."""
+    return {"tokencache": {"prompt": base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()}}
+
+
 def pack_tokens(choice: dict[str, Any], tokens: Sequence[Token]) -> None:
     """Pack the ids and log probabilities of a choice, or of a part of it, as the plugin does."""
     if choice["token_ids"] is None:

@@ -1,10 +1,14 @@
-"""Returns ids and log probabilities of replies as packed bytes (vLLM 0.27 to 0.32), for requests with `"packed": true` (`prefixes`).
+"""Returns ids and log probabilities as packed bytes (vLLM 0.27 to 0.32), for requests with `"packed": true` (`prefixes`).
 
 vLLM writes an object with six members for the log probability of each token, as text, and makes and validates each in Python. A choice of
 a packed answer, or of a chunk, has this member, and `null` for `token_ids` and `logprobs`:
 
     "tokencache": {"ids": "AQAAAA==",         the ids: int32, little endian, base64
                    "logprobs": "ZgAAgL8="}    their log probabilities: `f` and float32, or `d` and float64; little endian, base64
+
+An answer that has the ids of its prompt, or the first chunk of one, has this member, and `null` for `prompt_token_ids`:
+
+    "tokencache": {"prompt": "AQAAAA=="}
 
 Float32 is used if it loses nothing: the values are exactly those that vLLM would have written. A token without a log probability has
 -9999, as in vLLM's own answer.
@@ -38,6 +42,11 @@ def pack_logprobs(values: Sequence[float]) -> bytes:
         return b""
     single = array("f", values)
     return b"f" + little_endian(single) if single.tolist() == list(values) else b"d" + little_endian(array("d", values))
+
+
+def pack_prompt(ids: Sequence[int]) -> dict[str, Any]:
+    """Return the member of an answer with the ids of its prompt."""
+    return {MEMBER: {"prompt": base64.b64encode(pack(ids)).decode()}}
 
 
 def patch_replies(serving: Any) -> None:

@@ -8,7 +8,7 @@ A request of `/v1/chat/completions` may have this member:
         "tail": "AQAAAA==",  the ids that follow it: packed, base64
         "calls": 3,          optional: the number of tool calls in the history
         "echo": false,       optional: whether `return_token_ids` returns the ids of the prompt, too; `false` if it is not given
-        "packed": true,      optional: whether ids and log probabilities of the reply are packed (`packed_replies`)
+        "packed": true,      optional: whether all ids and log probabilities of the answer are packed (`packed_replies`)
         "experts": true}}    optional: whether the answer has routed experts, on an engine that returns them
 
 The prompt is the prefix and the tail. Without `hash` and `length` the tail is the whole prompt. Without a tail, too (`{}`), vLLM renders
@@ -41,7 +41,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, pack, unpack
-from tokencache.vllm_plugin.packed_replies import patch_replies
+from tokencache.vllm_plugin.packed_replies import pack_prompt, patch_replies
 from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
 from tokencache.vllm_plugin.response_headers import ServedRequest, served
 from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
@@ -59,6 +59,7 @@ _SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 _ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
 _MARK = "__tokencache_prefixes__"
 _DIGEST_BYTES = 32
+_ECHO = "prompt_token_ids"
 _MEMBERS = frozenset({"hash", "length", "tail", "calls", "echo", "packed", "experts"})
 
 
@@ -176,7 +177,7 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
         setattr(renderer, _VALIDATE, _checking_new_ids(validate))
     engine.generate = _keeping_generate(generate, cache, delta)
     for name, answer in answers.items():
-        setattr(serving, name, _without_echo(answer))
+        setattr(serving, name, _with_short_echo(answer))
 
 
 def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., Exception]) -> Any:
@@ -297,13 +298,17 @@ async def _kept(outputs: AsyncGenerator[Any, None], call: _Call, cache: KeptPref
             yield output
 
 
-def _without_echo(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the constructor of an answer: leaves the prompt's ids out where the request does not want them."""
+def _with_short_echo(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the constructor of an answer: packs the prompt's ids, or leaves them out where the request does not want them."""
 
     def make(**members: Any) -> Any:
         asked = served()
-        if asked is not None and asked.prefixed is not None and not asked.prefixed.echo and "prompt_token_ids" in members:
-            members["prompt_token_ids"] = None
+        call = asked.prefixed if asked is not None else None
+        if call is not None and members.get(_ECHO) is not None:
+            if not call.echo:
+                members[_ECHO] = None
+            elif call.packed:
+                members |= pack_prompt(members[_ECHO]) | {_ECHO: None}
         return answer(**members)
 
     return make

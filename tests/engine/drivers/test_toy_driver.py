@@ -37,7 +37,7 @@ class ToyDriver(Driver):
     def write(self, call, prompt):
         fields = {name: value for name, value in members_with_ids(call).items() if name not in {"stream", "stream_options"}}
         if prompt is not None:
-            fields["exact_prompt"] = msgspec.Raw(b"[" + b"".join(prompt.fragment) + b"]")
+            fields["exact_prompt"] = msgspec.Raw(b"[" + bytes(prompt.fragment) + b"]")
         return msgspec.json.encode(fields)
 
     def read(self, body):

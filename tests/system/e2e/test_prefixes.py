@@ -56,6 +56,7 @@ class Engine:
         else:
             chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
         prompts = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]
+        prompts += [core_ids.unpack(base64.b64decode(chunk["tokencache"]["prompt"])) for chunk in chunks if chunk.get("tokencache")]
         choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
         packed = [choice["tokencache"] for choice in choices if choice.get("tokencache")]
         if packed:
@@ -107,6 +108,7 @@ async def test_turns_that_name_the_one_before_use_its_exact_ids(engine, stream):
         assert again[1][PROMPT_HEADER] == sha256(prompt)
         assert len(again[3][0]) == len(again[3][1]) > 0
         assert all(value <= 0 for value in again[3][1])
+        assert (await engine.ask(short, named(prefix, tail, echo=True, packed=True), stream=stream))[2] == prompt
         if stream:
             hidden = [hide_tokens(event) for event in engine.events]
             assert sum(event is not None for event in hidden) >= len(again[3][0]) - 2, "all chunks but the first and the last are plain"
@@ -227,7 +229,8 @@ def members_of(parts):
     for part in parts:
         members = [sorted(name for name, value in choice.items() if value is not None) for choice in part.get("choices", ())]
         packed = [sorted(choice.get("tokencache") or ()) for choice in part.get("choices", ())]
-        kind = (sorted(part.get("error", ())), members, packed, bool(part.get("prompt_token_ids")))
+        echo = sorted(part.get("tokencache") or ()), bool(part.get("prompt_token_ids"))
+        kind = (sorted(part.get("error", ())), members, packed, echo)
         if kind not in kinds:
             kinds.append(kind)
     return kinds

@@ -106,6 +106,7 @@ class ChatReplyEncoder(PassthroughEncoder):
             return data
         if not self._prompt and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = _NULL
+        fields.pop(PACKED, None)
         shown = [choice for choice in choices if self._hide_in_choice(choice, part)]
         if choices and not shown:
             return None

@@ -155,7 +155,7 @@ def read_chat(
     if rewrite is not None:
         body = gym_request.with_audio(body)
     split, echoes = _without_echoes(parser.split(session, body) or split_whole(body))
-    if split.known is not None and not echoes and gym.carries(body):  # the ids of the last reply may be on messages of the known part
+    if split.known is not None and split.known.rewritten and not echoes and gym.carries(body):  # the ids may be on known messages
         split, echoes = _without_echoes(split_whole(body))
     if rewrite is not None:
         split = _as_gym_sends(split)

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from multidict import CIMultiDict
 
-from tokencache.core.ids import Pieces
+from tokencache.core.ids import Fragment
 from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import Derender
@@ -57,14 +57,14 @@ class ExactPrompt(NamedTuple):
 
     Attributes:
         ids: its packed ids.
-        fragment: the same ids as a JSON fragment in pieces (`core.ids`).
+        fragment: the same ids as a JSON fragment (`core.ids`).
         last_reply: its last reply.
         media: the images and other media in its beginning, as far as they are recorded. Those of new messages may follow.
         sampled: positions at which the model itself sampled an id of a placeholder.
     """
 
     ids: bytes
-    fragment: Pieces
+    fragment: Fragment
     last_reply: LastReply
     media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()

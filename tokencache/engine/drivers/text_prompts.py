@@ -165,7 +165,7 @@ class TextPrompts(Vllm):
         request = ReplacedChat(
             upstream, _raw({name: value for name, value in body.items() if name != _PROMPT and (name != "model" or value)})
         )
-        answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.extended((), ids.pack(body[_PROMPT])), Guidance()))
+        answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.Fragment(ids.pack(body[_PROMPT])), Guidance()))
         if answer.status != _OK:
             return answer
         parsed = await parse_completion(self._derender, request, answer.body)
@@ -220,8 +220,8 @@ class TextPrompts(Vllm):
         return found
 
 
-def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Guidance) -> bytes:
-    """Write a chat request as a text completion with a prompt of these ids (a JSON fragment in pieces).
+def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: Guidance) -> bytes:
+    """Write a chat request as a text completion with a prompt of these ids (a JSON fragment).
 
     A call without a limit gets the guidance's limit, because the default of text completions is 16 tokens, even for `null`.
     """
@@ -233,7 +233,7 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Pieces, guidance: Gui
     if guidance.outputs is not None:
         body["structured_outputs"] = guidance.outputs
     body |= {"return_token_ids": True, "skip_special_tokens": False}
-    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *prompt, b"]}"))
+    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *prompt.pieces, b"]}"))
 
 
 def _raw(members: Mapping[str, Any]) -> dict[str, Raw]:

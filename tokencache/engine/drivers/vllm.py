@@ -92,10 +92,10 @@ class Vllm(Driver):
         body = memoryview(_ENCODER.encode(fields))
         inner = b',"kv_transfer_params":' + _ENCODER.encode(others)[:-1] + (b"," if others else b"")
         if not call.media:
-            return segmented_body(body[:1], body[1:-1], inner + b'"prompt_token_ids":[', *prompt.fragment, b"]}}")
+            return segmented_body(body[:1], body[1:-1], inner + b'"prompt_token_ids":[', *prompt.fragment.pieces, b"]}}")
         known = _ENCODER.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
         inner += b'"%s":%s,"ids":[' % (PLUGIN_PROMPT.encode(), known)
-        return segmented_body(body[:1], body[1:-1], inner, *prompt.fragment, b"]}}}")
+        return segmented_body(body[:1], body[1:-1], inner, *prompt.fragment.pieces, b"]}}}")
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""
