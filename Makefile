@@ -137,9 +137,10 @@ bench: bench-others ## measure what the proxy costs, next to a bare relay, nginx
 bench-quick: bench-others ## run a part of the bench in under two minutes
 	$(BIN)/python -m bench --quick $(ARGS)
 
-bench-engine: $(STAMP) ## measure the engine's gain: first token and prefix cache of a real vLLM on CPU, with and without the proxy: twelve minutes
+bench-engine: bench-others ## measure the engine's gain: first token, prefix cache, calls a second of a real vLLM on CPU, with and without the proxy: half an hour
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) $(BIN)/python -m bench.gain $(ARGS)
+	TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) $(BIN)/python -m bench.gain_load $(filter --quick,$(ARGS))
 
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs

@@ -240,7 +240,10 @@ class Suite:
         self.say("profile")
         try:
             with contextlib.ExitStack() as stack:
-                some = [stack.enter_context(make(engine)) for make in (targets.relay, targets.floor, targets.proven, targets.proxy)]
+                some = [
+                    stack.enter_context(make(engine))
+                    for make in (targets.relay, targets.floor, targets.proven, targets.proxy, targets.proxy_with_plugin)
+                ]
                 self.found["profile"] = run_profile(engine, some, self.extent.profile_s)
         except (FileNotFoundError, RuntimeError) as reason:
             self.found["skipped"]["profile"] = str(reason).splitlines()[0]

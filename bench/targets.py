@@ -185,15 +185,15 @@ def _open_files() -> int:
 
 LITELLM = """
 model_list:
-  - model_name: mock
-    litellm_params: {{model: openai/mock, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
+  - model_name: {model}
+    litellm_params: {{model: openai/{model}, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
 litellm_settings: {{telemetry: false, request_timeout: 600, num_retries: 0}}
 """
 
 
 @contextlib.contextmanager
-def litellm(engine: Process) -> Iterator[Target]:
-    """LiteLLM's proxy, one worker, no database, nothing logged."""
+def litellm(engine: Process, model: str = "mock") -> Iterator[Target]:
+    """LiteLLM's proxy, one worker, no database, nothing logged; `model` is the engine's name of it."""
     binary = OTHERS / "litellm" / "bin" / "litellm"
     if not binary.exists():
         raise FileNotFoundError("LiteLLM is not installed: make bench-others")
@@ -202,7 +202,7 @@ def litellm(engine: Process) -> Iterator[Target]:
     env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     with tempfile.TemporaryDirectory(prefix="bench-litellm-") as folder:
         written = Path(folder, "config.yaml")
-        written.write_text(LITELLM.format(engine=engine.port))
+        written.write_text(LITELLM.format(engine=engine.port, model=model))
 
         def command(port: int) -> list[str]:
             return [str(binary), "--config", str(written), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
