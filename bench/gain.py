@@ -64,7 +64,6 @@ FULL = Extent(
     rounds=1,
     bodies=15,
 )
-_QUICK_CASES = [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))]
 QUICK = Extent(
     [2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))], repeats=2, rounds=1, bodies=9
 )

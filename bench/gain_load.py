@@ -39,6 +39,8 @@ HERE = Path(__file__).parent
 SESSIONS = 32
 LENGTHS = [8_000, 32_000]
 SECONDS = 15.0
+WARMING = 2
+"""Calls of each session before the clock starts."""
 REPLY = "<think>\nGo on.\n</think>\n\nDone."
 ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -102,7 +104,7 @@ class Load:
         return [cpu_seconds(self.engine.process.pid), self.front.cpu() if self.front else 0.0]
 
     async def run(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """Runs new sessions with a history of about `tokens` for a time. Each makes two calls before the clock starts."""
+        """Runs new sessions with a history of about `tokens` for a time. Each makes some calls before the clock starts."""
         messages = history(self.engine, tokens)
         messages[0]["content"] = f"{self.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
         shared = ",".join(map(json.dumps, messages)).encode()
@@ -111,7 +113,7 @@ class Load:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
             await sessions[0].call(http, self.url)
-            for _ in range(2):
+            for _ in range(WARMING):
                 await asyncio.gather(*(session.call(http, self.url) for session in sessions))
             seen: list[tuple[float, float]] = []
             looked_up, cpu, begun = await asyncio.to_thread(self.engine.prefix_cache), self.cpu(), time.monotonic()
@@ -123,6 +125,8 @@ class Load:
             await asyncio.gather(*map(talk, sessions))
             took, used = time.monotonic() - begun, [now - then for now, then in zip(self.cpu(), cpu, strict=True)]
         queries, hits = (now - then for now, then in zip(self.engine.prefix_cache(), looked_up, strict=True))
+        if self.name in OWN[1:]:
+            self._check(sessions)
         firsts = sorted(first - sent for sent, first in seen)
         return {
             "target": self.name,
@@ -136,6 +140,20 @@ class Load:
             "api_busy": round(used[0] / took, 3),
             "found_cached": round(hits / queries, 4),
         }
+
+    def _check(self, sessions: list[Session]) -> None:
+        """Checks that every call continued the one before: a proxy that only relays is fast, too.
+
+        Raises:
+            RuntimeError: It did not.
+        """
+        client = Client(int(self.url.rpartition(":")[2].partition("/")[0]))
+        for session in sessions:
+            answer = client.get(f"/tokencache/v1/sessions/{session.name}/turns")
+            kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
+            if len(kinds) < WARMING or kinds != ["root"] + ["continue"] * (len(kinds) - 1):
+                raise RuntimeError(f"{self.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
+        client.close()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from bench.cost import SLOW
 from bench.drive import drive
 from bench.load import Spec
 from bench.processes import Process
-from bench.targets import FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN, Target
+from bench.targets import FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, Target
 
 _NONE = Spec(ports=[], sessions=False)
 
@@ -69,7 +69,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
     def adds_figures(name: str, target: Target) -> bool:
         if name in SLOW:
             return whole and few and row.shape != "1 MB"  # too few answers there for a figure
-        if name in {FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN}:
+        if name in {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}:
             return whole and few  # the first only omits a small call, the others do not stream
         if target.workers > 1:  # one call at a time needs no second process; two processes with streams are measured with 16,384
             return whole and row.connections > 1 and (few or row.shape == "1 KB")

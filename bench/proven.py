@@ -51,12 +51,12 @@ class _Logprobs(msgspec.Struct):
     content: list[_Chance]
 
 
-class _Message(msgspec.Struct):
+class Message(msgspec.Struct):
     content: str
 
 
 class _Choice(msgspec.Struct):
-    message: _Message
+    message: Message
     logprobs: _Logprobs
     token_ids: list[int]
 
@@ -95,27 +95,31 @@ class Proven:
             return await self.floor.relay.handle(request)
         body = await request.read()
         known = self.sessions.pop(name, None) or Known()
-        new = _new(known, body)
-        digests = _digests(new)
+        new = new_messages(known, body)
+        digests = digests_of(new)
         sent = [memoryview(body)[:-1], WANTED]
         if known.pieces:
             if digests[0] != known.reply:
                 raise ValueError("this is not what was sampled")
             tail = await self.floor.tail(body)
-            known.turns.append(_packed(tail))
+            known.turns.append(pack_json_ids(tail))
             known.pieces += (b",", tail)
             sent += (SUPPLIED, *known.pieces, b"]}")
         async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
             answer_body = await answer.read()
         brief = _without_echo(known, answer_body)
         _keep(known, new, digests, brief)
+        self.keep(name, known)
+        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(brief))
+
+    def keep(self, name: str, known: Known) -> None:
+        """Keeps the state of a session."""
         self.sessions[name] = known
         if len(self.sessions) > _MOST:
             del self.sessions[next(iter(self.sessions))]
-        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(brief))
 
 
-def _new(known: Known, body: bytes) -> bytes:
+def new_messages(known: Known, body: bytes) -> bytes:
     """The messages that the session has not sent yet, as a list of JSON."""
     end = body.rindex(LAST_END)
     same = known.body_size and xxhash.xxh3_64_intdigest(memoryview(body)[: known.body_size]) == known.body_hash
@@ -126,11 +130,11 @@ def _new(known: Known, body: bytes) -> bytes:
     return new
 
 
-def _digests(new: bytes) -> list[bytes]:
-    return [_digest(entry.role, entry.content) for entry in _ENTRIES.decode(new)]
+def digests_of(new: bytes) -> list[bytes]:
+    return [digest(entry.role, entry.content) for entry in _ENTRIES.decode(new)]
 
 
-def _digest(role: str, content: str) -> bytes:
+def digest(role: str, content: str) -> bytes:
     return hashlib.sha256(f"{role}\n{content}".encode()).digest()[:16]
 
 
@@ -139,7 +143,7 @@ def _without_echo(known: Known, answer_body: bytes) -> bytes:
     begin, end = echo_in(answer_body)
     if not known.pieces:
         known.pieces.append(answer_body[begin:end])
-        known.turns.append(_packed(known.pieces[0]))
+        known.turns.append(pack_json_ids(known.pieces[0]))
     at = begin
     for piece in known.pieces:
         if not answer_body.startswith(piece, at):
@@ -150,7 +154,7 @@ def _without_echo(known: Known, answer_body: bytes) -> bytes:
     return answer_body[:begin] + answer_body[end:]
 
 
-def _packed(ids: bytes) -> bytes:
+def pack_json_ids(ids: bytes) -> bytes:
     return _ints(_IDS_OF.decode(b"[%s]" % ids))
 
 
@@ -166,15 +170,19 @@ def _hidden(reply: bytes) -> bytes:
     return reply
 
 
+def pack_turn(ids: bytes, logprobs: bytes, new: bytes, digests: list[bytes]) -> bytes:
+    """A turn as it would be stored; `ids` and `logprobs` are packed, `new` is the JSON of its new messages."""
+    return _PACK.encode([ids, logprobs, isal_zlib.compress(new), *digests])
+
+
 def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
     """The packed turn; the next call is compared with it."""
     choice = _REPLY.decode(reply).choices[0]
     values = [one.logprob for one in choice.logprobs.content]
     if len(choice.token_ids) != len(values) or any(map(math.isnan, values)):
         raise ValueError("the engine returned no log probabilities")
-    known.reply = _digest("assistant", choice.message.content)
-    packed = [_ints(choice.token_ids), struct.pack(f"<{len(values)}f", *values), isal_zlib.compress(new), *digests]
-    known.turns.append(_PACK.encode(packed))
+    known.reply = digest("assistant", choice.message.content)
+    known.turns.append(pack_turn(_ints(choice.token_ids), struct.pack(f"<{len(values)}f", *values), new, digests))
     known.pieces.append(sampled_in(reply))
 
 

@@ -18,7 +18,7 @@ from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
 from bench.profiled import run_profile
-from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN, Target
+from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, Target
 
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 
@@ -70,7 +70,8 @@ class Extent:
     leave_out: frozenset[str] = frozenset()
 
 
-NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, PLUGIN}
+_PROFILED = (targets.relay, targets.floor, targets.proven, targets.proxy, targets.named, targets.proxy_with_plugin)
+NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}
 """The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
 PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start", "profile")
 FULL = Extent(
@@ -116,7 +117,7 @@ QUICK = Extent(
     starts=2,
     profile_s=1.0,
     parts=PARTS[:-1],
-    leave_out=frozenset({FLOOR_LOCAL, FLOOR_PROVEN, TWO_REDIS}),
+    leave_out=frozenset({FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, TWO_REDIS}),
 )
 
 
@@ -149,6 +150,7 @@ class Suite:
             FLOOR: targets.floor,
             FLOOR_LOCAL: lambda to: targets.floor(to, local=True),
             FLOOR_PROVEN: targets.proven,
+            FLOOR_NAMED: targets.named,
             **targets.others(),
             PROXY: targets.proxy,
             PROXY_REDIS: lambda to: targets.proxy(to, "redis"),
@@ -240,10 +242,7 @@ class Suite:
         self.say("profile")
         try:
             with contextlib.ExitStack() as stack:
-                some = [
-                    stack.enter_context(make(engine))
-                    for make in (targets.relay, targets.floor, targets.proven, targets.proxy, targets.proxy_with_plugin)
-                ]
+                some = [stack.enter_context(make(engine)) for make in _PROFILED]
                 self.found["profile"] = run_profile(engine, some, self.extent.profile_s)
         except (FileNotFoundError, RuntimeError) as reason:
             self.found["skipped"]["profile"] = str(reason).splitlines()[0]

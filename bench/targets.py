@@ -19,7 +19,7 @@ from tests.support.redis_server import find_binary
 from tokencache.config import Settings
 
 OTHERS = ROOT / ".bench-venvs"
-FLOOR, FLOOR_LOCAL, FLOOR_PROVEN = "floor", "floor local", "floor proven"
+FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED = "floor", "floor local", "floor proven", "floor named"
 PLUGIN = "proxy memory, plugin"
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 
@@ -86,6 +86,17 @@ def proven(engine: Process) -> Iterator[Target]:
     """The floor, and what it takes to verify the tokens and to keep them."""
     with running("proven", lambda port: [sys.executable, "-m", "bench.proven", str(port), _url(engine)], "/version") as process:
         yield Target(FLOOR_PROVEN, (process,), sessions=True)
+
+
+@contextlib.contextmanager
+def named(engine: Process) -> Iterator[Target]:
+    """The least that a proxy must do with the plugin, with a mock engine of its own."""
+    del engine
+    with (
+        mock("--plugin") as own,
+        running("named", lambda port: [sys.executable, "-m", "bench.named", str(port), _url(own)], "/version") as one,
+    ):
+        yield Target(FLOOR_NAMED, (one,), sessions=True, engine=own)
 
 
 @contextlib.contextmanager
