@@ -42,7 +42,7 @@ def test_a_hash_is_continued_from_that_of_an_earlier_prompt():
         known = before + ids.pack(rng.choices(range(3), k=rng.randrange(3)))
         prompt = known + ids.pack(rng.choices(range(3), k=rng.randrange(1, 3)))
         prompts.append(prompt)
-        name = hashes.name(prompt, ids.count(known), rng.choice([0, 1, ids.count(before)]), echo=False)
+        name = hashes.name(prompt, ids.count(known), rng.choice([0, 1, ids.count(before), ids.count(prompt)]), echo=False)
         assert (name.prefix, name.digest) == (sha256(known), sha256(prompt))
 
 

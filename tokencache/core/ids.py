@@ -21,7 +21,7 @@ import msgspec
 
 ID_BYTES = 4
 _MAX_PIECES = 32
-"""Maximum number of pieces; more are joined into one. Each turn adds two."""
+"""Maximum number of pieces; more are joined into one. Each turn adds one."""
 _JSON_GROWTH = 2
 """Largest size of a fragment over that of the packed ids: an id of up to seven digits and a comma, for four bytes."""
 _JSON = msgspec.json.Encoder()

