@@ -19,12 +19,15 @@ CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
 # Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
 JOBS ?= auto
+# Each worker runs an engine, with some 4 GB of memory. Files are run in order: the longest are not the ones with the most tests.
+E2E_JOBS ?= 2
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
 FAST_TESTS := tests/core tests/dialects tests/docs tests/testing tests/trajectories/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
 	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
-E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config"
+# an engine may take minutes to start on a busy machine
+E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=900
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 # the frameworks' own warnings are not errors here
 INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
@@ -83,7 +86,8 @@ coverage: ## run `make test COVERAGE=1`, which fails below the level in pyprojec
 	$(MAKE) test COVERAGE=1
 
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
-	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) tests/system/e2e
+	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) \
+		--numprocesses $(E2E_JOBS) --dist loadfile --no-loadscope-reorder tests/system/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers integrations
 
@@ -114,6 +118,7 @@ e2e-nemo: $(STAMP) ## test NVIDIA's nemo-gym with the proxy in each position, on
 
 e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, too)
 	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
+	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV)
 
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)

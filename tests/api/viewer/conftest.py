@@ -1,5 +1,7 @@
 """A browser for a module's tests, and a proxy whose sessions they look at. Both run in the module's own event loop."""
 
+import asyncio
+import contextlib
 import shutil
 from typing import Any, NamedTuple
 
@@ -11,6 +13,8 @@ from tests.proxy.kit import proxied
 from tokencache.testing import SimulatedEngine
 
 UI = "/tokencache/ui/"
+CLOSE_SECONDS = 30
+"""A Chromium that got too little CPU may never answer that it has closed."""
 
 
 class Looked(NamedTuple):
@@ -27,6 +31,13 @@ def chromium():
     return found or pytest.skip("no Chromium on the path: tests/api/viewer/install_chromium.sh installs Debian's")
 
 
+async def closed(what):
+    """Close a tab or the browser; one that does not answer is left to the end of Playwright's driver."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await what.close()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser():
     playwright = pytest.importorskip("playwright.async_api")
@@ -34,7 +45,7 @@ async def browser():
     async with playwright.async_playwright() as driver:
         found = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
-        await found.close()
+        await closed(found)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -66,7 +77,7 @@ async def look(browser, rig):
 
     yield open_page
     for context, seen, url in opened:
-        await context.close()
+        await closed(context)
         assert not seen.errors
         assert seen.requests
         assert all(asked.startswith(url + "/tokencache/") for asked in seen.requests)

@@ -1,4 +1,4 @@
-"""Fixtures: one real vLLM at a time for the whole suite, and proxies in front of it. See rig/ for what it serves."""
+"""Fixtures: one real vLLM at a time in each worker, and proxies in front of it. See rig/ for what it serves."""
 
 import contextlib
 import os
@@ -22,7 +22,6 @@ from tokencache.store.memory import MemoryStore
 
 QWEN3 = REPOSITORY.parent / "shared/tokenizers/qwen3/build.py"
 MAX_MODEL_LEN = 32768
-FIGURES = []
 
 
 @pytest.fixture(scope="session")
@@ -44,21 +43,26 @@ def python(tmp_path):
     return venv / "bin/python"
 
 
-@pytest.fixture(scope="session")
-def figures():
+@pytest.fixture
+def figures(record_property):
     """Lines for the end of the report: measurements."""
-    return FIGURES
+    lines = []
+    yield lines
+    for line in lines:
+        record_property("figure", line)
 
 
 def pytest_terminal_summary(terminalreporter):
-    if FIGURES:
+    ended = [report for reports in terminalreporter.stats.values() for report in reports if getattr(report, "when", "") == "teardown"]
+    lines = [line for report in ended for name, line in report.user_properties if name == "figure"]
+    if lines:
         terminalreporter.section("figures")
-        for line in FIGURES:
+        for line in lines:
             terminalreporter.write_line(line)
 
 
 class Servers:
-    """Runs the server of one tokenizer at a time: the machine is small."""
+    """Runs the server of one tokenizer at a time: each takes gigabytes."""
 
     def __init__(self, tmp_path_factory):
         self._tmp, self._running, self._stack = tmp_path_factory, None, contextlib.ExitStack()

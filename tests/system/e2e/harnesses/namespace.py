@@ -23,7 +23,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rig.server import free_port
+from tests.ports import free_port
 
 RUN_DIR = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
 WORK, HOME, TMP = RUN_DIR / "work", RUN_DIR / "home", RUN_DIR / "tmp"

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import aiohttp
 
-from rig.server import MODEL, REPOSITORY, free_port
+from rig.server import MODEL, REPOSITORY
+from tests.ports import free_port
 from tokencache.integrations.nemo_gym import SEARCH_DIR
 
 RESOURCES, AGENT, POLICY = "synonyms", "agent", "policy_model"

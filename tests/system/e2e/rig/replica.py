@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 
-from rig.server import free_port
+from tests.ports import free_port
 
 
 @contextlib.asynccontextmanager

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
+
+from tests.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[3]
@@ -23,12 +24,6 @@ MODEL = "tiny"
 def default_venv():
     """Where `install_vllm.sh` installs vLLM: `$TOKENCACHE_E2E_VLLM`, or `.venv-vllm` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or REPOSITORY / ".venv-vllm")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def one_request_each():
