@@ -1,14 +1,15 @@
 """Measures what the engine gains, on a real vLLM: `python -m bench.gain [--quick]`. Writes bench/out/gain-<time>.json.
 
 Sessions run call by call, directly and through the proxy (to a stock engine, and to one with the plugin), until their histories are 2k to
-32k tokens long. At each of these marks the
-bench measures the time to the first token, and reads from the engine's metrics how much of the prompt was in its prefix cache. Sessions of
-one case run side by side, mark by mark, with the same text, so that disturbances of the machine affect all of them.
+32k tokens long. At each of these marks the bench measures the time to the first token, and reads from the engine's metrics how much of the
+prompt was in its prefix cache. Sessions of one case run side by side, mark by mark, with the same text, so that disturbances of the machine
+affect all of them.
 """
 
 import argparse
 import contextlib
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -109,7 +110,7 @@ class Gain:
 
     def _rollout(self, target: CallTarget, case: Case, which: str) -> Rollout:
         seed = f"{case.play}-{case.drift}-{which}-{time.time_ns()}"
-        return Rollout(target, f"{target.name.replace(' --', '-')}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
+        return Rollout(target, f"{re.sub('[^a-z]+', '-', target.name)}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
 
     def _case(self, case: Case, targets: dict[str, CallTarget], n: int) -> list[dict[str, Any]]:
         played = {name: self._rollout(targets[name], case, str(n)) for name in case.targets}

@@ -82,9 +82,17 @@ def test_a_truncated_echo_is_unreadable():
 
 @pytest.mark.parametrize("echo", [b"[]", b"[7]", b"[1,22,333]", b"[1, 22, 333]", b"[ 1,22]", b"[1,\n22]", b"[-0,1]"])
 def test_the_engines_digits_are_sent_again_only_if_it_writes_them_as_we_do(echo):
-    packed = read_ids(echo)
+    packed, reply = read_ids(echo), Reply()
     assert packed is not None
-    assert bytes(as_fragment(echo, packed)) == ids.fragment(packed)
+    reply.add(b'{"choices":[],"prompt_token_ids":' + echo + b"}")
+    assert bytes(as_fragment(echo, packed)) == bytes(reply.prompt.fragment) == ids.fragment(packed)
+
+
+def test_an_echo_is_the_same_fragment_however_it_comes():
+    unknown, packed, same = Reply().prompt, Reply().prompt, reply_to(SENT).prompt
+    packed.note_packed(ids.pack([1, 22, 333]))
+    same.confirm()
+    assert [bytes(prompt.fragment) for prompt in (unknown, packed, same)] == [b"", b"1,22,333", b"1,22,333"]
 
 
 STREAM = b'data: {"a":1}\n\ndata: {"b":"x y"}\n\n: comment\n\ndata: [DONE]\n\n'

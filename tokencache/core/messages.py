@@ -102,14 +102,19 @@ def digest(message: Message) -> bytes:
     Fields are hashed with their tags and lengths, so different fields never give the same bytes. A harness chooses the content of messages
     and must not be able to find two messages with the same digest. With a fast hash it could.
     """
-    fields = [(b"role", message.role.encode("utf-8", "surrogatepass")), (b"text", message.text.encode("utf-8", "surrogatepass"))]
+    role, text = message.role.encode("utf-8", "surrogatepass"), message.text.encode("utf-8", "surrogatepass")
+    fields = b"%brole:%d:%btext:%d:%b" % (_VERSION, len(role), role, len(text), text)
     if message.name and message.role not in {"tool", "assistant"}:
-        fields.append((b"who", message.name.encode("utf-8", "surrogatepass")))
+        fields += _field(b"who", message.name.encode("utf-8", "surrogatepass"))
     for call in message.calls:
-        fields += (b"name", call.name.encode("utf-8", "surrogatepass")), (b"args", canonical_arguments(call.arguments))
+        fields += _field(b"name", call.name.encode("utf-8", "surrogatepass")) + _field(b"args", canonical_arguments(call.arguments))
     if message.media:
-        fields.append((b"media", message.media))
-    return hashlib.sha256(b"".join((_VERSION, *(b"%s:%d:%s" % (tag, len(data), data) for tag, data in fields)))).digest()[:16]
+        fields += _field(b"media", message.media)
+    return hashlib.sha256(fields).digest()[:16]
+
+
+def _field(tag: bytes, data: bytes) -> bytes:
+    return b"%b:%d:%b" % (tag, len(data), data)
 
 
 def exact_digest(message: Message) -> bytes:

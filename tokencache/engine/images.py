@@ -29,7 +29,6 @@ from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.derender import Derender
 from tokencache.engine.generate import GENERATE, generate_body, read_generated, refusal, render_request
 from tokencache.engine.image_support import ImageSupport
-from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.renderer import EngineRenderer, RenderError
 from tokencache.engine.upstream import AskChat, EngineClient, EngineResponse
@@ -260,7 +259,7 @@ class _Probe:
             raise _UnprovenError(f"it accepts no images: {_words(answer)}")
         read = Reply()
         read.add(answer.body)
-        used = read_ids(read.prompt.raw)
+        used = read.prompt.packed
         if used is None:
             raise _UnprovenError("it does not report the prompt of a request with images")
         return ids.unpack(used)

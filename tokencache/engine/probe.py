@@ -25,7 +25,6 @@ from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
-from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
@@ -66,7 +65,7 @@ async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | Non
     read.add(answer.body)
     if reply is not None:
         reply.model = read.model
-    return read_ids(read.prompt.raw)
+    return read.prompt.packed
 
 
 class Capability(msgspec.Struct, frozen=True):

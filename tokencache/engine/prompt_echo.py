@@ -70,6 +70,13 @@ class PromptEcho:
             self._packed = read_ids(self.raw)
         return self._packed
 
+    @property
+    def fragment(self) -> ids.Fragment:
+        """The reported ids as a JSON fragment; empty while unknown, and if they cannot be parsed."""
+        if self.agreed:
+            return self.sent
+        return as_fragment(self._raw, self.packed or b"")
+
     def find(self, data: bytes) -> tuple[int, int]:
         """Return the position (start, end) of the ids in a reply's JSON, without their brackets; (0, 0) if not found, or if they are known.
 

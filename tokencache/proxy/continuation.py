@@ -238,7 +238,7 @@ class Continuation:
         """The exact prompt of the next piece: packed ids, and as a JSON fragment."""
         prompt, sampled = self._reply.prompt, ids.pack(self.sampled)
         assert prompt.packed is not None  # noqa: S101 - `check` looked
-        return prompt.packed + sampled, ids.Fragment(written=prompt.raw[1:-1]).extended(sampled)
+        return prompt.packed + sampled, prompt.fragment.extended(sampled)
 
     def exact(self, capability: Capability) -> ExactPrompt:
         """Make the exact prompt of the next piece for an engine.

@@ -207,13 +207,14 @@ class Outcome(msgspec.Struct, kw_only=True):
         plan, whole = self.plan, self.reply.prompt  # for all choices; `echo` is for a single choice
         if not echo and whole.agreed and (exact := plan.exact) is not None:
             return self._with_media(_Prompt(exact.ids, exact.fragment, plan))
-        echoed, echo = (read_ids(echo), echo) if echo else (whole.packed, whole.raw)
+        echoed = read_ids(echo) if echo else whole.packed
         if echoed is None:
             return None
+        fragment = as_fragment(echo, echoed) if echo else whole.fragment
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
-            return self._with_media(_Prompt(echoed, as_fragment(echo, echoed), plan))
+            return self._with_media(_Prompt(echoed, fragment, plan))
         disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
-        return _Prompt(echoed, as_fragment(echo, echoed), disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
+        return _Prompt(echoed, fragment, disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
 
     def _with_media(self, prompt: "_Prompt") -> "_Prompt":
         """Add the images of the messages to a prompt. The engine must report that they are where the recorded ones were."""

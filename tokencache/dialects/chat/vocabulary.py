@@ -171,8 +171,9 @@ def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:
     listed = entry.get("tool_calls") or ()
     if not isinstance(listed, list | tuple):
         raise UnreadableError("tool_calls is not a list")
-    single = entry.get("function_call")
-    return tuple(_call(item) for item in [*listed, *([{"function": single}] if single else ())])
+    if single := entry.get("function_call"):
+        listed = [*listed, {"function": single}]
+    return tuple([_call(item) for item in listed]) if listed else ()
 
 
 def _call(item: Any) -> ToolCall:

@@ -30,7 +30,6 @@ from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
 from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
-from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
@@ -179,7 +178,7 @@ class TextPrompts(Vllm):
         answer = await self.ask(upstream, request)
         chat = Reply()
         chat.add(answer.body)
-        prompt = read_ids(chat.prompt.raw)
+        prompt = chat.prompt.packed
         if answer.status in NOT_NOW or prompt is None or 0 not in chat.choices:
             raise EngineError(f"the engine answered {answer.status}", status=answer.status)
         try:
