@@ -33,7 +33,8 @@ def pytest_runtest_protocol(item):
 
 def _print_tasks(test, terminal):
     lines = [f"{test} hangs. Its tasks wait at:"]
-    for task in list(asyncio.tasks._all_tasks):  # of every loop; `asyncio.all_tasks` needs to run in one
+    tasks = [thing for thing in gc.get_objects() if issubclass(type(thing), asyncio.Task)]  # `asyncio.all_tasks` needs a running loop
+    for task in (task for task in tasks if not task.done()):
         lines += [f"  {task.get_name()}:", *(f"    {place}" for place in _waits(task.get_coro()))]
     os.write(terminal, "\n".join([*lines, ""]).encode())
 
