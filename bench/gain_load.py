@@ -142,7 +142,7 @@ class Load:
         }
 
     def _check(self, sessions: list[Session]) -> None:
-        """Checks that every call continued the one before: a proxy that only relays is fast, too.
+        """Checks that every call continued the one before: a proxy that only relays is fast, too. The first one has replies of no turn.
 
         Raises:
             RuntimeError: It did not.
@@ -151,7 +151,7 @@ class Load:
         for session in sessions:
             answer = client.get(f"/tokencache/v1/sessions/{session.name}/turns")
             kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
-            if len(kinds) < WARMING or kinds != ["root"] + ["continue"] * (len(kinds) - 1):
+            if len(kinds) < WARMING or set(kinds[1:]) != {"continue"}:
                 raise RuntimeError(f"{self.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
         client.close()
 
