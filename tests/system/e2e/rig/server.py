@@ -60,7 +60,7 @@ class VllmServer:
         options=(),
         ground_truth=None,
         variables=None,
-        start_timeout=240,
+        start_timeout=600,
     ):
         self.model_dir = Path(model_dir).resolve()
         self.episodes = episodes or {}
