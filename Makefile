@@ -45,8 +45,9 @@ install: $(STAMP) ## install the package (editable) and its tools into .venv
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
 	@echo "installing into $(VENV): a minute the first time"
+	@# --no-deps: the lock is complete, and pip 23 fails on a dependency with an extra once a release newer than the lock's exists
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --disable-pip-version-check install -q --require-hashes -r requirements.lock
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements.lock
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
