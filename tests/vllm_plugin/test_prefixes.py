@@ -52,9 +52,15 @@ async def preprocess_chat(  # noqa: PLR0917 - vLLM's
     *,
     skip_mm_cache=False,
 ):
-    """As vLLM's: supplied ids are the prompt, unless messages have media."""
+    """As vLLM's: supplied ids are the prompt, unless messages have media. A parser reads the prompt (0.33)."""
     ids = (request.kv_transfer_params or {}).pop("prompt_token_ids", None)
-    return [], [{"prompt_token_ids": RENDERED if ids is None or messages == ["media"] else ids}]
+    made = self.rendering.tokens_input(RENDERED if ids is None or messages == ["media"] else ids, cache_salt="salt")
+    self.parsed.append(list(made["prompt_token_ids"]))
+    return [], [made]
+
+
+def tokens_input(prompt_token_ids, *, prompt=None, cache_salt=None):
+    return {"type": "token", "prompt_token_ids": prompt_token_ids, "cache_salt": cache_salt}
 
 
 def validate_token_ids(self, token_ids, *, parameter=None):
@@ -101,12 +107,13 @@ class Server:
 
     def __init__(self, max_bytes=2**20, preprocess=preprocess_chat):
         self.engine = Engine()
-        self.online = type("OnlineRenderer", (), {"preprocess_chat": preprocess})
+        self.online = type("OnlineRenderer", (), {"preprocess_chat": preprocess, "parsed": []})
+        self.online.rendering = types.SimpleNamespace(OnlineRenderer=self.online, tokens_input=tokens_input)
         self.renderer = type("BaseRenderer", (), {"validate_token_ids": validate_token_ids, "checked": []})
         self.handler = type("OpenAIServingChat", (), dict(vars(Serving)))
         self.serving = types.SimpleNamespace(OpenAIServingChat=self.handler, **dict.fromkeys(ANSWERS, dict))
         self.modules = {
-            "vllm.renderers.online_renderer": types.SimpleNamespace(OnlineRenderer=self.online),
+            "vllm.renderers.online_renderer": self.online.rendering,
             "vllm.entrypoints.openai.chat_completion.serving": self.serving,
             "vllm.renderers.base": types.SimpleNamespace(BaseRenderer=self.renderer),
             "vllm.exceptions": types.SimpleNamespace(VLLMValidationError=BadRequestError),
@@ -202,7 +209,7 @@ async def test_each_turn_is_named_by_the_one_before(server, stream):
         sent = [*prompt, *REPLY, 7, turn]
         headers, echo = await server.ask(named([*prompt, *REPLY], [7, turn]), stream=stream)
         assert (headers, echo) == ({PROMPT_HEADER: sha256(sent)}, None)
-        assert server.engine.prompts[-1] == sent
+        assert server.engine.prompts[-1] == server.online.parsed[-1] == sent
         prompt = sent
 
 
@@ -381,6 +388,10 @@ def test_unexpected_code_is_left_alone():
     assert server.online.preprocess_chat is _fewer
     assert "generate" not in vars(server.engine) | vars(missing.engine)
     assert missing.online.preprocess_chat is preprocess_chat
+    newer = Server()
+    newer.online.rendering.tokens_input = lambda ids: {"prompt_token_ids": ids}
+    with pytest.raises(UnknownVllmError, match="tokens_input"):
+        newer.patch()
     other = Server()
     other.handler._create_chat_logprobs = _fewer
     with pytest.raises(UnknownVllmError, match="_create_chat_logprobs"):
@@ -406,7 +417,7 @@ async def test_it_is_patched_once(server):
     ("given", "said"),
     [(None, "268435456 bytes kept"), ("4096", "4096 bytes kept"), ("0", "are off"), ("1GB", "NOT ACTIVE: TOKENCACHE_PRE")],
 )
-@pytest.mark.parametrize("version", ["0.27.0", "0.31.2", "0.32.0"])
+@pytest.mark.parametrize("version", ["0.27.0", "0.31.2", "0.32.0", "0.33.0"])
 async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, given, said, *, version):
     caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version))
@@ -422,7 +433,7 @@ async def test_the_endpoint_plugin_offers_it_and_logs_it(monkeypatch, caplog, gi
     assert ("generate" in vars(server.engine)) == ("kept" in said)
 
 
-@pytest.mark.parametrize(("version", "engine"), [("0.32.0", None), ("0.26.0", object()), ("0.33.0", object())])
+@pytest.mark.parametrize(("version", "engine"), [("0.32.0", None), ("0.26.0", object()), ("0.34.0", object())])
 async def test_a_server_that_only_renders_and_other_versions_have_no_prefixes(monkeypatch, caplog, version, engine):
     caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__=version))

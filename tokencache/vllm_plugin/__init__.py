@@ -1,4 +1,4 @@
-"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts, 0.27 to 0.32 prefixes by hash, and 0.32 images.
+"""Contains a plugin that makes vLLM 0.20 to 0.26 accept exact prompts, 0.27 to 0.33 prefixes by hash, and 0.32 images.
 
 vLLM 0.27 and later accept a whole prompt as ids, `kv_transfer_params.prompt_token_ids`, and do everything else as usual. This package adds
 that to older versions. It is not part of the proxy: it is installed next to vLLM, which loads it into its own processes. So it imports
@@ -15,7 +15,7 @@ grammars, streaming and the start of reasoning are vLLM's own.
 `boundary`            proves where the last reply of a conversation ends
 `images`              accepts exact prompts with images, in 0.32
 `response_headers`    adds headers to responses, for example where the images are in a prompt
-`prefixes`            accepts prompts whose beginning is named by a hash, in 0.27 to 0.32
+`prefixes`            accepts prompts whose beginning is named by a hash, in 0.27 to 0.33
 `kept_prefixes`       keeps the ids of recent conversations for that
 `packed_replies`      returns ids and log probabilities of replies as packed bytes
 `detokenizer`         starts the detokenizer with the end of a long prompt

