@@ -44,8 +44,9 @@ from tokencache.core.messages import Message, ToolCall, digest, exact_digest
 from tokencache.core.rules import STRICT, Leniency, expected_rewritings
 from tokencache.core.verdict import safe_id
 
-FIRST_CALL, FIRST_MEDIA = "calls", "media"
-"""The keys in `Conversation.first_places` of the first message with a call, and with an image or another medium."""
+FIRST_CALL, FIRST_MEDIA, FIRST_ANSWER = "calls", "media", "answer"
+"""The keys in `Conversation.first_places` of the first message with a call, of the first with an image or another medium, and of the first
+assistant message after a user's."""
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -58,8 +59,8 @@ class Conversation(msgspec.Struct, frozen=True):
         written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
         salt: 16 bytes, for keyed hashes of values that the conversation does not contain, such as handles.
-        first_places: role → place of its first message; `FIRST_CALL` and `FIRST_MEDIA` → place of the first message with a
-            call, or with a medium.
+        first_places: role → place of its first message; `FIRST_CALL`, `FIRST_MEDIA` and `FIRST_ANSWER` → places of other messages.
+        call_count: the number of calls in the messages.
     """
 
     messages: tuple[Message, ...]
@@ -70,6 +71,7 @@ class Conversation(msgspec.Struct, frozen=True):
     model_key: bytes = b""
     salt: bytes = b""
     first_places: dict[str, int] = {}
+    call_count: int = 0
 
     def replies(self) -> Iterator[int]:
         """Yield the places of the assistant messages, the last one first. Lazy, because callers rarely need more than one."""
@@ -122,12 +124,10 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
     calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
-    numbered = [*enumerate(messages, len(known.messages))]
-    first_places = {message.role: place for place, message in reversed(numbered)} | known.first_places
-    if FIRST_CALL not in first_places and (first := next((place for place, message in numbered if message.calls), None)) is not None:
-        first_places[FIRST_CALL] = first
-    if FIRST_MEDIA not in first_places and (first := next((place for place, message in numbered if message.media), None)) is not None:
-        first_places[FIRST_MEDIA] = first
+    first_places = dict(known.first_places)
+    for place, message in enumerate(messages, len(known.messages)):
+        for name in _features(message, asked="user" in first_places):
+            first_places.setdefault(name, place)
     for message, own, exact in zip(messages, digests, exacts, strict=True):
         if message.role == "assistant":
             calls = message.calls
@@ -145,7 +145,19 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
         model_key=known.model_key,
         salt=known.salt,
         first_places=first_places,
+        call_count=known.call_count + sum(len(message.calls) for message in messages),
     )
+
+
+def _features(message: Message, *, asked: bool) -> Iterator[str]:
+    """Yield the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
+    yield message.role
+    if message.calls:
+        yield FIRST_CALL
+    if message.media:
+        yield FIRST_MEDIA
+    if asked and message.role == "assistant":
+        yield FIRST_ANSWER
 
 
 def keyed_hash(secret: bytes, data: bytes) -> bytes:

@@ -98,6 +98,11 @@ class ChatCall(msgspec.Struct):
         """The chain of its conversation; empty if it could not be parsed."""
         return self.conversation.chain if self.conversation is not None else ()
 
+    @property
+    def call_count(self) -> int:
+        """The number of tool calls in its messages; 0 if they could not be parsed."""
+        return self.conversation.call_count if self.conversation is not None else 0
+
     def media_parts(self, until: int | None = None) -> list[MediaPart]:
         """The parts of the messages (of those before `until`) that are not text, in order."""
         return [part for index, parts in self.media.items() if until is None or index < until for part in parts]

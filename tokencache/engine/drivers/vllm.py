@@ -76,8 +76,7 @@ class Vllm(Driver):
         fields: dict[str, Any] = self._members(call)
         if name.digest:
             fields["messages"] = ANY_MESSAGES
-        calls = sum(len(message.calls) for message in call.messages)
-        named = name.member(calls, packed=not (call.shows_ids or call.shows_logprobs))
+        named = name.member(call.call_count, packed=not (call.shows_ids or call.shows_logprobs))
         fields["kv_transfer_params"] = {**_others(fields), PREFIX: named}
         return _ENCODER.encode(fields)
 

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import msgspec
 
-from tokencache.core.chain import FIRST_CALL, FIRST_MEDIA, Conversation
+from tokencache.core.chain import FIRST_ANSWER, FIRST_CALL, FIRST_MEDIA, Conversation
 from tokencache.core.messages import Message
 from tokencache.core.verdict import is_unique
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -63,9 +63,9 @@ class TailRequest(msgspec.Struct, frozen=True):
     @property
     def lead(self) -> int:
         """The number of messages before the first answer to a user; an assistant's greeting before them is not an answer."""
-        messages = self.conversation.messages
-        asked = self.conversation.first_places.get("user", 0)
-        return next((i for i in range(asked, self.at) if messages[i].role == "assistant"), self.conversation.first_places["assistant"])
+        places = self.conversation.first_places
+        answer = places.get(FIRST_ANSWER, self.at)
+        return answer if answer < self.at else places["assistant"]
 
     @property
     def systems(self) -> Sequence[bytes]:
