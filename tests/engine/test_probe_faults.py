@@ -204,3 +204,25 @@ async def _probed(rig):
 
 async def _more(intermediary, count):
     return len(intermediary.paths) > count
+
+
+async def test_a_call_survives_an_engine_that_dies_while_it_is_probed_again(monkeypatch):
+    """Its process is being ended: it resets the call, then the probe, and the call that is made again. Then another process is there."""
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 60.0)
+    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
+    calls = []
+
+    def dying(count, path):
+        """Everything is reset until the call is made for the second time. The probe's first requests are no calls."""
+        if path == CHAT and len(calls) < 2:
+            calls.append(count)
+        return count <= (calls[1] if len(calls) > 1 else count)
+
+    engine = SimulatedEngine(episodes=EPISODES, derenders=True)
+    async with resetting_before(engine) as intermediary, proxied(intermediary, upstream=intermediary.url, hold=5) as rig:
+        await until(lambda: _ready(rig))
+        intermediary.paths.clear()
+        intermediary.resets = dying
+        status, _ = await rig.post("s", messages=ASK, tools=TOOLS, stream=False)
+        assert status == 200
+        assert calls[0] == 1 < calls[1] - 1, "the engine was probed in between"

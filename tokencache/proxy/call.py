@@ -379,7 +379,7 @@ class CallAttempt:
             async with self._response.keep_alive():
                 answer = await self._send_to_engines()
         except EngineError as why:
-            if why.passing or not (self._continues and self._may_resample):
+            if why.passing or not self._may_be_made_again:
                 raise
             return await self._drop()  # the engine died before it answered: nothing that it sampled is known
         try:
@@ -409,6 +409,16 @@ class CallAttempt:
             return await self._pass_whole(answer, delivery)
         finally:
             answer.close()
+
+    @property
+    def _may_be_made_again(self) -> bool:
+        """Whether a call whose engine gave no answer may be made again.
+
+        It may if its reply would have been continued, or if the engine was dying already when the call was planned: then the probe has
+        found nothing.
+        """
+        dying = self._outcome.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
+        return self._may_resample and (self._continues or dying)
 
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
