@@ -387,7 +387,7 @@ class _Planning:
         base = cached.prefix.ids if cut is None else cut
         last_reply = await self._last_reply(found.at - 1, parent, base)
         if self._model.capability.tokenizes:
-            tail = await self._model.tails.tail(self._request(found.at, ids.head(base, parent.prompt_tokens)))
+            tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens))
             where = junction(base, tail, self._model.stop_ids)
             if where == REPLACED or len(base) < len(cached.prefix.ids):
                 return await self._shortened(parent, found, join(base, tail, where), last_reply, where)
@@ -616,9 +616,10 @@ class _Planning:
         here = [(part.modality, part.sha256) for part in self._call.media_parts(last.place)]
         return here == [(medium.modality, medium.sha256) for medium in last.turn.media]
 
-    def _request(self, at: int, reply_prompt: bytes | None = None) -> TailRequest:
+    def _request(self, at: int, prefix: bytes = b"", reply_start: int = 0) -> TailRequest:
         call = self._call
-        return TailRequest(call.model, call.args, self._conversation, call.safe_messages(), at, reply_prompt, self._session)
+        raw, session = call.safe_messages(), self._session
+        return TailRequest(call.model, call.args, self._conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session)
 
 
 class _Layout(NamedTuple):

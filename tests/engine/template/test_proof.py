@@ -380,7 +380,7 @@ async def told(tails, history, new, session=""):
     lab = tails.template.renderer
     wanted = asked(history, new)
     opened = await lab.render("m", wanted.raw[: len(history) - 1], wanted.args, generation=True)
-    tail = await tails.tail(msgspec.structs.replace(wanted, reply_prompt=opened, session=session))
+    tail = await tails.tail(msgspec.structs.replace(wanted, prefix=opened, reply_start=ids.count(opened), session=session))
     return lab.words.decode(ids.unpack(tail))
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 
 import msgspec
 
+from tokencache.core import ids
 from tokencache.core.chain import FIRST_ANSWER, FIRST_CALL, FIRST_MEDIA, Conversation
 from tokencache.core.messages import Message
 from tokencache.core.verdict import is_unique
@@ -33,7 +34,8 @@ class TailRequest(msgspec.Struct, frozen=True):
         conversation: the whole history.
         raw: its messages as JSON.
         at: the number of messages up to and including the reply.
-        reply_prompt: the prompt after which the reply was sampled (packed ids); `None` if unknown.
+        prefix: the ids of the history as it was sampled: the prompt and the reply (packed); `b""` if unknown.
+        reply_start: the number of tokens of that prompt.
         session: the session that the conversation belongs to.
     """
 
@@ -42,13 +44,18 @@ class TailRequest(msgspec.Struct, frozen=True):
     conversation: Conversation
     raw: Sequence[bytes]
     at: int
-    reply_prompt: bytes | None = None
+    prefix: bytes = b""
+    reply_start: int = 0
     session: str = ""
 
     @property
     def reply(self) -> Message:
         """The reply before the tail."""
         return self.conversation.messages[self.at - 1]
+
+    def reply_follows(self, generation_prompt: bytes) -> bool:
+        """Whether the reply was sampled after a generation prompt (packed ids); true if that is unknown."""
+        return not self.prefix or self.prefix.endswith(generation_prompt, 0, self.reply_start * ids.ID_BYTES)
 
     @property
     def new(self) -> Sequence[Message]:

@@ -169,7 +169,7 @@ class Tails:
                 method = "small" if shape.method == "local" else shape.method
                 tail = self._tail_in(await self.template.small(request, boundary, method), boundary)
             expected = shape.generation_prompt
-            if tail.endswith(expected) and (request.reply_prompt is None or request.reply_prompt.endswith(expected)):
+            if tail.endswith(expected) and request.reply_follows(expected):
                 return tail
         return await self._full_tail(request, boundary)  # correct by construction
 
