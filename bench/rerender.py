@@ -79,7 +79,8 @@ class Capture:
 
 
 async def main(port: int, upstream: str) -> None:
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+    # vLLM closes idle connections after 5 s. While this loop tokenizes, it does not see that, and would use a closed one.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}) as session:
         capture = Capture(upstream, session)
         app = web.Application(client_max_size=64 * 2**20)
