@@ -44,10 +44,11 @@ def run(line: str) -> dict[str, Any]:
 def main() -> None:
     """Run the agents until standard input ends."""
     lock = threading.Lock()
+    reports, sys.stdout = sys.stdout, sys.stderr  # libraries print messages, from several threads
 
     def report(done: "Future[dict[str, Any]]") -> None:
         with lock:  # lines of several threads must not mix
-            print(json.dumps(done.result()), flush=True)
+            print(json.dumps(done.result()), file=reports, flush=True)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for line in sys.stdin:

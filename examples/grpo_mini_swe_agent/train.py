@@ -81,9 +81,8 @@ class Agents:
     async def _read(self) -> None:
         try:
             async for line in self._output:
-                if line.startswith(b'{"id"'):  # all else is a message of a library
-                    done = json.loads(line)
-                    self._waiting.pop(done["id"]).set_result(done["exit_status"])
+                done = json.loads(line)
+                self._waiting.pop(done["id"]).set_result(done["exit_status"])
         finally:
             for one in self._waiting.values():
                 one.set_exception(RuntimeError("the process of the agents has ended: its messages are above"))
