@@ -13,7 +13,7 @@ from episodes import EPISODES
 from rig.ground_truth import read_ground_truth
 from rig.harness import Harness
 from rig.model import make_model
-from rig.server import MODEL, REPOSITORY, VllmServer, default_venv, one_request_each
+from rig.server import MODEL, REPOSITORY, VllmServer, default_venv, kept_briefly
 from rig.vision import VisionServer, make_vision_model
 
 from tokencache.config import Settings
@@ -248,7 +248,7 @@ async def proxying(vllm, store, **settings):
     timeout = aiohttp.ClientTimeout(total=180)
     async with (
         serving(Settings(upstream=vllm, port=0, **settings), store) as (url, proxy),
-        aiohttp.ClientSession(timeout=timeout, connector=one_request_each()) as http,
+        aiohttp.ClientSession(timeout=timeout, connector=kept_briefly()) as http,
     ):
         await proxy.engine.model()
         yield Proxied(url, vllm, http, proxy)

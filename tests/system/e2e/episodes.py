@@ -92,7 +92,7 @@ EPISODES = {
         think(
             " ".join(f"{n} — naïve ☕ {n * 37}," for n in range(12)),
             "東京, 🙂🙃, Straße: "
-            + ", ".join(f"{n}. item é {n * 53}" for n in range(12))
+            + ", ".join(f"{n}. item é {n * 53}" for n in range(60))
             + ".\n"
             + call({"command": "echo '" + " ".join(f"☕{n * 71}" for n in range(12)) + "'", "timeout": 10.5})
             + "\n"

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from rig.exported import assert_exported, generations, generations_of, get_json, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.replica import replica
-from rig.server import MODEL, one_request_each
+from rig.server import MODEL, kept_briefly
 
 from tests.support.redis_server import RealRedis, find_binary
 
@@ -27,7 +27,7 @@ LONG = 24_000
 
 @pytest.fixture
 async def http():
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=one_request_each()) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=kept_briefly()) as session:
         yield session
 
 

@@ -13,6 +13,7 @@ If namespaces are not permitted, the program runs without them, its proxy variab
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -20,11 +21,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.ports import free_port
 
+LOCK = Path(tempfile.gettempdir(), "tokencache-lab.lock")
+"""Runs with a mount share it. A run that needs the folder itself has it alone."""
 RUN_DIR = Path("/tmp/tokencache-lab")  # noqa: S108 - the same on every machine is the point; it is covered by a mount
 WORK, HOME, TMP = RUN_DIR / "work", RUN_DIR / "home", RUN_DIR / "tmp"
 PORT = 8100
@@ -120,14 +124,28 @@ async def run_isolated(command, folder, environment, way_out, at_port, *, second
 
 @contextlib.contextmanager
 def _run_dir(folder, *, covered):
-    """Provides `RUN_DIR`: as a mount point, or, without namespaces, temporarily as the run's folder itself."""
-    if covered:
-        RUN_DIR.mkdir(exist_ok=True)
-        yield
-        with contextlib.suppress(OSError):
-            RUN_DIR.rmdir()
-        return
-    RUN_DIR.mkdir()  # fails if another run uses it
+    """Provides `RUN_DIR`: as a mount point, or, without namespaces, temporarily as the run's folder itself.
+
+    Runs of other processes may have mounts there. To remove it would detach these, so it stays if one of them holds the lock.
+    """
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH if covered else fcntl.LOCK_EX)
+        if covered:
+            RUN_DIR.mkdir(exist_ok=True)
+            yield
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                RUN_DIR.rmdir()
+            return
+        with _moved(folder):
+            yield
+
+
+@contextlib.contextmanager
+def _moved(folder):
+    with contextlib.suppress(OSError):
+        RUN_DIR.rmdir()  # an empty one, which a covered run left
+    RUN_DIR.mkdir()
     try:
         for name in (WORK.name, HOME.name, TMP.name):
             shutil.move(folder / name, RUN_DIR / name)

@@ -31,6 +31,11 @@ def one_request_each():
     return aiohttp.TCPConnector(limit=0, force_close=True)
 
 
+def kept_briefly():
+    """Connections that are used again only for a second after a request: also on a busy machine that is before vLLM closes them."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
+
+
 @contextlib.contextmanager
 def all_started(*servers):
     """Starts several servers at once; stopped, those that still run, on exit."""
