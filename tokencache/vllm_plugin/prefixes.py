@@ -241,13 +241,18 @@ def _only_prompt() -> ServedRequest | None:
     return asked
 
 
+def _served_call() -> _Call | None:
+    """Return the call that is being served; `None` if it names no prompt."""
+    asked = served()
+    return asked.prefixed if asked is not None else None
+
+
 def _with_prefix(original: Any) -> Any:
     """Wrap `tokens_input`: makes an engine input of a whole prompt instead of its tail, which is checked at this place."""
 
     @functools.wraps(original)
     def tokens_input(prompt_token_ids: Any, **named: Any) -> Any:
-        asked = served()
-        call = asked.prefixed if asked is not None else None
+        call = _served_call()
         if call is not None and prompt_token_ids is call.tail:
             prompt_token_ids = call.ids
         return original(prompt_token_ids, **named)
@@ -260,8 +265,7 @@ def _checking_new_ids(original: Any) -> Any:
 
     @functools.wraps(original)
     def validate_token_ids(self: Any, token_ids: Any, **named: Any) -> None:
-        asked = served()
-        call = asked.prefixed if asked is not None else None
+        call = _served_call()
         if call is None or not call.tail or token_ids is not call.ids:
             original(self, token_ids, **named)
 
@@ -319,8 +323,7 @@ def _with_short_echo(answer: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of an answer: packs the prompt's ids, or leaves them out where the request does not want them."""
 
     def make(**members: Any) -> Any:
-        asked = served()
-        call = asked.prefixed if asked is not None else None
+        call = _served_call()
         if call is not None and members.get(_ECHO) is not None:
             if not call.echo:
                 members[_ECHO] = None
