@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Checks the packages pinned in a lock file for known vulnerabilities: `audit.py requirements.lock`.
+"""Checks the packages pinned in a lock file for known vulnerabilities: `audit.py requirements.lock [--result FILE]`.
 
 pip-audit queries PyPI, or OSV. If a service does not answer, or a mirror has no vulnerability data, pip-audit may report that all is well.
 So each service is first queried for a release that is known to be vulnerable: a service that does not report it has no data.
 
-Exit code 0: none is known, or no service could be queried, which is printed. 1: there is one, or something could not be looked up.
+The last line printed is the result: how many packages were audited, or `NOT audited` and why. `--result` writes it to a file, too.
+
+Exit code 0: none is known, or no service could be queried. 1: there is one, or something could not be looked up.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -32,16 +35,17 @@ def ask(service: str, requirements: Path, auditor: Sequence[str]) -> list[dict]:
         return []
 
 
-def main(lock: Path, auditor: Sequence[str] = AUDITOR) -> int:
-    """Audits a lock file with the first service that has data; returns the exit code."""
+def audit(lock: Path, auditor: Sequence[str]) -> tuple[int, str]:
+    """Audits a lock file with the first service that has data; returns the exit code and the result in a line."""
     with tempfile.TemporaryDirectory() as folder:
         known = Path(folder, "known.txt")
         known.write_text(KNOWN)
         service = next((one for one in SERVICES if any(found.get("vulns") for found in ask(one, known, auditor))), None)
     if service is None:
-        print("NOT AUDITED: no service with vulnerability data can be reached from here (PyPI, OSV)")
-        return 0
+        return 0, "audit: NOT audited: no service with vulnerability data can be reached from here (PyPI, OSV)"
     found = ask(service, lock, auditor)
+    if not found:
+        return 1, f"audit: NOT audited: {service} has data, but returned none for {lock.name}. Run make audit again"
     skipped = [one for one in found if "vulns" not in one]
     vulnerable = [one for one in found if one.get("vulns")]
     for one in vulnerable:
@@ -50,10 +54,23 @@ def main(lock: Path, auditor: Sequence[str] = AUDITOR) -> int:
             print(f"VULNERABLE: {one['name']} {one['version']}: {vulnerability['id']}, fixed in {fixed}")
     for one in skipped:
         print(f"could not be looked up: {one['name']}: {one.get('skip_reason', '')}")
-    print(f"{len(found)} packages looked up at {service}: {len(vulnerable)} vulnerable, {len(skipped)} unknown")
-    return 0 if found and not vulnerable and not skipped else 1
+    counts = f"{len(vulnerable)} vulnerable" + (f", {len(skipped)} could not be looked up" if skipped else "")
+    return int(bool(vulnerable or skipped)), f"audit: audited {len(found) - len(skipped)} packages at {service}, {counts}"
+
+
+def main(arguments: Sequence[str] | None = None, auditor: Sequence[str] = AUDITOR) -> int:
+    """Prints what an audit finds, and its result as the last line; returns the exit code."""
+    options = argparse.ArgumentParser(description="check a lock file for known vulnerabilities")
+    options.add_argument("lock", type=Path)
+    options.add_argument("--result", type=Path, help="file to write the result to, in a line")
+    given = options.parse_args(arguments)
+    code, result = audit(given.lock, auditor)
+    print(result)
+    if given.result:
+        given.result.write_text(f"{result}\n")
+    return code
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

@@ -27,7 +27,9 @@ import json, sys
 asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 service, lines = asked["--vulnerability-service"], open(asked["--requirement"]).read().splitlines()
 knows, ill, absent = json.loads(%r)
-if service not in knows:
+if "stops" in knows and lines[0] != "jinja2==2.4.1":
+    sys.exit("no route to host")
+if service not in knows and "stops" not in knows:
     print("Traceback: no route to host" if service == "osv" else json.dumps({"dependencies": [{"name": "jinja2", "skip_reason": "404"}]}))
     sys.exit(0)
 found = []
@@ -44,35 +46,51 @@ print(json.dumps({"dependencies": found, "fixes": []}))
 
 @pytest.fixture
 def audited(tmp_path, capsys):
-    """Audits two packages with a stand-in for pip-audit: the services that know anything, what is vulnerable, what is not found."""
-    lock = tmp_path / "requirements.lock"
+    """Audits two packages with a stand-in for pip-audit: the services that know anything, what is vulnerable, what is not found.
+
+    Returns the exit code and what was printed. The last line is the result, which a file has, too.
+    """
+    lock, result = tmp_path / "requirements.lock", tmp_path / "result.txt"
     lock.write_text("alpha==1\nbeta==2\n")
 
     def audit(knows, ill=(), absent=()):
         stand_in = [sys.executable, "-c", AUDITOR % json.dumps([list(knows), list(ill), list(absent)])]
-        return load_audit().main(lock, stand_in), capsys.readouterr().out
+        code = load_audit().main([str(lock), "--result", str(result)], stand_in)
+        printed = capsys.readouterr().out.splitlines()
+        assert result.read_text() == f"{printed[-1]}\n"
+        return code, printed
 
     return audit
 
 
 @pytest.mark.parametrize("service", ["pypi", "osv"])
 def test_a_vulnerability_fails_the_build(audited, service):
-    assert audited([service]) == (0, f"2 packages looked up at {service}: 0 vulnerable, 0 unknown\n")
-    code, output = audited([service], ill=["beta"])
-    assert code == 1
-    assert "VULNERABLE: beta 2: PYSEC-1, fixed in 9" in output
+    assert audited([service]) == (0, [f"audit: audited 2 packages at {service}, 0 vulnerable"])
+    assert audited([service], ill=["beta"]) == (
+        1,
+        ["VULNERABLE: beta 2: PYSEC-1, fixed in 9", f"audit: audited 2 packages at {service}, 1 vulnerable"],
+    )
 
 
 def test_what_cannot_be_looked_up_fails_it_too(audited):
-    code, output = audited(["pypi"], absent=["alpha"])
+    code, printed = audited(["pypi"], absent=["alpha"])
     assert code == 1
-    assert "could not be looked up: alpha" in output
+    assert printed == [
+        "could not be looked up: alpha: not found",
+        "audit: audited 1 packages at pypi, 0 vulnerable, 1 could not be looked up",
+    ]
 
 
-def test_a_service_without_data_is_reported(audited):
-    code, output = audited([], ill=["alpha"])
+def test_a_service_without_data_audits_nothing_and_the_result_says_so(audited):
+    code, (result,) = audited([], ill=["alpha"])
     assert code == 0
-    assert output.startswith("NOT AUDITED")
+    assert result.startswith("audit: NOT audited: no service with vulnerability data")
+
+
+def test_a_service_that_stops_answering_fails_the_build(audited):
+    code, (result,) = audited(["stops"])
+    assert code == 1
+    assert result.startswith("audit: NOT audited: pypi has data, but returned none")
 
 
 def test_everything_that_the_package_and_its_tools_need_is_pinned():
