@@ -1,7 +1,10 @@
-"""Wakes tasks that wait for a change in this process."""
+"""Wakes tasks that wait for a change in this process, and ends tasks."""
 
 import asyncio
 import contextlib
+from typing import Any
+
+CANCEL_AGAIN_SECONDS = 1.0
 
 
 class Wakeup:
@@ -36,3 +39,17 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+async def end(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel tasks, and wait until they have ended.
+
+    A cancellation can get lost: `asyncio.wait_for` of Python 3.11, which redis-py uses, drops it if what it waits for is done by then. A
+    task that repeats something forever would then never end, so a task that does not end is cancelled again.
+    """
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)  # retrieves their exceptions

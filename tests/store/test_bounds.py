@@ -1,5 +1,6 @@
 """Limits of a store: sizes, times to live, servers that evict sessions, and data of another version."""
 
+import asyncio
 import logging
 from functools import partial
 
@@ -7,12 +8,13 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.support.redis_server import RealRedis
+from tokencache import wakeup
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.conformance import build, record
 from tokencache.store.memory import MemoryStore
-from tokencache.store.redis import RedisStore
+from tokencache.store.redis import RedisStore, capacity
 
 MEGABYTE = 2**20
 
@@ -154,6 +156,19 @@ async def test_the_background_task_checks_by_itself(opened, redis):
     with pytest.raises(StoreFullError):
         await begin_many()
     assert not store._capacity._task.done()
+
+
+async def test_a_store_closes_whatever_its_background_task_does(fake_store, monkeypatch):
+    """redis-py swallows a cancellation in the step in which it has sent a command, on Python 3.11."""
+    monkeypatch.setattr(capacity, "SECONDS", 0)
+    monkeypatch.setattr(wakeup, "CANCEL_AGAIN_SECONDS", 0.01)
+    for steps in range(12):
+        store = fake_store()
+        await store.open()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await store.close()
+        assert store._capacity._task.done()
 
 
 @pytest.mark.redis

@@ -27,6 +27,7 @@ from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
 from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
 from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
+from tokencache.wakeup import end
 
 CONCURRENCY = 4
 """Sessions that are fetched at a time, and rollouts that are in memory."""
@@ -170,9 +171,7 @@ class Export(msgspec.Struct, kw_only=True):
                 else:
                     yield name, fetched
         finally:
-            for _, task in running:
-                task.cancel()
-            await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+            await end(*(task for _, task in running))
 
     async def _fetch(self, client: AsyncClient, name: str) -> FetchedRollout:
         session = client.session(name)

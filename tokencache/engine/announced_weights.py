@@ -30,7 +30,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 from tokencache.store.base import Store, StoreError
-from tokencache.wakeup import Wakeup
+from tokencache.wakeup import Wakeup, end
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +193,7 @@ class AnnouncedWeights:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end(task)
             self.changed.close()
 
     async def _follow(self) -> None:

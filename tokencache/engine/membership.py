@@ -18,6 +18,7 @@ from tokencache.engine.health import EngineMonitor
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.store.base import EngineEntry, Store, StoreError
+from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,7 @@ class EngineMembership:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end(task)
 
     async def _follow(self) -> None:
         while True:

@@ -26,6 +26,7 @@ from tokencache.engine.health import EngineIdentity, EngineMonitor
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
+from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,7 @@ class Pool:
         try:
             yield
         finally:
-            tasks = list(self._tasks.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(*self._tasks.values())
             for engine in (*(monitor.engine for monitor in self.monitors), *self._removed):
                 await engine.upstream.close()
 
@@ -111,9 +109,7 @@ class Pool:
         self.monitors.remove(monitor)
         self._removed.append(monitor.engine)
         self._logged.pop(monitor.url, None)
-        task = self._tasks.pop(monitor)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end(self._tasks.pop(monitor))
         metrics.ENGINE_UP.labels(monitor.url).set(0)
         log.info("engine %s: removed; %d calls are under way", monitor.url, monitor.engine.upstream.under_way)
         self._changed()

@@ -25,7 +25,7 @@ from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
 from tokencache.store.base import BeginResult, Join, SessionFinishedError, SessionGoneError, SessionSealedError, Store, StoreError
-from tokencache.wakeup import Wakeup
+from tokencache.wakeup import Wakeup, end
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class Ledger:
         except SessionGoneError:
             if self._experts is not None:
                 await self._experts.drop([path for path, _ in outcome.experts.values()])
+            self.prefixes.forget(begun.epoch)
             await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
@@ -293,8 +294,7 @@ class Ledger:
         while self._tasks:  # a task may start others
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+            await end(self._saving)
         try:
             await self._save()
         except StoreError as why:
@@ -308,8 +308,8 @@ class Ledger:
 
     async def _gone(self, session: str, call: str) -> None:
         """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
-        log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
-        detail = "the store had lost the session when this call ended, and all its turns before"
+        log.warning("session %s call %s: the session, or a turn of it, was deleted or lost; the turns of the call are dropped", session, call)
+        detail = "the store had lost the session when this call ended, or a turn that this call continues"
         lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
         await self.add_incidents(session, [lost])
 

@@ -35,6 +35,7 @@ from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.recorder import ABORTED, BROKE
+from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +104,7 @@ class KeepAlive:
         del self._send  # usually a bound method of this object's owner: the reference cycle would keep a request in memory
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end(task)
 
     def _start(self) -> None:
         self._task = asyncio.create_task(self._repeat(self._send))

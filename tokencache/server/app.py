@@ -47,6 +47,7 @@ from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.server.routing import RequestRouter, send_errors
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import Store, StoreError
+from tokencache.wakeup import end
 
 
 class Proxy:
@@ -174,7 +175,7 @@ class Proxy:
             await opened.enter_async_context(self._calls.heartbeats())
             opened.push_async_callback(self.ledger.close)
             opened.push_async_callback(self._calls.close)
-            opened.callback(asyncio.create_task(self._keep_sharing_secret()).cancel)
+            opened.push_async_callback(end, asyncio.create_task(self._keep_sharing_secret()))
             yield
 
     async def _share_secret(self) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tokencache.wakeup import end
+
 log = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 5.0
@@ -89,6 +91,4 @@ async def run_until(work: Coroutine[Any, Any, None], deadline: float, at_once: a
     """Run some work until it is done, until a time of the event loop's clock, or until `at_once` is set."""
     tasks = {asyncio.create_task(work), asyncio.create_task(at_once.wait())}
     await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()), return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end(*tasks)

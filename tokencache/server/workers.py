@@ -15,7 +15,6 @@ if a worker dies, the connections in its queue are lost like those that it serve
 
 import asyncio
 import base64
-import contextlib
 import logging
 import os
 import pickle
@@ -37,6 +36,7 @@ from tokencache.server.drain import StopSignal
 from tokencache.server.listener import bind
 from tokencache.server.serve import run
 from tokencache.store.base import StoreError
+from tokencache.wakeup import end, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,7 @@ async def _until_one_fails(works: list[Coroutine[Any, Any, None]]) -> None:
         *workers, _ = tasks
         await asyncio.gather(*workers)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
 
 
 async def _forward_stop(stop: StopSignal, workers: "list[_Worker]", drain: float) -> None:
@@ -115,8 +113,7 @@ async def _forward_stop(stop: StopSignal, workers: "list[_Worker]", drain: float
     log.info("stopping: calls in progress may finish; waiting for the workers")
     for worker in workers:
         worker.send("stop")
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.at_once.wait(), drain + MARGIN)
+    await wait_for(stop.at_once, drain + MARGIN)
     for worker in workers:
         worker.send("now")
     await asyncio.sleep(MARGIN)
@@ -169,8 +166,7 @@ class _Worker:
                 delay,
             )
             mark_process_dead(self._number, self._folder)  # type: ignore[no-untyped-call]  # drops its gauges
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.requested.wait(), delay)
+            await wait_for(self._stop.requested, delay)
 
     async def _run(self) -> tuple[int, str]:
         """Run one process to its end. Returns its exit code, and the reason if it reported a failure."""
@@ -205,7 +201,8 @@ class _Worker:
         """End a process because the supervisor fails."""
         self.send("now")
         try:
-            await asyncio.wait_for(process.wait(), MARGIN)
+            async with asyncio.timeout(MARGIN):
+                await process.wait()
         except TimeoutError:
             self.kill()
             await process.wait()

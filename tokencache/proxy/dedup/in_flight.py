@@ -38,6 +38,7 @@ from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
 from tokencache.store.base import Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
+from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class CallsInFlight:
             self._ledger.detach(asyncio.create_task(self._give_up(session, duplicate.call)))
             raise
         finally:
-            wanting.cancel()
+            await end(wanting)
 
     async def _keep_wanting(self, session: str, call: str) -> None:
         while self._grace:
@@ -281,10 +282,7 @@ class CallsInFlight:
         try:
             yield
         finally:
-            tasks = [heartbeat, *self._watched.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(heartbeat, *self._watched.values())
 
     async def _keep_beating(self) -> None:
         while True:

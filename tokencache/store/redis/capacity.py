@@ -20,6 +20,7 @@ from redis import exceptions
 from tokencache.store.base import StoreError
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
+from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,7 @@ class CapacityWatch:
     async def close(self) -> None:
         """Stop watching."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     async def check(self) -> str:
         """Check once. Returns why a server may evict sessions; empty if none does.

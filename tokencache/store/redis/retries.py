@@ -23,6 +23,7 @@ from tokencache.backoff import delays
 from tokencache.store.base import StoreError
 from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, ConnectFailedError
 from tokencache.store.redis.timeouts import LoopTimeouts
+from tokencache.wakeup import end
 
 T = TypeVar("T")
 
@@ -65,8 +66,7 @@ class RetryingClient:
     async def close(self) -> None:
         """Stop probing."""
         if self._probe is not None:
-            self._probe.cancel()
-            await asyncio.gather(self._probe, return_exceptions=True)
+            await end(self._probe)
 
     async def call(self, operation: str, send: Callable[[bool], Awaitable[T]], *, repeatable: bool = True) -> T:
         """Send an operation and wait for its reply.
