@@ -6,6 +6,7 @@ import pytest
 from redis import exceptions
 
 from tests.support.redis_server import RealRedis, find_binary
+from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Binding, SessionGoneError, StoreError
@@ -13,7 +14,7 @@ from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 
 pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
-LIMIT = 30  # far above every time limit in here: an operation that hangs fails, a slow machine does not
+LIMIT = PATIENCE  # far above every time limit in here: an operation that hangs fails, a slow machine does not
 
 
 @pytest.fixture
@@ -168,10 +169,24 @@ async def test_one_slow_operation_does_not_mean_that_the_server_hangs(server, st
     store._client.timeout = 0.5
     waiting = asyncio.create_task(slow)
     await asyncio.sleep(0)
+    store._client.timeout = LIMIT
     await store.ping()
     with pytest.raises(StoreError, match="slow: no answer"):
         await waiting
     await store.ping()
+
+
+async def test_an_operation_ends_though_the_library_swallows_the_end_of_its_time(store):
+    async def swallow(_lost):
+        try:
+            await asyncio.sleep(LIMIT)
+        except asyncio.CancelledError:
+            raise exceptions.TimeoutError("its own") from None
+
+    store._client.timeout = 0.1
+    async with asyncio.timeout(LIMIT):
+        with pytest.raises(StoreError, match=r"swallow: no answer within 0\.1 s: its own"):
+            await store._client.call("swallow", swallow)
 
 
 async def test_a_server_that_hangs(server, store):

@@ -91,7 +91,7 @@ class RetryingClient:
     async def _attempt(self, operation: str, send: Callable[[bool], Awaitable[T]], repeatable: bool) -> T:
         started, lost, why = time.monotonic(), False, ""
         try:
-            async with self._timeouts.limit(self.timeout):
+            async with self._timeouts.limit(self.timeout) as limit:
                 for delay in delays(FIRST_DELAY, LONGEST_RETRY_DELAY):
                     try:
                         reply = await send(lost)
@@ -100,6 +100,8 @@ class RetryingClient:
                         if isinstance(error, _FINAL) or not (refused or (repeatable and isinstance(error, _LOST))):
                             raise
                         lost, why = lost or not refused, f": {error}"
+                        if limit.expired():  # the library dropped the cancellation, see `tokencache.wakeup.end`
+                            raise TimeoutError from error
                         await self._backend.reset()
                     else:
                         self._last_reply = time.monotonic()

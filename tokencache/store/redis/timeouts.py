@@ -23,8 +23,8 @@ class LoopTimeouts:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
-    async def limit(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the time of the context.
+    async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+        """Limit the time of the context. Yields the timeout, which knows whether the time is over.
 
         Raises:
             TimeoutError: it took longer than `seconds`.
@@ -34,7 +34,7 @@ class LoopTimeouts:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
             try:
-                yield
+                yield timeout
             finally:
                 self._due.pop(timeout, None)
 
