@@ -1,49 +1,31 @@
-"""Loads hypothesis before the first test, and tells what a test that hangs waits for.
+"""What holds for every run: hypothesis' settings, limits for runs that hang, which tests are chosen, and the last lines.
 
-Hypothesis' pytest plugin otherwise loads it at the end of a run. pytest parses what it loads, and CPython 3.11 raises `SystemError` ("AST
-constructor recursion depth mismatch") if a garbage collection runs finalizers of tests' objects meanwhile.
+Hypothesis is loaded before the first test. Its pytest plugin otherwise loads it at the end of a run. pytest parses what it loads, and
+CPython 3.11 raises `SystemError` ("AST constructor recursion depth mismatch") if a garbage collection runs finalizers of tests' objects
+meanwhile.
 """
 
-import asyncio
 import contextlib
-import gc
-import inspect
-import os
-import threading
 
-import pytest
-from _pytest.faulthandler import fault_handler_stderr_fd_key
+from tests.support import whole
+from tests.support.limits import Limits
+from tests.support.report import Figures
 
 with contextlib.suppress(ImportError):  # the interpreters of trainers do not have it
-    import hypothesis  # noqa: F401
+    from tests.support import profiles
+
+    profiles.load()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Print what each task waits for just before `faulthandler_timeout` ends the process: its stacks show threads only."""
-    seconds = 0.95 * float(item.config.getini("faulthandler_timeout"))
-    timer = threading.Timer(seconds, _print_tasks, [item.nodeid, item.config.stash[fault_handler_stderr_fd_key]])
-    timer.daemon = True
-    timer.start()
-    try:
-        return (yield)
-    finally:
-        timer.cancel()
+def pytest_addoption(parser):
+    whole.add_options(parser)
+    parser.addini("run_limit", "seconds after which a run is interrupted", default="3600")
+    parser.addoption("--figures", action="store_true", help="end with what was skipped and why, the slowest tests, and seconds by folder")
 
 
-def _print_tasks(test, terminal):
-    lines = [f"{test} hangs. Its tasks wait at:"]
-    tasks = [thing for thing in gc.get_objects() if issubclass(type(thing), asyncio.Task)]  # `asyncio.all_tasks` needs a running loop
-    for task in (task for task in tasks if not task.done()):
-        lines += [f"  {task.get_name()}:", *(f"    {place}" for place in _waits(task.get_coro()))]
-    os.write(terminal, "\n".join([*lines, ""]).encode())
-
-
-def _waits(awaited):
-    """The places of a coroutine and of what it awaits, outermost first."""
-    while awaited is not None:
-        if inspect.isasyncgen(held := next(iter(gc.get_referents(awaited)), None)):  # a step of it, which has no frame of its own
-            awaited = held
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None) or getattr(awaited, "gi_frame", None)
-        yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}" if frame else repr(awaited)
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None) or getattr(awaited, "gi_yieldfrom", None)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "whole: repeats a kind in another combination; runs with --whole only")
+    config.pluginmanager.register(whole)
+    config.pluginmanager.register(Limits(config))
+    if config.getoption("figures") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Figures())
