@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.proxy.kit import EPISODES, THOUGHT, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import EPISODES, THOUGHT, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tokencache.api import routes
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker, WorkerDiedError

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, proxied, until, user
+from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tests.support.waiting import until
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import Fault
 

@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from tests.client.both import KINDS, Wrapped
-from tests.proxy.kit import EPISODES, proxied, until, user
+from tests.proxy.kit import EPISODES, proxied, user
+from tests.support.waiting import until
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
     Budget,

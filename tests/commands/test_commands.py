@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from tests.proxy.kit import TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tokencache.cli import app
 from tokencache.trajectories.formats.registry import FORMATS
 
@@ -387,7 +388,7 @@ async def test_an_interrupted_export_reports_what_was_written(shell, tmp_path):
         async def first_is_written():
             return (await shell.rig.info("e"))["sealed"]
 
-        await until(first_is_written, 30)
+        await until(first_is_written)
         process.send_signal(signal.SIGINT)
         _, result = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 130

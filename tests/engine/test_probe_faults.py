@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from tests.engine.intermediary import Intermediary
-from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tests.system.nemo.worker import Worker
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.model import Engine

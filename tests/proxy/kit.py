@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
+from tests.support.waiting import until  # noqa: F401 - some tests take it from here
 from tokencache.config import Settings
 from tokencache.core import invariants
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 CHAT = "/v1/chat/completions"
 HEADER = "X-Tokencache-Session"
@@ -76,14 +73,6 @@ def results(message: dict[str, Any], text: str = "a.txt\n") -> list[dict[str, An
     """What follows a reply: results of its calls, or the user's next words."""
     calls = message.get("tool_calls") or ()
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls] or [user("go on")]
-
-
-async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 5.0) -> Any:
-    """Ask until what is wanted is there: `condition` returns something true."""
-    async with asyncio.timeout(seconds):
-        while not (found := await condition()):  # noqa: ASYNC110 - it is asked over HTTP
-            await asyncio.sleep(0.001)
-    return found
 
 
 def events(text: str) -> list[str]:

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tokencache.testing import SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, proxied, until
+from tests.proxy.kit import CHAT, HEADER, proxied
 from tests.proxy.test_continuation import ALL, ASK, EXPECTED, STREAMS, problems, recorded, said
 from tests.proxy.test_retries import another, incidents, open_calls, send, settled, wanted
 from tests.support.redis_server import RealRedis, find_binary
+from tests.support.waiting import until
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing import Fault, SimulatedEngine

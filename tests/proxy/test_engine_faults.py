@@ -6,7 +6,8 @@ import json
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.support.waiting import until
 from tokencache.testing import Fault
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}

@@ -7,7 +7,8 @@ import json
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, user
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.engine import membership
 from tokencache.server.serve import serving

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tests.proxy.kit import HEADER, proxied, until
+from tests.proxy.kit import HEADER, proxied
+from tests.support.waiting import until
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.errors import RefusalResponse
 

@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tokencache.core.weights import MIXED
 from tokencache.proxy import engine_retry
 from tokencache.store.base import StoreError

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, user
 from tests.support.redis_server import RealRedis, find_binary
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.proxy.dedup import in_flight
 from tokencache.proxy.dedup.fingerprint import fingerprint_of

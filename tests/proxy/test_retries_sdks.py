@@ -10,8 +10,9 @@ from aiohttp import web
 from google import genai
 from google.genai import types
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, proxied, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, proxied, user
 from tests.proxy.test_retries import FIRST, RETRY, gate, incidents, open_calls, wanted
+from tests.support.waiting import until
 from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
@@ -163,7 +164,7 @@ async def sampled_once(rig):
     async def closed():
         return not await open_calls(rig)
 
-    await until(closed, 10)
+    await until(closed)
     (entry,) = rig.ground_truth()
     assert not entry.aborted
     assert (await rig.check())["complete"]

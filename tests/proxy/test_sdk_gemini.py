@@ -7,7 +7,8 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from tests.proxy.kit import HEADER, TOOLS, until
+from tests.proxy.kit import HEADER, TOOLS
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 

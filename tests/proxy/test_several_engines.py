@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tests.ports import free_port
-from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tokencache import cli
 from tokencache.config import Settings, names_in
 from tokencache.engine.pool import preference
@@ -84,7 +85,7 @@ async def serving(rig, count):
     async def found():
         return sum(engine["serves"] for engine in (await ready(rig))["engines"]) == count
 
-    await until(found, 10)
+    await until(found)
 
 
 async def episode(rig, session, turns=3, messages=None):

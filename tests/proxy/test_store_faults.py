@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, until, user
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.support.waiting import until
 from tokencache import metrics
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore

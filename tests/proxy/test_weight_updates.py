@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.ports import free_port
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.support.waiting import until
 from tokencache.proxy import engine_retry
 from tokencache.proxy.dedup import in_flight
 from tokencache.testing import Fault, SimulatedEngine

@@ -11,8 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.proxy.serve import SECONDS, served
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.engine import upstream
 from tokencache.server import listener
@@ -128,12 +129,12 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
 
     async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as http:
         asked = asyncio.create_task(http.get(url))
-        await until(tried, SECONDS)
+        await until(tried)
         for _ in range(200):
             await asyncio.sleep(0)
         assert listening.tried == 1
         accepting._resume()  # as if the pause were over
-        await until(tried_again, SECONDS)
+        await until(tried_again)
         listening.short = False
         accepting._resume()
         async with await asked as answer:

@@ -7,8 +7,9 @@ import signal
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, user
 from tests.proxy.serve import SECONDS, served
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.server.drain import StopSignal
 from tokencache.server.serve import serving
@@ -66,7 +67,7 @@ class Rack:
         """Start a call that never ends."""
         self.engine.faults.append(Fault.hang())
         call = asyncio.create_task(self.http.post(CHAT, json=ASK))
-        await until(self.under_way, SECONDS)
+        await until(self.under_way)
         return call
 
     async def under_way(self):
@@ -86,7 +87,7 @@ async def test_open_connections_get_a_last_response():
         async with rack.http.get("/healthz") as answer:
             assert "close" not in answer.headers.get("Connection", "")
         rack.end()
-        await until(rack.closed, SECONDS)
+        await until(rack.closed)
         async with rack.http.post(CHAT, json=ASK) as answer:  # on the connection that there is
             assert answer.status == 200
             assert answer.headers["Connection"] == "close"
@@ -100,7 +101,7 @@ async def test_calls_that_do_not_end_are_cancelled_and_recorded(how):
         call = await rack.asked()
         rack.end()
         if how == "again":
-            await until(rack.closed, SECONDS)
+            await until(rack.closed)
             assert not call.done()
             rack.stop.at_once.set()
         with pytest.raises(aiohttp.ClientError):
@@ -145,7 +146,7 @@ async def test_a_consumer_that_waits_gets_its_answer_at_the_end():
             return await queue()
 
         rack.store.queue = counted
-        await until(looked, SECONDS)
+        await until(looked)
         await rack.ended()
         async with await waiting as answer:
             assert (answer.status, await answer.json()) == (200, {"deliveries": []})
@@ -158,13 +159,13 @@ async def test_unsaved_incidents_are_written_if_the_store_is_back_in_time():
         async with rack.http.post(CHAT, json=ASK) as answer:
             assert answer.status == 200
         rack.end()
-        await until(rack.closed, SECONDS)
+        await until(rack.closed)
         before = store.tried
 
         async def tried_again():
             return store.tried > before
 
-        await until(tried_again, SECONDS)
+        await until(tried_again)
         store.gone = False
         await rack.ended()
     info = await store.session("s")

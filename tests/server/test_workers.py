@@ -14,9 +14,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, until, user
-from tests.proxy.serve import SECONDS, served
+from tests.proxy.kit import CHAT, HEADER, user
+from tests.proxy.serve import served
 from tests.support.redis_server import RealRedis, find_binary
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.server import listener, workers
 from tokencache.testing import SimulatedEngine
@@ -189,7 +190,7 @@ async def test_a_second_signal_stops_all_workers_at_once(redis):
         async def all_there():
             return (await figures(http))["tokencache_calls_in_flight"] == 6
 
-        await until(all_there, SECONDS)
+        await until(all_there)
         proxy.signal(signal.SIGINT)
         await proxy.said("stopping: calls in progress may finish", 2)
         assert not any(call.done() for call in calls)

@@ -171,7 +171,7 @@ class SimulatedEngine:
         finally:
             await runner.cleanup()
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait until `condition` returns true. It is checked whenever a request arrives, starts to generate, or ends.
 
         Raises:

@@ -7,7 +7,8 @@ import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
-from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, until, user
+from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import until
 from tests.system.nemo.agents import AGENTS, chat
 from tests.system.nemo.kit import before_worker
 from tests.system.nemo.worker import TOKEN_FIELDS, Worker, splice

@@ -6,7 +6,8 @@ import contextlib
 import aiohttp
 import pytest
 
-from tests.proxy.kit import EPISODES, Rig, until
+from tests.proxy.kit import EPISODES, Rig
+from tests.support.waiting import until
 from tests.system.nemo.agents import AGENTS
 from tests.system.nemo.worker import Worker
 from tokencache.client import AsyncClient
