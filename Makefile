@@ -17,12 +17,14 @@ HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
-# Each test file runs in one worker, so that the servers and caches of a file start once. JOBS=4 sets the number of workers.
+# A worker that has nothing left to do takes tests from another one. JOBS=4 sets the number of workers.
 JOBS ?= auto
-# Each worker runs an engine, with some 4 GB of memory. Files are run in order: the longest are not the ones with the most tests.
+# Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
 E2E_JOBS ?= 2
-PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadfile
-FAST_TESTS := tests/core tests/dialects tests/docs tests/testing tests/trajectories/formats
+# Folders of which all tests run, not only those that CONTRIBUTING.md calls the usual ones: WHOLE=tests/core,tests/proxy
+WHOLE ?=
+PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal --whole "$(WHOLE)"
+FAST_TESTS := tests/core tests/dialects tests/docs tests/support tests/testing tests/trajectories/formats
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
 	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
@@ -35,7 +37,7 @@ INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo tests/trajectories/formats/test_nemo_gym.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo docs lint lint-deploy check test coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit demo docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -44,11 +46,12 @@ install: $(STAMP) ## install the package (editable) and its tools into .venv
 
 $(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
-	@echo "installing into $(VENV): a minute the first time"
-	@# --no-deps: the lock is complete, and pip 23 fails on a dependency with an extra once a release newer than the lock's exists
+	@echo "installing into $(VENV): half a minute the first time"
+	@# uv downloads in parallel and keeps what it has downloaded; --no-deps: the lock is complete
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements.lock
-	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
+	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgrade uses the newest releases
@@ -56,13 +59,13 @@ lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgra
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 		--output-file requirements.lock --quiet $(ARGS)
 
-audit: $(STAMP) ## check requirements.lock for known vulnerabilities
-	$(BIN)/python .ci/audit.py requirements.lock
+audit: $(STAMP) ## check requirements.lock for known vulnerabilities; RESULT=FILE writes the result into a file, too
+	$(BIN)/python .ci/audit.py requirements.lock $(if $(RESULT),--result $(RESULT))
 
 demo: $(STAMP) ## run one agent directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(BIN)/tokencache demo $(ARGS)
 
-lint: docs ## run ruff, its formatter, mypy, the import contracts, and check the links of the documentation
+lint: docs ## run ruff, its formatter, mypy, the import contracts, and the checks of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -77,18 +80,27 @@ lint-deploy: $(STAMP) ## check the Dockerfile, the compose file and the manifest
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}}' docker-compose.yml deploy
 	$(BIN)/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*/*.yaml))
 
-check: lint ## run lint, types and the fast tests: under a minute, after every edit
-	$(PYTEST) $(FAST_TESTS)
+check: $(STAMP) ## run lint, types and the fast tests: under a minute, after every edit
+	$(MAKE) --jobs=2 lint fast-tests
 
-test: lint lint-deploy ## run lint, types, and all tests but the end-to-end ones, in parallel; JOBS=0 disables that, COVERAGE=1 measures coverage
-	$(PYTEST) $(if $(COVERAGE),--cov=tokencache)
+test: $(STAMP) ## run lint, types, and the usual tests, in parallel; JOBS=0 disables that, COVERAGE=1 measures coverage
+	$(MAKE) --jobs=2 lint lint-deploy usual-tests
+
+test-all: ## run `make test` with all tests: also those that repeat a kind in another combination
+	$(MAKE) test WHOLE=tests
 
 coverage: ## run `make test COVERAGE=1`, which fails below the level in pyproject.toml
 	$(MAKE) test COVERAGE=1
 
+fast-tests: $(STAMP)
+	$(PYTEST) $(FAST_TESTS)
+
+usual-tests: $(STAMP)
+	$(PYTEST) --figures $(if $(COVERAGE),--cov=tokencache)
+
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) \
-		--numprocesses $(E2E_JOBS) --dist loadfile --no-loadscope-reorder tests/system/e2e
+		--numprocesses $(E2E_JOBS) --dist loadgroup --no-loadscope-reorder --figures --whole "$(WHOLE)" tests/system/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers integrations
 
