@@ -1,17 +1,14 @@
 """Adapters' files: those that come along are right, and a wrong one is refused by file and field."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.adapters.kit import SHIPPED
 from tokencache.adapters.load import AdapterError, load, load_all, load_file, shipped
-from tokencache.adapters.schema import PLACEHOLDERS
 from tokencache.core.rules import RULES
 
-DOCS = Path(__file__).parents[2] / "docs"
 GOOD = 'title = "Mine"\ndialects = ["chat"]\ninstall = "pip install mine"\n'
 
 
@@ -36,15 +33,6 @@ def test_it_has_the_required_notes(adapter):
     assert adapter.tested or adapter.name in {"openai", "anthropic"}
     assert adapter.program or adapter.code, "how is it started, or used?"
     assert "{url}" in "".join([*adapter.variables.values(), *(str(file.content) for file in adapter.files)])
-
-
-def test_the_documentation_explains_every_field_and_every_rule():
-    page = (DOCS / "adapters.md").read_text()
-    fields = {field for adapter in SHIPPED.values() for field in tomllib.loads((shipped() / f"{adapter.name}.toml").read_text())}
-    named = set(re.findall(r"`\[{0,2}([a-z_-]+)\]{0,2}`", page))
-    assert fields - named == set()
-    assert set(RULES) - set(re.findall(r"`([a-z-]+)`", (DOCS / "rules.md").read_text())) == set()
-    assert {f"{{{name}}}" for name in PLACEHOLDERS} - set(re.findall(r"\{[a-z_]+\}", page)) == set()
 
 
 def test_what_is_vouched_for_is_no_more_than_was_seen():

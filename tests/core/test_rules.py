@@ -2,8 +2,6 @@
 
 import json
 import random
-import re
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -308,12 +306,3 @@ def test_similarity_never_counts():
         if verdict.supplied and verdict.kind == "rewritten":
             assert not judge(served, echoed, Leniency()).supplied
             assert set(verdict.rules) <= {"cd-prefix", "coerced-values", "trailing-blanks", "marker-broken", "args-json"}
-
-
-def test_the_page_lists_which_harness_needs_each_rule():
-    """`tests/docs` checks the table of all rules; this checks the tables of what harnesses do."""
-    page = (Path(__file__).parents[2] / "docs/rules.md").read_text().partition("\n## What harnesses do\n")[2]
-    rows = [row.strip("| ").split(" | ") for row in page.splitlines() if row.startswith("|") and not row.startswith(("| what |", "|---"))]
-    named = {rule for row in rows for rule in re.findall(r"`([\w-]+)`", row[3] if len(row) > 3 else "")}
-    assert named <= set(RULES)
-    assert named >= HARNESS_RULES

@@ -1,4 +1,4 @@
-"""Reads the deployment files: compose file, image, manifests, rules, dashboard, and the tables of the pages."""
+"""Reads the deployment files: compose file, image, manifests, rules and dashboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MONITORING = DEPLOY / "monitoring"
-OPERATIONS = ROOT / "docs/operations.md"
 KEY = "an-admin-key"
 
 
@@ -105,10 +104,3 @@ def selected(query: str) -> list[tuple[str, dict[str, str]]]:
 
     promql_parser.walk(promql_parser.parse(query), pre_visit=look)
     return found
-
-
-def table(page: Path, heading: str) -> list[list[str]]:
-    """The rows of the first table under a heading of a page."""
-    section = page.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and the operations page name existing metrics, and all of them."""
+"""Dashboard and alerts name existing metrics, and all of them. `tests/docs/lint.py` checks the pages."""
 
 import json
 import re
@@ -8,9 +8,8 @@ from prometheus_client import Counter, Histogram
 
 from tests.deploy import reading
 from tokencache import metrics
+from tokencache.core.incidents import IncidentKind
 
-PAGE = reading.OPERATIONS
-API = reading.ROOT / "docs/api.md"
 FROM_PROMETHEUS = {"job", "instance", "le"}
 
 
@@ -38,16 +37,25 @@ def test_no_metric_is_missing():
     assert {name.removesuffix("_total").removesuffix("_bucket") for name in SERIES} == {f.name for f in metrics.REGISTRY.collect()}
 
 
-@pytest.mark.parametrize("query", QUERIES)
-def test_a_query_selects_existing_series(query):
+def wrong(query: str) -> list[str]:
+    """The series and labels of a query that do not exist."""
     asked = reading.selected(query)
-    assert asked
+    labels = FROM_PROMETHEUS.union(*(SERIES.get(name, ()) for name, _ in asked))
+    unknown = [name for name, _ in asked if name not in SERIES and name not in RECORDED]
     for name, matchers in asked:
-        assert name in SERIES or name in RECORDED
-        assert set(matchers) <= SERIES.get(name, set()) | FROM_PROMETHEUS
-    for _, labels in re.findall(r"\b(by|on) \(([^)]*)\)", query):
-        known = FROM_PROMETHEUS.union(*(SERIES.get(name, ()) for name, _ in asked))
-        assert {label.strip() for label in labels.split(",") if label} <= known
+        unknown += [f"{name}{{{label}}}" for label in set(matchers) - SERIES.get(name, set()) - FROM_PROMETHEUS]
+    for word, by in re.findall(r"\b(by|on) \(([^)]*)\)", query):
+        unknown += [f"{word} ({label.strip()})" for label in by.split(",") if label and label.strip() not in labels]
+    return unknown if asked else [f"{query} selects nothing"]
+
+
+def test_queries_select_existing_series():
+    assert [name for query in QUERIES for name in wrong(query)] == []
+
+
+@pytest.mark.parametrize("query", ["up", "tokencache_turns_total{missing='x'}", "sum by (missing) (tokencache_turns_total)", "1"])
+def test_a_query_of_something_else_is_found(query):
+    assert wrong(query)
 
 
 def test_the_dashboard_shows_every_metric():
@@ -65,25 +73,6 @@ def test_the_dashboard_is_consistent():
     assert used == variables
 
 
-def test_the_page_explains_every_metric():
-    explained = [re.fullmatch(r"`(\w+)(\{[a-z, ]+\})?`", row[0]) for row in reading.table(PAGE, "Metrics, and what to do")]
-    assert all(explained)
-    named = {one[1]: set(re.findall(r"[a-z]+", one[2] or "")) for one in explained if one}
-    assert named == {name.removesuffix("_bucket"): labels for name, labels in SERIES.items()}
-
-
-def test_no_page_names_metrics_that_do_not_exist():
-    known = {*SERIES, *(name.removesuffix("_bucket") for name in SERIES)}
-    for page in ("operations.md", "deploy.md"):
-        named = set(re.findall(r"`(tokencache_\w+)", (reading.ROOT / "docs" / page).read_text()))
-        assert named <= known
-
-
-def test_the_page_names_every_alert():
-    named = {row[0].strip("`") for row in reading.table(PAGE, "Alerts")}
-    assert named == {rule["alert"] for rule in RULES if "alert" in rule}
-
-
 def test_alerts_have_a_description_and_a_severity():
     for rule in RULES:
         if "alert" in rule:
@@ -91,17 +80,8 @@ def test_alerts_have_a_description_and_a_severity():
             assert rule["annotations"].keys() == {"summary", "description"}
 
 
-def kinds(page, heading, column):
-    """Incident kinds of a page's table: which leave a hole."""
-    return {kind: row[column] == "yes" for row in reading.table(page, heading) for kind in re.findall(r"`([a-z-]+)`", row[0])}
-
-
-def test_the_page_explains_every_incident():
-    assert kinds(PAGE, "Incidents, and what to do", 1) == kinds(API, "Incidents", 1)
-
-
 def test_the_alert_ignores_incidents_without_a_hole():
-    spared = {kind for kind, hole in kinds(API, "Incidents", 1).items() if not hole}
+    spared = {kind for kind in IncidentKind if not kind.hole}
     for query in QUERIES:
         for name, matchers in reading.selected(query):
             if name == "tokencache_incidents_total" and "|" in matchers.get("kind", ""):

@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that are generated from code: `python -m tests.docs.reference`.
 
 A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; the function of that name in `BLOCKS` writes what is between.
-A test fails if a page is not up to date.
+`lint.py` finds a page that is not up to date.
 """
 
 import json
@@ -138,22 +138,18 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def updated(page: str) -> str:
-    """The text of a page with its generated parts written again.
-
-    Raises:
-        KeyError: a part has a name that no function writes.
-    """
-    return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}{block[3]}", page)
+    """The text of a page with its generated parts written again, but for those that no function writes."""
+    return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}{block[3]}" if block[2] in BLOCKS else block[0], page)
 
 
-def files() -> Iterator[tuple[Path, str]]:
-    """The files that contain something generated, each with the text that it should have."""
-    yield DOCS / "openapi.json", json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
-    for path in sorted(DOCS.rglob("*.md")):
-        if "<!-- generated: " in (text := path.read_text()):
-            yield path, updated(text)
+def written(files: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The files that contain something generated, by their paths from the root, each with the text that it should have."""
+    yield "docs/openapi.json", json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
+    for name, text in files.items():
+        if name.startswith("docs/") and "<!-- generated: " in text:
+            yield name, updated(text)
 
 
 if __name__ == "__main__":
-    for file, wanted in files():
-        file.write_text(wanted)
+    for name, wanted in written({str(path.relative_to(DOCS.parent)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}):
+        (DOCS.parent / name).write_text(wanted)
