@@ -14,6 +14,7 @@ import pytest
 
 from tests.core.forest import Forest
 from tests.proxy.kit import proxied
+from tests.support.waiting import PATIENCE
 from tests.trajectories.rollouts import CREATED, SESSIONS
 from tokencache.api.export_worker import LARGE, ExportWorker, WorkerDiedError
 from tokencache.core import ids
@@ -149,7 +150,7 @@ async def main():
 asyncio.run(main())
 """
     # Both processes share standard error, so it ends only when both have exited.
-    killed = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, timeout=30)
+    killed = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], capture_output=True, timeout=PATIENCE)
     assert (killed.returncode, killed.stderr) == (-signal.SIGKILL, b"")
 
 

@@ -17,6 +17,7 @@ from tests.core.forest import line
 from tests.proxy.kit import proxied, user
 from tests.store import conftest
 from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtures
+from tests.support.waiting import PATIENCE
 from tokencache.api import queue as queue_module
 from tokencache.api.queue import SessionQueue
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
@@ -225,7 +226,7 @@ class TestWaiting:
                 await asyncio.sleep(0)
                 async with rig.http.post(f"{rig.url}{API}/sessions/s/finish") as answer:
                     assert answer.status == 200
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE):
                     found = await (await waiting).json()
                 assert (found.get("deliveries") or found["finished"])[0]
 

@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tokencache.config import Settings
 from tokencache.core.weights import WeightsState
 from tokencache.server.serve import serving
@@ -126,7 +127,7 @@ async def test_an_update_that_nobody_ends_has_a_timeout():
     engine = SimulatedEngine(dev_mode=True)
     async with replicas(engine, count=2) as (send, _):
         await send("POST", WEIGHTS + "/update", status=201, timeout=1.0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while (await send("GET", replica=1))["phase"] == "updating" or engine.dev_mode.paused:
                 pass
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.cli import app
 from tokencache.trajectories.formats.registry import FORMATS
 
@@ -390,7 +390,7 @@ async def test_an_interrupted_export_reports_what_was_written(shell, tmp_path):
 
         await until(first_is_written)
         process.send_signal(signal.SIGINT)
-        _, result = await asyncio.wait_for(process.communicate(), 60)
+        _, result = await asyncio.wait_for(process.communicate(), PATIENCE)
     assert process.returncode == 130
     assert f"stopped: {path}.part holds 1 of 5 sessions; nothing was deleted" in result.decode()
     assert not path.exists()

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
+from tests.support.waiting import PATIENCE
 from tokencache.engine import health, model
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.health import STRIKES, EngineMonitor
@@ -134,7 +135,7 @@ async def test_an_unexpected_error_of_a_probe_is_logged_and_the_probe_repeated(m
         changed = asyncio.Event()
         monitor._on_change = changed.set
         running = asyncio.create_task(monitor.run())
-        await asyncio.wait([running, asyncio.create_task(changed.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, asyncio.create_task(changed.wait())], timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert (monitor.ready, len(attempts)) == (True, 3)

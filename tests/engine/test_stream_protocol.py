@@ -17,6 +17,7 @@ from aiohttp.client_proto import ResponseHandler
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from tokencache.engine.stream_protocol import StreamProtocol
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
@@ -212,7 +213,7 @@ async def test_a_broken_connection_is_raised():
         await asyncio.sleep(0)
         transport.protocol.connection_lost(ConnectionResetError("gone"))
         with pytest.raises(aiohttp.ClientPayloadError):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, PATIENCE)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["within an event", "between events"])
@@ -236,7 +237,7 @@ async def test_bytes_that_are_not_http_are_an_error(whole):
     garbles = asyncio.Event()
     server = await asyncio.start_server(garbled, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    async with server, asyncio.timeout(10), aiohttp.ClientSession() as http, http.get(url) as answer:
+    async with server, asyncio.timeout(PATIENCE), aiohttp.ClientSession() as http, http.get(url) as answer:
         with pytest.raises(aiohttp.ClientPayloadError):
             await read()
 
@@ -325,7 +326,7 @@ def test_real_connections(loop, secured):
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_side if secured else None).start()
         url = f"{'https' if secured else 'http'}://127.0.0.1:{runner.addresses[0][1]}/"
         try:
-            async with asyncio.timeout(20), aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_side)) as http:
+            async with asyncio.timeout(PATIENCE), aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_side)) as http:
                 await follow(http)
                 while not asked.empty():
                     asked.get_nowait()

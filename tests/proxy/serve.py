@@ -12,11 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-SECONDS = 60
-"""For anything to happen at all: a machine may be busy."""
 
 
 class Served:
@@ -38,7 +37,7 @@ class Served:
 
     async def said(self, pattern: str, times: int = 1) -> list[str]:
         """Wait until the log has something that often; what the pattern's group found."""
-        async with asyncio.timeout(SECONDS), self._more:
+        async with asyncio.timeout(PATIENCE), self._more:
             await self._more.wait_for(lambda: len(re.findall(pattern, self.log)) >= times or self._reader.done())
         found = re.findall(pattern, self.log)
         assert len(found) >= times, f"{pattern!r} is not in the log:\n{self.log}"
@@ -50,7 +49,7 @@ class Served:
     async def end(self) -> None:
         """End it, at once: the second time that it is told."""
         try:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(PATIENCE):
                 while self.process.returncode is None:
                     self.signal(signal.SIGTERM)
                     with contextlib.suppress(TimeoutError):
@@ -62,7 +61,7 @@ class Served:
 
     async def ended(self) -> int:
         """Wait for its end; its exit code."""
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             await self._reader
             return await self.process.wait()
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import PATIENCE
 from tokencache.core.budget import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
@@ -219,8 +220,8 @@ async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
                 await call.close()
             except ValueError:
                 assert call.state is State.LOST
-        await asyncio.wait_for(waiting, 5)
-        await asyncio.wait_for(call.until_ended(), 5)
+        await asyncio.wait_for(waiting, PATIENCE)
+        await asyncio.wait_for(call.until_ended(), PATIENCE)
 
 
 async def test_an_illegal_transition_closes_the_call_with_an_incident():

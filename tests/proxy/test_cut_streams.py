@@ -10,6 +10,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tests.proxy.raw import read_message
+from tests.support.waiting import PATIENCE
 
 STREAM = b"text/event-stream"
 LAST = b"0\r\n\r\n"
@@ -134,7 +135,7 @@ async def test_a_slow_harness_slows_the_engine():
         body = b'{"model":"sim","stream":true,"messages":[{"role":"user","content":"go on for ever"}]}'
         head = b"POST /s/slow%s HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         writer.write(head % (CHAT.encode(), len(body)) + body)
-        await asyncio.wait_for(stuck.wait(), 20)
+        await asyncio.wait_for(stuck.wait(), PATIENCE)
         assert 1 << 20 < written < 48 << 20  # the kernel's socket buffers, both hops
         writer.transport.abort()
         server.close()

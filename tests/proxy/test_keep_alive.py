@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, HEADER, user
+from tests.support.waiting import PATIENCE
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
@@ -94,7 +95,7 @@ async def waiting(where):
 async def test_silence_is_broken_in_the_dialects_own_way(dialect, where):
     path, body, sign = ASKS[dialect]
     async with waiting(where) as (http, heard):
-        async with asyncio.timeout(20), http.post(path, json=body) as answer:
+        async with asyncio.timeout(PATIENCE), http.post(path, json=body) as answer:
             assert answer.status == 200
             assert answer.content_type == "text/event-stream"
             before = b""

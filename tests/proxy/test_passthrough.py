@@ -8,6 +8,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, proxied
 from tests.proxy.raw import Tiny, exchange, read_message
+from tests.support.waiting import PATIENCE
 
 
 def with_body(head: str, body: bytes) -> bytes:
@@ -161,7 +162,7 @@ async def test_an_upload_is_forwarded_piece_by_piece(tiny):
     server = await asyncio.start_server(handler, "127.0.0.1", 0)
     rig.proxy.upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     call = asyncio.create_task(rig.http.post(rig.url + "/t", data=body()))
-    await asyncio.wait_for(got.wait(), 5)
+    await asyncio.wait_for(got.wait(), PATIENCE)
     more.set()
     async with await call as answer:
         assert answer.status == 200
@@ -191,7 +192,7 @@ async def test_a_slow_reader_slows_the_engine(tiny):
     host, port = rig.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, port, limit=1024)
     writer.write(b"GET /t HTTP/1.1\r\nHost: h\r\n\r\n")
-    await asyncio.wait_for(stuck.wait(), 20)
+    await asyncio.wait_for(stuck.wait(), PATIENCE)
     assert written < 32 << 20  # the kernel's socket buffers, both hops
     writer.transport.abort()
 

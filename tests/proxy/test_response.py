@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 
+from tests.support.waiting import PATIENCE
 from tokencache.proxy.response import KeepAlive
 
 
@@ -17,7 +18,7 @@ async def test_signs_come_again_and_again_and_end_with_the_context():
     async with signs:
         assert signs.active
         for _ in range(3):
-            await asyncio.wait_for(given.acquire(), 5)
+            await asyncio.wait_for(given.acquire(), PATIENCE)
     assert not signs.active
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -33,7 +34,7 @@ async def test_an_unread_keep_alive_is_cancelled_with_the_context():
             broken.set()
 
     async with KeepAlive(0.001, sign):
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), PATIENCE)
     assert broken.is_set()
 
 
@@ -45,7 +46,7 @@ async def test_a_disconnected_client_gets_no_further_keep_alive():
         raise ConnectionResetError
 
     async with KeepAlive(0.001, sign):
-        await asyncio.wait_for(await asyncio.wait_for(asked.get(), 5), 5)  # it ends, and as no failure of ours
+        await asyncio.wait_for(await asyncio.wait_for(asked.get(), PATIENCE), PATIENCE)  # it ends, and as no failure of ours
     assert asked.empty()
 
 

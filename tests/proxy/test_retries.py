@@ -9,7 +9,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, user
 from tests.support.redis_server import RealRedis, find_binary
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
 from tokencache.proxy.dedup import in_flight
 from tokencache.proxy.dedup.fingerprint import fingerprint_of
@@ -292,7 +292,7 @@ async def test_the_twins_replica_is_gone(store, monkeypatch):
     async with proxied(store=store) as rig:
         fingerprint = fingerprint_of("join", CHAT, {}, json.dumps(ASK).encode(), "").digest
         await rig.store.begin("s", "lost", [], fingerprint=fingerprint, replica="killed")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             answers = await asyncio.gather(*(send(rig) for _ in range(3)))
         assert len({said(answer)["content"] for answer in answers}) == 1
         assert len(rig.ground_truth()) == 1
@@ -448,7 +448,7 @@ async def test_a_store_that_failed_at_the_end_delays_no_client():
         go.set()
         assert said(await first)["content"]
         rig.store.commit = commit
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             assert said(await second)["content"]
         info = await rig.info()
         assert (info["turns"], info["complete"], info["open_calls"]) == (1, False, [])
@@ -473,7 +473,7 @@ async def test_a_duplicate_of_a_call_that_was_opened_without_an_answer_is_served
         await asyncio.sleep(0.1)
         go.set()
         assert (await first)[0] == status
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             assert said(await second)["content"]
         info = await rig.info()
         assert (info["turns"], info["open_calls"]) == (1, [])

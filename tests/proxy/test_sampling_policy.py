@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.core.lineage import sequences
 from tokencache.testing import SimulatedEngine
 
@@ -192,7 +193,7 @@ def test_a_wrong_policy_prevents_the_start(given, words, way):
     option, environment = (["--sampling", given], {}) if way == "option" else ([], {"TOKENCACHE_SAMPLING": given})
     command = [sys.executable, "-c", "from tokencache.cli import main; main()", "serve", "--port", "0", *option]
     ended = subprocess.run(
-        command, env=os.environ | environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=60, check=False
+        command, env=os.environ | environment | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert ended.returncode != 0
     assert words in ended.stderr

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
@@ -226,7 +226,7 @@ async def test_the_turn_is_stored_before_the_last_byte_is_sent(store, stream):
         assert not done.is_set()
         assert (await rig.info())["turns"] == 0
         store.go.set()
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, PATIENCE)
         assert b'finish_reason":"' in got
         assert (await rig.info())["turns"] == 1
         await rig.check()

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.batching.selection import main_line, select
 from tokencache.config import Settings
 from tokencache.server.serve import serving
@@ -77,7 +78,7 @@ async def test_no_call_of_a_session_waits_for_another():
             async with http.post(CHAT, json={"messages": [user(f"hi {n}")], "stream": False}, headers={HEADER: "s"}) as said:
                 return said.status, json.loads(await said.text())["choices"][0]["message"]["content"]
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             assert await asyncio.gather(*(call(n) for n in range(AGENTS))) == [(200, "Hi")] * AGENTS
     await runner.cleanup()
 

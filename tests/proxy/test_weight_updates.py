@@ -7,7 +7,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.proxy import engine_retry
 from tokencache.proxy.dedup import in_flight
 from tokencache.testing import Fault, SimulatedEngine
@@ -134,7 +134,7 @@ async def test_a_stream_is_kept_alive_meanwhile(dialect, end):
     stream = {} if dialect == "gemini" else {"stream": True}
     async with proxied(hold=30, keep_alive=0.01) as rig:
         rig.engine.pause()
-        async with asyncio.timeout(20), rig.http.post(rig.url + path, json=body | stream, headers={HEADER: "s"}) as answer:
+        async with asyncio.timeout(PATIENCE), rig.http.post(rig.url + path, json=body | stream, headers={HEADER: "s"}) as answer:
             assert answer.status == 200
             before = b""
             while sign not in before:

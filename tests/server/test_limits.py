@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
-from tests.proxy.serve import SECONDS, served
-from tests.support.waiting import until
+from tests.proxy.serve import served
+from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
 from tokencache.engine import upstream
 from tokencache.server import listener
@@ -68,7 +68,7 @@ async def test_no_number_of_streams_is_too_many(many):
 
     no_limit = aiohttp.TCPConnector(limit=0)
     async with serving(Settings(upstream=url, port=0), store) as (base, _), aiohttp.ClientSession(base, connector=no_limit) as http:
-        async with asyncio.timeout(3 * SECONDS):
+        async with asyncio.timeout(PATIENCE):
             ends = await asyncio.gather(*[ask(http, number) for number in range(many)])
         assert ends == [(200, True)] * many
     assert [len(await store.turns(f"s{number}")) for number in range(many)] == [1] * many
@@ -86,7 +86,7 @@ async def test_too_few_open_files_are_logged_and_harnesses_wait():
     async with engine.serve() as up, served("--port", "0", "--upstream", up, files=300) as proxy:
         (url,) = await proxy.said(r"listens on (\S+) for")
         each_its_own = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with asyncio.timeout(SECONDS), aiohttp.ClientSession(url, connector=each_its_own) as http:
+        async with asyncio.timeout(PATIENCE), aiohttp.ClientSession(url, connector=each_its_own) as http:
             assert all(await asyncio.gather(*[ask(http, number) for number in range(150)]))
     assert "ONLY 86 STREAMS FIT" in proxy.log
     assert proxy.log.count("FULL: 86 connections are open") == 1
@@ -127,7 +127,7 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
     async def tried_again():
         return listening.tried == 2
 
-    async with asyncio.timeout(SECONDS), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(PATIENCE), aiohttp.ClientSession() as http:
         asked = asyncio.create_task(http.get(url))
         await until(tried)
         for _ in range(200):
@@ -145,7 +145,7 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
 
 async def test_no_descriptor_for_the_engine(monkeypatch, caplog):
     """The call is held, and the log says that it is not the engine's fault."""
-    async with proxied(hold=SECONDS) as rig:
+    async with proxied(hold=PATIENCE) as rig:
         await rig.proxy.upstream.close()
         await rig.proxy.upstream.open()  # no connection is at hand
         left = iter([True] * 3)

@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, user
-from tests.proxy.serve import SECONDS, served
-from tests.support.waiting import until
+from tests.proxy.serve import served
+from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
 from tokencache.server.drain import StopSignal
 from tokencache.server.serve import serving
@@ -32,7 +32,7 @@ class Rack:
     async def __aenter__(self):
         self._serving = asyncio.create_task(self._serve())
         up = asyncio.create_task(self._up.wait())
-        await asyncio.wait({self._serving, up}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._serving, up}, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
         assert self._up.is_set(), self._serving
         self.http = aiohttp.ClientSession(self.url, headers={HEADER: "s"})
         return self
@@ -43,7 +43,7 @@ class Rack:
         await self.ended()
 
     async def _serve(self):
-        drain = self.settings.pop("drain", SECONDS)
+        drain = self.settings.pop("drain", PATIENCE)
         quiet = self.settings.pop("quiet", 0.0)
         async with self.engine.serve() as up:
             settings = Settings(upstream=up, port=0, linger=0, **self.settings)
@@ -60,7 +60,7 @@ class Rack:
 
     async def ended(self):
         self.end()
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE):
             await self._serving
 
     async def asked(self):
@@ -83,7 +83,7 @@ class Rack:
 
 
 async def test_open_connections_get_a_last_response():
-    async with Rack(quiet=SECONDS) as rack:
+    async with Rack(quiet=PATIENCE) as rack:
         async with rack.http.get("/healthz") as answer:
             assert "close" not in answer.headers.get("Connection", "")
         rack.end()
@@ -97,7 +97,7 @@ async def test_open_connections_get_a_last_response():
 
 @pytest.mark.parametrize("how", ["time", "again"])
 async def test_calls_that_do_not_end_are_cancelled_and_recorded(how):
-    async with Rack(drain=0.05 if how == "time" else SECONDS) as rack:
+    async with Rack(drain=0.05 if how == "time" else PATIENCE) as rack:
         call = await rack.asked()
         rack.end()
         if how == "again":

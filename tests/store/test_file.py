@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.session import Labels, Reward, SessionSettings
@@ -396,7 +397,7 @@ async def test_what_comes_while_a_store_closes_is_refused(url):
     closing = asyncio.create_task(store.writer.close())
     await asyncio.sleep(0)  # it waits for the thread
     with pytest.raises(StoreError, match="closed"):
-        await asyncio.wait_for(store.begin("s", "k", []), 60)
+        await asyncio.wait_for(store.begin("s", "k", []), PATIENCE)
     await closing
     await store.close()
 

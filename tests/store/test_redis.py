@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from tests.support.redis_server import RealRedis
+from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import (
@@ -448,7 +449,7 @@ async def test_a_server_that_is_a_replica_for_a_moment_has_no_effect(store, redi
     calls = (store.begin("s", "k2", []), store.commit("s", begun.epoch, "k", [build("a").entry]), store.ping())
     waiting = asyncio.gather(*calls)
     try:
-        await asyncio.wait_for(refused.wait(), 60)
+        await asyncio.wait_for(refused.wait(), PATIENCE)
     finally:
         await redis.execute_command("REPLICAOF", "NO", "ONE")
     await waiting

@@ -1,7 +1,6 @@
 """Several real Redis servers for tests: a primary with a replica and a Sentinel, and a cluster."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.support.redis_server import START_SECONDS, RealRedis
+from tests.support.redis_server import RealRedis
+from tests.support.waiting import block_until
 
 SLOTS = 16_384
 SERVICE = "tokencache"
@@ -71,16 +71,12 @@ def _replicas_in(nodes: dict[str, dict[str, Any]]) -> int:
     return sum("slave" in node["flags"] for node in nodes.values())
 
 
-def wait(until: Callable[[], bool]) -> None:
-    """Wait until a condition holds.
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds. Servers that do not know each other yet may refuse the question."""
 
-    Raises:
-        TimeoutError: it does not hold in time.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    def asked() -> bool:
         with contextlib.suppress(RedisError, OSError, KeyError):
-            if until():
-                return
-        time.sleep(0.02)
-    raise TimeoutError("the servers did not find each other")
+            return condition()
+        return False
+
+    block_until(asked, "the servers to find each other")

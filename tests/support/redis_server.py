@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-START_SECONDS = 20.0
+from tests.ports import free_redis_port
+from tests.support.waiting import PATIENCE
+
 _TRIES = 5
-_HIGHEST_PORT = 55_000
 
 
 def find_binary() -> str | None:
@@ -73,7 +74,7 @@ class RealRedis:
 
     def __enter__(self) -> Self:
         for attempt in range(_TRIES):
-            self.port = _free_port()
+            self.port = free_redis_port()
             try:
                 self.start()
             except RuntimeError:  # another process took the port meanwhile
@@ -97,7 +98,7 @@ class RealRedis:
         settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", self._folder.name, "--logfile", str(log)]
         command = self._command(binary, settings)
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
@@ -128,7 +129,7 @@ class RealRedis:
             return
         self._process.send_signal(how)
         self._process.send_signal(signal.SIGCONT)
-        self._process.wait(timeout=START_SECONDS)
+        self._process.wait(timeout=PATIENCE)
         self._process = None
 
     def _signal(self, which: signal.Signals) -> None:
@@ -143,13 +144,3 @@ class RealRedis:
                 return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
-
-
-def _free_port() -> int:
-    """Find a free port; a cluster node needs the one 10,000 above it too."""
-    port = 0
-    while not 0 < port < _HIGHEST_PORT:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    return port

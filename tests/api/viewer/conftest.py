@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from tests.api.viewer.scenes import EPISODES, crowd, lively, long
 from tests.proxy.kit import proxied
+from tests.support.waiting import PATIENCE
 from tokencache.testing import SimulatedEngine
 
 UI = "/tokencache/ui/"
@@ -66,7 +67,7 @@ async def look(browser, rig):
     async def open_page(at="", url=None, **settings):
         context = await browser.new_context(viewport={"width": 1440, "height": 900}, **settings)
         page = await context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(1000 * PATIENCE)
         seen = Looked(page, [], [])
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         page.on("console", lambda message: seen.errors.append(message.text) if "Content Security" in message.text else None)

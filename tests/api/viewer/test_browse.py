@@ -14,6 +14,7 @@ from tests.api.viewer.scenes import ANSWERS, EPISODES, GROUP, crowd, group, live
 from tests.media import put
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.api.viewer.groups import GroupComparison
 from tokencache.api.viewer.sessions import SessionList
 from tokencache.api.viewer.tokens import TokenTexts
@@ -404,7 +405,7 @@ async def test_the_page_runs_only_its_own_scripts(rig):
 
 def test_an_installed_package_has_the_page(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE)
     (wheel,) = tmp_path.glob("*.whl")
     static = ROOT / "tokencache/api/viewer/static"
     with zipfile.ZipFile(wheel) as archive:

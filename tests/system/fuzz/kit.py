@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 import h11
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
     from tests.proxy.kit import Rig
 
-TIMEOUT_S = 20.0
 OURS = (": internal error", "Unhandled exception", "the reply cannot be written", "no turn could be made", "is not planned")
 """Parts of the log lines that report a failure in the proxy itself."""
 ASK = json.dumps({"model": "sim", "messages": [user("EPISODE:talk")]}).encode()
@@ -57,7 +57,7 @@ async def send(url: str, *pieces: bytes, half_close: bool = True) -> bytes:
             if half_close:
                 writer.write_eof()
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PATIENCE):
                 while more := await reader.read(65536):
                     received += more
     finally:
@@ -131,7 +131,7 @@ async def settled(rig: Rig, session: str) -> None:
     info = await rig.store.session(session)
     if info is None:
         return
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE):
         while (await rig.store.session(session)).open_calls:  # noqa: ASYNC110 - the store tells nobody
             await asyncio.sleep(0.001)
     turns = await rig.store.turns(session)

@@ -8,7 +8,8 @@ import pytest
 
 from tests.proxy.kit import proxied
 from tests.proxy.raw import read_message
-from tests.system.fuzz.kit import ASK, TIMEOUT_S, Strict, answers, request
+from tests.support.waiting import PATIENCE
+from tests.system.fuzz.kit import ASK, Strict, answers, request
 from tokencache.proxy import request_body
 from tokencache.server import http_guard
 
@@ -29,7 +30,7 @@ async def dribble(url, raw, *, every=0.01):
     reader, writer = await connected(url)
     received = asyncio.create_task(reader.read())
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE):
             for byte in raw:
                 if received.done() or writer.is_closing():
                     break
@@ -67,7 +68,7 @@ async def test_a_slow_body(target, path):
     writer.write(request(b"", b"Content-Length: 100000", path=path, length=False))
     received = asyncio.create_task(read_message(reader, answers="POST"))
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE):
             while not received.done():
                 writer.write(b" ")
                 await asyncio.wait([received], timeout=0.01)
@@ -86,7 +87,7 @@ async def test_a_slow_relayed_body():
     async with engine.serve() as up, proxied(upstream=up) as rig:
         reader, writer = await connected(rig.url)
         writer.write(request(b"[", b"Content-Length: 100000", path="/t/x", session=None, length=False))
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE):
             answer = await read_message(reader, answers="POST")
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
@@ -99,7 +100,7 @@ async def test_idle_connections_stay_open(target):
     reader, writer = await connected(target.url)
     assert await dribble(target.url, b"GET /" + b"a" * 60_000) == b""
     writer.write(request(ASK, b"Connection: close"))
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE):
         (answer,) = answers(await reader.read())
     assert answer[0] == 200
     writer.close()
@@ -114,7 +115,7 @@ async def test_a_hundred_slow_connections(target):
             b"POST /v1/chat/completions HTTP/1.1\r\nHo" if n % 2 else request(b"{", b"Content-Length: 9", session=f"x{n}", length=False)
         )
     await target.unharmed()
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(PATIENCE):
         received = await asyncio.gather(*(read_message(reader, answers="POST") for reader, _ in held), return_exceptions=True)
     assert all(isinstance(one, asyncio.IncompleteReadError | ConnectionError) for one in received[1::2])
     assert all(" 408 " in one.line for one in received[::2])

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.proxy.kit import EPISODES, HEADER, proxied
+from tests.support.waiting import PATIENCE
 from tests.system.nemo.gym_requests import CASES, CHAT, HI, RESPONSES, SOUND, called, essential, function, tool
 from tokencache.core.messages import digest
 from tokencache.core.verdict import judge
@@ -31,7 +32,7 @@ def ask_gym(questions):
     if not python:
         pytest.skip("nemo-gym 0.7.0 is not installed: name an interpreter that has it by TOKENCACHE_NEMO_GYM_PYTHON")
     script = Path(__file__).with_name("ask_gym.py")
-    asked = subprocess.run([python, script], input=json.dumps(questions), capture_output=True, text=True, check=False, timeout=300)
+    asked = subprocess.run([python, script], input=json.dumps(questions), capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert asked.returncode == 0, asked.stderr[-2000:]
     return json.loads(asked.stdout)
 

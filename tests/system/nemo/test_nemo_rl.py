@@ -8,7 +8,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.system.nemo.agents import AGENTS, chat
 from tests.system.nemo.kit import before_worker
 from tests.system.nemo.worker import TOKEN_FIELDS, Worker, splice
@@ -326,7 +326,7 @@ async def test_a_harness_that_streams_receives_keep_alives(dialect, status):
     path, body, sign = ASKS[dialect]
     async with before_worker(Slow, keep_alive=0.01) as (rig, worker):
         worker.go, worker.status = asyncio.Event(), status
-        async with asyncio.timeout(20), rig.http.post(rig.url + path, json=body, headers={HEADER: "s"}) as answer:
+        async with asyncio.timeout(PATIENCE), rig.http.post(rig.url + path, json=body, headers={HEADER: "s"}) as answer:
             assert (answer.status, answer.content_type) == (200, "text/event-stream")
             before = b""
             while sign not in before:
