@@ -1,0 +1,55 @@
+"""What tests need and `make install` does not install. A test without it is skipped, with a reason that says what is missing and what to do.
+
+The reason is the same wherever the same thing is missing, so the last lines of a run count by it.
+"""
+
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+Thing = TypeVar("Thing")
+
+SHARED = Path(__file__).parents[3] / "shared"
+"""Chat templates, tokenizers and recordings of others, which are not part of this repository."""
+
+WHAT_TO_DO = {
+    "../shared": "put the folder of that name, with real chat templates, tokenizers and recordings, beside the checkout",
+    "redis-server": "run make install, or put it on PATH",
+    "valkey-server": "run make install, or put it on PATH",
+    "Chromium": "run tests/api/viewer/install_chromium.sh as root",
+    "promtool": "install Prometheus (Debian: prometheus) and put it on PATH",
+    "kubectl": "put it on PATH",
+    "tmux": "put it on PATH; Harbor's Terminus-2 runs in it",
+    "py-spy": "run make bench-others",
+    "permission to trace a process": "run as root, or set kernel.yama.ptrace_scope to 0",
+    "network namespaces": "permit user namespaces, and put unshare and ip (Debian: iproute2) on PATH",
+    "torch": "run make e2e, which has an environment with it",
+    "verl": "run make integrations",
+    "skyrl": "run make integrations",
+    "verifiers": "run make integrations",
+    "harbor": "run make integrations",
+    "nemo_gym": "run make e2e-nemo, or name an interpreter that has it by TOKENCACHE_NEMO_GYM_PYTHON",
+    "test data of NeMo RL": "name its file maybe_correct_merged_tokens_test_data.json by TOKENCACHE_NEMO_RL_VECTORS",
+    "wheels of trainers": "run make consumers",
+}
+
+
+def reason(what: str) -> str:
+    """Why a test is skipped."""
+    return f"missing {what}: {WHAT_TO_DO[what]}"
+
+
+def needs(what: str, there: object) -> pytest.MarkDecorator:
+    """Mark tests that are skipped unless it is there."""
+    return pytest.mark.skipif(not there, reason=reason(what))
+
+
+def require(what: str, there: Thing | None) -> Thing:
+    """Return it; skip the test if it is not there."""
+    return there or pytest.skip(reason(what))
+
+
+def require_package(name: str) -> None:
+    """Skip the test, or the whole file, if a package is not installed."""
+    pytest.importorskip(name, reason=reason(name))
