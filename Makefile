@@ -36,6 +36,9 @@ INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
 # runs these tests again, in an environment with NeMo Gym, to compare with its own classes
 NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/system/nemo tests/trajectories/formats/test_nemo_gym.py
 
+# Tests start many processes: Python keeps what it compiled, whatever the environment says.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install lock audit demo docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
@@ -50,7 +53,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@# uv downloads in parallel and keeps what it has downloaded; --no-deps: the lock is complete
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
-	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python -q --compile-bytecode --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -70,6 +73,7 @@ lint: docs ## run ruff, its formatter, mypy, the import contracts, and the check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.docs.lint
 
 docs: $(STAMP) ## build the documentation site into site/; a broken link fails the build
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
