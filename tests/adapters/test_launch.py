@@ -4,6 +4,7 @@ import json
 import tomllib
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,5 +193,4 @@ def test_toml_is_read_as_it_was_meant(table):
 
 @given(tables(texts.filter(str.isprintable)))
 def test_yaml_is_read_as_it_was_meant(table):
-    yaml = pytest.importorskip("yaml")
     assert yaml.safe_load(render("yaml", table)) == table

@@ -5,15 +5,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.adapters.kit import SHIPPED
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_an_installed_package_has_them(tmp_path):
-    pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,6 +1,7 @@
 """Images of a row, loaded from files and checked."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.batching.made import as_trajectory, shape
@@ -34,12 +35,10 @@ def test_the_images_of_a_row_in_order(folder, sequence):
 
 
 def test_as_images_of_pillow(folder, sequence):
-    pytest.importorskip("PIL")
     assert [image.getpixel((0, 0)) for image in load_images(sequence, folder)] == [(255, 0, 128), (0, 255, 128)]
 
 
 def test_what_cannot_be_loaded_is_named(folder, sequence):
-    pytest.importorskip("PIL")
     with pytest.raises(OSError, match=described(png(9, 9, 9)).sha256):
         load_media(with_media(sequence, placed(png(9, 9, 9))), folder)
     with pytest.raises(ValueError, match="medium 2 was sent as a URL"):
@@ -81,8 +80,7 @@ class Grids:
 
     def __call__(self, images, return_tensors):
         assert return_tensors == "pt"
-        numpy = pytest.importorskip("numpy")
-        return {"image_grid_thw": numpy.array([[1, 2, 2 * tokens] for tokens in self.tokens[: len(images)]])}
+        return {"image_grid_thw": np.array([[1, 2, 2 * tokens] for tokens in self.tokens[: len(images)]])}
 
 
 def test_images_are_processed_as_the_engine_did(sequence):

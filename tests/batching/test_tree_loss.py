@@ -6,10 +6,11 @@ Needs torch, which `make install` does not install. `tests/system/e2e/test_tree_
 import pytest
 
 from tests.batching.made import random_rows, row
+from tests.support.material import require_package
 from tokencache.batching.forest import build_forest
 from tokencache.batching.tensors import as_torch, flatten, pack, pad, tree_mask
 
-torch = pytest.importorskip("torch")
+torch = require_package("torch")
 
 TOLERANCE = 1e-5
 VOCABULARY, POSITIONS, WIDTH, HEADS = 64, 256, 16, 2

@@ -27,6 +27,7 @@ from bench.profiled import (
     shares,
 )
 from bench.report import profile
+from tests.support.material import needs, reason
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_without_py_spy_the_message_says_how_to_install_it(monkeypatch):
         profiled.run_profile(None, [], 1.0)
 
 
-@pytest.mark.skipif(binary() is None, reason="py-spy is not installed: make bench-others")
+@needs("py-spy", binary())
 def test_py_spy_sees_what_a_busy_process_does(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "while True: sum(range(100))"]) as busy:
         process = Process("busy", 0, busy.pid, tmp_path)
@@ -94,10 +95,10 @@ def test_py_spy_sees_what_a_busy_process_does(tmp_path):
 
         try:
             found = sampled(process, until_it_worked)
-        except RuntimeError as reason:
-            if "permission" not in str(reason).lower():
+        except RuntimeError as error:
+            if "permission" not in str(error).lower():
                 raise
-            pytest.skip(str(reason))
+            pytest.skip(reason("permission to trace a process"))
         finally:
             busy.kill()
     assert found == {name: float(name == REST) for name in NAMES}

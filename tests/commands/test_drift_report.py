@@ -115,7 +115,6 @@ def test_no_file_and_no_exports(tmp_path):
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_the_picture_has_a_transparent_background(exports, tmp_path, ending):
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"drift.{ending}"
     code, output = run(exports / "all", "--plot", path, "--title", "Drift")
     assert code == 0, output
@@ -135,7 +134,6 @@ def test_without_matplotlib_the_extra_is_named(exports, tmp_path, monkeypatch):
 
 
 def test_an_unknown_picture_format_is_an_error(exports, tmp_path):
-    pytest.importorskip("matplotlib")
     code, output = run(exports / "all", "--plot", tmp_path / "x.docx")
     assert code == 1
     assert "docx" in output

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.deploy import reading
+from tests.support.material import require
 
 CASES = Path(__file__).with_name("alerts.test.yaml")
 
@@ -34,8 +35,7 @@ def test_every_alert_has_a_test():
 
 
 def test_alerts_fire(rule_file):
-    if shutil.which("promtool") is None:
-        pytest.skip("no promtool on this machine: it comes with Prometheus (Debian: prometheus)")
+    require("promtool", shutil.which("promtool"))
     shutil.copy(CASES, rule_file.parent)
     done = subprocess.run(
         ["promtool", "test", "rules", CASES.name], cwd=rule_file.parent, capture_output=True, text=True, timeout=60, check=False

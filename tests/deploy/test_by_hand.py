@@ -22,6 +22,7 @@ import pytest
 from tests.deploy import reading
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, until, user
+from tests.support.material import require
 from tests.support.redis_server import find_binary
 from tokencache.api.export_worker import LARGE
 from tokencache.store.redis import RedisStore
@@ -110,9 +111,7 @@ class Container:
 @pytest.mark.redis
 async def test_the_containers_commands(installed, tmp_path):
     services = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]
-    if (binary := find_binary()) is None:
-        pytest.skip("no redis-server on this machine")
-    tools, data, nowhere = str(Path(binary).parent), tmp_path / "data", tmp_path / "nowhere"
+    tools, data, nowhere = str(Path(require("redis-server", find_binary())).parent), tmp_path / "data", tmp_path / "nowhere"
     data.mkdir()
     nowhere.mkdir(mode=0o555)
     redis_port, port = str(free_port()), str(free_port())

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.deploy import reading
+from tests.support.material import require
 from tokencache.config import Settings
 
 PREFIX = "TOKENCACHE_"
@@ -137,8 +138,7 @@ def yaml_values(thing, name):
 
 
 def test_kustomize_builds_them():
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl on this machine")
+    require("kubectl", shutil.which("kubectl"))
     for folder in (*FOLDERS, "monitoring"):
         built = subprocess.run(["kubectl", "kustomize", reading.DEPLOY / folder], check=True, capture_output=True, text=True, timeout=60)
         assert {thing["kind"] for thing in reading.manifests(folder)} <= {thing["kind"] for thing in yaml.safe_load_all(built.stdout)}

@@ -4,10 +4,9 @@ import importlib.util
 import re
 import textwrap
 
-import pytest
-
 from tests.batching.made import shape
 from tests.docs.reference import DOCS
+from tests.support.material import needs
 
 PAGE = (DOCS / "batching.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -27,7 +26,7 @@ def test_every_block_runs(capsys):
         assert textwrap.dedent(output) in printed
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+@needs("torch", importlib.util.find_spec("torch"))
 def test_the_block_with_torch_runs():
     trajectories = [shape(name, group="g", reward=float(n)) for n, name in enumerate(GROUP)]
     names = {"trajectories": trajectories}

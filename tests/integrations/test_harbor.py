@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("harbor")
+from tests.support.material import needs, require_package
+
+require_package("harbor")
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Harbor's LiteLLM fetches its prices otherwise
 
 from harbor.models.agent.context import AgentContext
@@ -29,7 +31,7 @@ from tokencache.integrations.harbor import TokencacheAgent, TokencachePlugin, ro
 from tokencache.testing import SimulatedEngine
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="Harbor's Terminus-2 needs tmux")
+pytestmark = needs("tmux", shutil.which("tmux"))
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 WRITE = '{"analysis": "naïve",  "plan": "write it", "commands": [{"keystrokes": "echo 42 > answer.txt\\n", "duration": 0.1}]}'

@@ -10,7 +10,9 @@ import typing
 import pytest
 import typing_extensions
 
-pytest.importorskip("skyrl")
+from tests.support.material import require_package
+
+require_package("skyrl")
 if sys.version_info < (3, 12):
     # skyrl 0.3.0 uses typing.TypedDict in pydantic models, which pydantic refuses on Python 3.11 (skyrl/tinker/types.py).
     typing.TypedDict = typing_extensions.TypedDict

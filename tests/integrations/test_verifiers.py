@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-vf = pytest.importorskip("verifiers.v1")
+from tests.support.material import require_package
+
+vf = require_package("verifiers", "verifiers.v1")
 
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -9,7 +9,9 @@ import json
 import numpy as np
 import pytest
 
-agent_loop = pytest.importorskip("verl.experimental.agent_loop.agent_loop")
+from tests.support.material import require_package
+
+agent_loop = require_package("verl", "verl.experimental.agent_loop.agent_loop")
 
 import hydra
 import torch

@@ -7,6 +7,7 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, proxied
 from tests.proxy.test_continuation import ALL, ASK, EXPECTED, STREAMS, problems, recorded, said
 from tests.proxy.test_retries import another, incidents, open_calls, send, settled, wanted
+from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import until
 from tokencache.store.memory import MemoryStore
@@ -27,8 +28,7 @@ def _at_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def redis_server():
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     with RealRedis() as server:
         yield server
 

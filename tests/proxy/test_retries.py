@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, events, proxied, results, user
+from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
@@ -26,8 +27,7 @@ RETRY, FIRST = {"x-stainless-retry-count": "1"}, {"x-stainless-retry-count": "0"
 
 @pytest.fixture(scope="module")
 def redis_server():
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     with RealRedis() as server:
         yield server
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, HEADER, user
 from tests.proxy.serve import served
+from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import until
 from tokencache.config import Settings
@@ -29,8 +30,7 @@ TWO = ("--workers", "2", "--port", "0")
 
 @pytest.fixture(scope="module")
 def redis():
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     with RealRedis() as server:
         yield server.url
 

@@ -5,6 +5,7 @@ import secrets
 import fakeredis
 import pytest
 
+from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
@@ -13,8 +14,7 @@ from tokencache.store.redis import RedisStore
 
 @pytest.fixture(scope="session")
 def redis_server():
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     with RealRedis() as server:
         yield server
 

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
@@ -51,8 +52,7 @@ async def test_replicas_share_redis(redis_server):
 @pytest.mark.redis
 async def test_a_cluster_node_passes_all_checks():
     """A cluster refuses every command and script that touches keys of two slots."""
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     with RealRedis("--cluster-enabled", "yes") as server:
         client = Redis.from_url(server.url)
         await client.execute_command("CLUSTER ADDSLOTS", *range(16_384))

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from redis import exceptions
 
+from tests.support.material import needs
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
@@ -13,7 +14,7 @@ from tokencache.store.base import Binding, SessionGoneError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 
-pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
+pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 
 
 @pytest.fixture

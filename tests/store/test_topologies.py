@@ -9,6 +9,7 @@ from urllib.parse import quote
 import pytest
 import trustme
 
+from tests.support.material import needs
 from tests.support.redis_groups import SERVICE, cluster, send_command, wait, watched_primary
 from tests.support.redis_server import RealRedis, find_binary, find_valkey
 from tests.support.waiting import PATIENCE
@@ -16,7 +17,7 @@ from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import StoreError
 from tokencache.store.conformance import CHECKS, build, check_replicas, record
 
-pytestmark = [pytest.mark.redis, pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")]
+pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (
     "on >PASSWORD ~tokencache:* resetchannels -@all +select +client +eval +evalsha +time +get +set +getex "
     "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +hlen +hgetall +zadd +zscore +zremrangebyscore +dbsize +info"
@@ -42,7 +43,7 @@ async def keeps_the_contract(url, **settings):
         await check_replicas(store, other)
 
 
-@pytest.mark.skipif(find_valkey() is None, reason="no valkey-server on this machine")
+@needs("valkey-server", find_valkey())
 async def test_valkey():
     with RealRedis(binary=find_valkey()) as server:
         assert send_command(server, "INFO", "server")["server_name"] == "valkey"

@@ -1,9 +1,12 @@
-"""What tests need and `make install` does not install. A test without it is skipped, with a reason that says what is missing and what to do.
+"""What tests need and `make install` does not install. A test without it is skipped: the reason says what is missing and what to do.
 
 The reason is the same wherever the same thing is missing, so the last lines of a run count by it.
 """
 
+import importlib.util
+import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -50,6 +53,9 @@ def require(what: str, there: Thing | None) -> Thing:
     return there or pytest.skip(reason(what))
 
 
-def require_package(name: str) -> None:
-    """Skip the test, or the whole file, if a package is not installed."""
-    pytest.importorskip(name, reason=reason(name))
+def require_package(name: str, module: str = "") -> ModuleType:
+    """Import a package, or a module that needs it; skip the test, or the whole file, if it is not installed."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(reason(name), allow_module_level=True)
+    with warnings.catch_warnings(action="ignore"):
+        return importlib.import_module(module or name)

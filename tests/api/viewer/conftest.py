@@ -5,11 +5,12 @@ import contextlib
 import shutil
 from typing import Any, NamedTuple
 
-import pytest
 import pytest_asyncio
+from playwright.async_api import async_playwright
 
 from tests.api.viewer.scenes import EPISODES, crowd, lively, long
 from tests.proxy.kit import proxied
+from tests.support.material import require
 from tests.support.waiting import PATIENCE
 from tokencache.testing import SimulatedEngine
 
@@ -28,8 +29,7 @@ class Looked(NamedTuple):
 
 def chromium():
     """Debian's browser, or another of its kind; Playwright's own is not downloaded."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    return found or pytest.skip("no Chromium on the path: tests/api/viewer/install_chromium.sh installs Debian's")
+    return require("Chromium", next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None))
 
 
 async def closed(what):
@@ -41,9 +41,8 @@ async def closed(what):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser():
-    playwright = pytest.importorskip("playwright.async_api")
     path = chromium()
-    async with playwright.async_playwright() as driver:
+    async with async_playwright() as driver:
         found = await driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
         await closed(found)

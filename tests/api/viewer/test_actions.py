@@ -4,12 +4,12 @@ import json
 
 import pytest
 import pytest_asyncio
+from playwright.async_api import expect
 
 from tests.api.viewer.scenes import EPISODES
 from tests.proxy.kit import proxied, user
 from tokencache.testing import SimulatedEngine
 
-expect = pytest.importorskip("playwright.async_api").expect
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KEY = "the-trainers-own"

@@ -1,13 +1,13 @@
 """Images in the viewer: thumbnails in the transcript, one box among the tokens, and nothing that a content policy would refuse."""
 
 import pytest
+from playwright.async_api import expect
 
 from tests.images import image
 from tests.proxy.kit import echo, proxied
 from tests.proxy.test_images import EPISODES, shown
 from tokencache.testing import SimulatedEngine
 
-expect = pytest.importorskip("playwright.async_api").expect
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 V1 = "/tokencache/v1/sessions/s"
 

@@ -8,6 +8,7 @@ import re
 
 import msgspec
 import pytest
+from playwright.async_api import expect
 
 from tests.api.viewer.conftest import UI
 from tests.api.viewer.scenes import EPISODES, HOSTILE, group, lively
@@ -17,7 +18,6 @@ from tokencache.core.session import LabelChanges, Reward
 from tokencache.store.base import Entry
 from tokencache.testing import SimulatedEngine
 
-expect = pytest.importorskip("playwright.async_api").expect
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OUTLINE = "/tokencache/v1/sessions/{}/outline"

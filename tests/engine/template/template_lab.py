@@ -28,6 +28,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.support.material import SHARED, require
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
@@ -36,7 +37,6 @@ from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.testing.tokenizer import training_text
 
 HERE = Path(__file__).parent
-SHARED = HERE.parents[3] / "shared"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # Qwen's pattern
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -299,9 +299,9 @@ class Lab:
 
     @classmethod
     def of(cls, kind: Kind, *, shared: bool = False, words: Vocabulary | None = None, objects: bool = True) -> "Lab":
-        text = source(kind, shared=shared)
-        if text is None:
-            pytest.skip("../shared/chat_templates has no such template")
+        if shared and not kind.shared:
+            pytest.skip("this kind of template has a stand-in only")
+        text = require("../shared", source(kind, shared=shared))
         kwargs = {} if shared else kind.kwargs
         words = words or vocabulary(kind.tokens)
         return cls(text, words, parts=kind.parts, developer=kind.developer, objects=objects, bos=kind.bos, **kwargs)

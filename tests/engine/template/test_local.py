@@ -29,7 +29,6 @@ from tokencache.testing import Fault, SimulatedEngine
 from tokencache.testing.tokenizer import build_tokenizer
 
 quieten()
-pytest.importorskip("transformers")
 
 PLAIN = RenderArgs(b"", b"", {}, {}, {})
 RESULT = "'\\n<tool_response>\\n' + text + '\\n</tool_response>'"

@@ -8,6 +8,7 @@ import pytest
 from tests.engine.template.shapes import SHAPES, TOOLS, Shape, ask
 from tests.engine.template.table import DOC, EXCEPTIONS, expected, written
 from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, speech
+from tests.support.material import require
 from tokencache.core import ids
 from tokencache.core.splice import join, junction
 from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
@@ -110,9 +111,7 @@ async def test_thinking_on_or_off_makes_no_difference(kind, shared, thinking):
 @BOTH
 async def test_with_the_tokens_of_qwen3(name, shared):
     kind = KINDS[name]
-    words = qwen_vocabulary(kind.tokens)
-    if words is None:
-        pytest.skip("../shared/tokenizers/qwen3 is not there")
+    words = require("../shared", qwen_vocabulary(kind.tokens))
     assert words.encode("Skinny  naïve café ☕.\n") != words.sampled("Skinny  naïve café ☕.\n", random.Random(0))
     for shape in SHAPES:
         found = await converse(kind, lab_of(kind, shared, words), SHAPES[shape], "its own stop")

@@ -154,8 +154,6 @@ async def matrix(name, systems=("plain", "/no_think"), talks=TALKS, *, shared=Fa
 @pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
 @pytest.mark.parametrize("name", [name for name in ALL_KINDS if name != "gpt-oss"])  # one reply of gpt-oss is several messages
 async def test_each_prompt_is_the_plain_rendering_as_text(name, shared):
-    if shared and not ALL_KINDS[name].shared:
-        pytest.skip("its real template is not at hand")
     counts, wrong = await matrix(name, shared=shared)
     assert wrong == []
     unknown = sum(n for key, n in counts.items() if "visible-part-unknown" in key)

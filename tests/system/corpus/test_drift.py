@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.material import require
 from tests.system.corpus.drift import ADDED, PLAIN, qwen3, replayed, tidied, tidy
 from tests.system.corpus.format import read
 from tokencache.testing import build_tokenizer
@@ -40,9 +41,7 @@ async def test_a_tidy_session_is_measured_at_every_turn():
 
 
 def test_the_vocabulary_is_qwen3s():
-    tokenizer = qwen3()
-    if tokenizer is None:
-        pytest.skip("../shared has no tokenizer of Qwen3")
+    tokenizer = require("../shared", qwen3())
     some = ("<|endoftext|>", "<|im_end|>", "<tool_call>", "</think>")
     assert [tokenizer.id_of(token) for token in some] == [151643, 151645, 151657, 151668]
     assert len(ADDED) + len(PLAIN) == 26

@@ -3,6 +3,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from tests.support.material import require
 from tests.support.redis_server import find_binary
 from tests.system.faults.stack import Stack
 
@@ -19,8 +20,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     """Starts stacks that a module's tests share; the arguments describe them."""
-    if find_binary() is None:
-        pytest.skip("no redis-server on this machine")
+    require("redis-server", find_binary())
     stacks: dict[str, Stack] = {}
 
     def get(**made):

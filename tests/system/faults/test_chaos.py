@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.support.material import needs
 from tests.support.redis_server import find_binary
 from tests.system.faults.chaos import BREAKS, DERENDERS, Campaign, report, run_empty
 
-pytestmark = pytest.mark.skipif(find_binary() is None, reason="no redis-server on this machine")
+pytestmark = needs("redis-server", find_binary())
 KINDS = ("proxy-killed", "redis-killed", "redis-frozen", "redis-cut-off", "engine-killed", "engine-no-done")
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.proxy.kit import EPISODES, HEADER, proxied
+from tests.support.material import require
 from tests.support.waiting import PATIENCE
 from tests.system.nemo.gym_requests import CASES, CHAT, HI, RESPONSES, SOUND, called, essential, function, tool
 from tokencache.core.messages import digest
@@ -28,9 +29,8 @@ NAMES = [case.name for case in CASES]
 
 def ask_gym(questions):
     """What Gym's own server sends and answers (`ask_gym`); skips if it is not installed."""
-    python = os.environ.get("TOKENCACHE_NEMO_GYM_PYTHON") or (sys.executable if importlib.util.find_spec("nemo_gym") else "")
-    if not python:
-        pytest.skip("nemo-gym 0.7.0 is not installed: name an interpreter that has it by TOKENCACHE_NEMO_GYM_PYTHON")
+    here = sys.executable if importlib.util.find_spec("nemo_gym") else None
+    python = require("nemo_gym", os.environ.get("TOKENCACHE_NEMO_GYM_PYTHON") or here)
     script = Path(__file__).with_name("ask_gym.py")
     asked = subprocess.run([python, script], input=json.dumps(questions), capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert asked.returncode == 0, asked.stderr[-2000:]

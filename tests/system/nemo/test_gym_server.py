@@ -10,6 +10,7 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, proxied, user
+from tests.support.material import require_package
 from tests.system.nemo.gym_agent import RESPONSES, Agent, bare, carrying
 from tests.system.nemo.worker import TOKEN_FIELDS, Worker
 from tests.trajectories.formats.readers import follow, read_nemo_gym, token_fields
@@ -277,7 +278,7 @@ async def test_clients_read_it(rig, dialect):
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_gym_s_own_classes_accept_it(rig, dialect):
-    gym = pytest.importorskip("nemo_gym.openai_utils")
+    gym = require_package("nemo_gym", "nemo_gym.openai_utils")
     agent = Agent(rig, dialect)
     await agent.run(3)
     if dialect == "chat":

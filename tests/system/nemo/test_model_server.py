@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from tests.support.material import require_package
 from tokencache.integrations.nemo_gym import SEARCH_DIR
 from tokencache.integrations.nemo_gym.rollout_session import session_of
 
@@ -47,7 +48,7 @@ def test_the_folder_has_what_gym_requires_of_a_server():
 
 
 def test_gym_finds_it_and_accepts_its_settings(monkeypatch):
-    registry = pytest.importorskip("nemo_gym.model_registry")
+    registry = require_package("nemo_gym", "nemo_gym.model_registry")
     from tokencache.integrations.nemo_gym.model_server import TokencacheModelConfig
 
     monkeypatch.setenv("NEMO_GYM_EXTRA_ROOTS", str(SEARCH_DIR))

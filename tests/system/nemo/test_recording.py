@@ -1,10 +1,10 @@
 """A real recording of NeMo Gym's: two calls of Qwen3-0.6B with their ids, as Gym returns and accepts them."""
 
 import json
-from pathlib import Path
 
 import pytest
 
+from tests.support.material import SHARED, needs
 from tokencache.core import ids, invariants
 from tokencache.core.chain import lookup_keys, turn_keys
 from tokencache.core.match import Hit, match
@@ -14,8 +14,8 @@ from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 
-FILE = Path(__file__).parents[4] / "shared/data/gym/round_trip_test_data.json"
-pytestmark = pytest.mark.skipif(not FILE.exists(), reason="the recording is missing")
+FILE = SHARED / "data/gym/round_trip_test_data.json"
+pytestmark = needs("../shared", FILE.exists())
 
 
 @pytest.fixture(scope="module")

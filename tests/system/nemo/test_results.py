@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from tests.proxy.kit import proxied, user
+from tests.support.material import require_package
 from tokencache.client import Client, NotFoundError
 
-finish = pytest.importorskip("tokencache.integrations.nemo_gym.results", exc_type=ImportError).finish
+finish = require_package("nemo_gym", "tokencache.integrations.nemo_gym.results").finish
 
 RESULTS = [
     {"_ng_task_index": 5, "_ng_rollout_index": 0, "reward": 1.0},

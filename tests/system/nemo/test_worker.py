@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.material import needs
 from tests.system.nemo.worker import splice
 
 EOS = 2
@@ -31,7 +32,7 @@ def test_vectors(prefix, template_prefix, template, spliced):
     assert splice(prefix, template_prefix, template, EOS) == spliced
 
 
-@pytest.mark.skipif("TOKENCACHE_NEMO_RL_VECTORS" not in os.environ, reason="TOKENCACHE_NEMO_RL_VECTORS does not name a file of NeMo RL")
+@needs("test data of NeMo RL", "TOKENCACHE_NEMO_RL_VECTORS" in os.environ)
 def test_nemo_rl_s_own_vector():
     """`tests/unit/models/generation/maybe_correct_merged_tokens_test_data.json` of NVIDIA-NeMo/RL (at 7ea279a), a turn of Qwen3's."""
     vector = json.loads(Path(os.environ["TOKENCACHE_NEMO_RL_VECTORS"]).read_text())

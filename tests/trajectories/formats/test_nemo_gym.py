@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from pydantic import TypeAdapter
 
+from tests.support.material import require_package
 from tests.trajectories.formats.readers import follow, read_nemo_gym, token_fields
 from tests.trajectories.formats.schemas import GymMessages, GymResult
 from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, rewarded, rollout, torn, user
@@ -34,7 +35,7 @@ def test_gym_accepts_it(shape):
 
 
 def test_the_classes_of_gym_accept_it():
-    gym = pytest.importorskip("nemo_gym.openai_utils")
+    gym = require_package("nemo_gym", "nemo_gym.openai_utils")
     for row in [row for made in ROLLOUTS.values() for row in all_rows(made)]:
         gym.NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
         TypeAdapter(list[gym.NeMoGymChatCompletionMessageParam]).validate_python(row["messages"])

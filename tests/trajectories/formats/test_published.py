@@ -23,6 +23,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from tests.support.material import needs
 from tests.support.syntax import parse
 from tests.trajectories.images import of_talk, seeing
 from tests.trajectories.rollouts import ROLLOUTS
@@ -31,7 +32,7 @@ from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verl import verl
 
 WHEELS = os.environ.get("TOKENCACHE_CONSUMERS")
-pytestmark = pytest.mark.skipif(not WHEELS, reason="TOKENCACHE_CONSUMERS names no folder of wheels")
+pytestmark = needs("wheels of trainers", WHEELS)
 
 
 def source(package, path):

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 
+from tests.support.material import require_package
 from tests.trajectories.formats.readers import read_verifiers
 from tests.trajectories.formats.schemas import Trace
 from tests.trajectories.rollouts import ROLLOUTS, rewarded, torn
@@ -22,7 +23,7 @@ def test_verifiers_accepts_it(shape):
 
 
 def test_the_class_of_verifiers_accepts_it_and_has_the_same_branches():
-    trace_class = pytest.importorskip("verifiers.v1.trace").WireTrace
+    trace_class = require_package("verifiers", "verifiers.v1.trace").WireTrace
     for made in ROLLOUTS.values():
         trace = trace_class.model_validate(written(made))
         assert [branch.token_ids for branch in trace.branches] == [s.token_ids for s in made.sequences]
