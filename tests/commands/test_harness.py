@@ -320,7 +320,7 @@ def test_env_prints_the_session_that_it_made():
     assert f"/s/{named}/h/openai/v1'" in shown.stdout
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(str.isprintable) | st.sampled_from(["'", '"', "$X", "`id`", "\\"])
 )

@@ -1,8 +1,8 @@
-"""Hypothesis profiles: the same examples every time, few enough to be run at every change."""
+"""How many examples hypothesis tries: few enough for a run at every change. All else is in `tests/support/profiles.py`."""
 
 from hypothesis import HealthCheck, settings
 
-_COMMON = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+_COMMON = {"suppress_health_check": list(HealthCheck)}
 MANY = settings(max_examples=300, **_COMMON)
 SOME = settings(max_examples=100, **_COMMON)
 FEW = settings(max_examples=60, **_COMMON)

@@ -277,7 +277,7 @@ async def test_token_ids_of_a_harness_never_reach_the_engine(rig, name, way):
         await rig.check()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.booleans()), min_size=4, max_size=14))
 def test_sessions_with_the_same_talk_never_share_a_token(plan):
     """Three sessions say the same words in any order; each goes on from its own tokens, whatever the others have said."""

@@ -5,7 +5,7 @@ import secrets
 
 import fakeredis
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -162,7 +162,7 @@ async def run_steps(stores, steps):
             assert await state(stores[-1 - n % len(stores)], session) == await state(memory, session), one
 
 
-@settings(derandomize=True, deadline=None, max_examples=150, database=None)
+@settings(max_examples=150)
 @given(steps=st.lists(STEPS, max_size=25))
 def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
     async def run():
@@ -175,7 +175,7 @@ def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
     asyncio.run(run())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(steps=st.lists(STEPS, max_size=40))
 def test_operations_on_a_file_are_as_in_memory(tmp_path_factory, steps):
     async def run():
@@ -191,7 +191,7 @@ def test_operations_on_a_file_are_as_in_memory(tmp_path_factory, steps):
 
 
 @pytest.mark.redis
-@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(steps=st.lists(STEPS, max_size=40))
 def test_operations_on_redis_are_as_in_memory(redis_server, steps):
     async def run():
@@ -204,7 +204,7 @@ def test_operations_on_redis_are_as_in_memory(redis_server, steps):
     asyncio.run(run())
 
 
-@settings(derandomize=True, deadline=None, max_examples=150, database=None)
+@settings(max_examples=150)
 @given(built=trees())
 def test_turns_in_fakeredis_are_as_in_memory(fake_store, built):
     async def run():
@@ -215,7 +215,7 @@ def test_turns_in_fakeredis_are_as_in_memory(fake_store, built):
     asyncio.run(run())
 
 
-@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(built=trees())
 def test_turns_in_a_file_are_as_in_memory(tmp_path_factory, built):
     async def run():
@@ -228,7 +228,7 @@ def test_turns_in_a_file_are_as_in_memory(tmp_path_factory, built):
 
 
 @pytest.mark.redis
-@settings(derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(built=trees())
 def test_turns_in_redis_are_as_in_memory(redis_server, built):
     async def run():

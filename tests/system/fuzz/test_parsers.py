@@ -1,7 +1,7 @@
 """Runs the fuzzer's targets for a bounded number of examples from a fixed seed; `make fuzz` continues from there."""
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.system.fuzz.targets import SEEDS, TARGETS
@@ -33,7 +33,7 @@ def inputs(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_it_parses_or_refuses(name):
-    @settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=250)
     @given(data=inputs(name))
     @example(data=b"")
     @example(data=b"[" * 100_000)
