@@ -6,12 +6,11 @@ renders the request with a mark in the place of each reply of the model, and loo
 
     python -m tests.engine.template.matrix [--all] [TEMPLATE ...]
 
-prints the figures. `--all` plays every shape with every system prompt twice; otherwise each shape is played with four of them, once.
+prints the figures. `--all` plays every shape with every system prompt twice; otherwise with two of them, which are others for each kind.
 """
 
 import argparse
 import asyncio
-import copy
 import json
 import random
 from collections import Counter
@@ -229,15 +228,15 @@ async def matrix(kind: Kind, *, every: bool = False, talks: dict[str, Talk] | No
     """Play all conversations with one kind of template, mixed, one after the other on the same model.
 
     What one session proves is used by the next, so the order counts: a second model meets them the other way round. Each model has two
-    system prompts or three, most of them with all conversations, for what is proven is trusted under the same system prompt first of all.
+    system prompts or three, each of them with many conversations, for what is proven is trusted under the same system prompt first of all.
+    Over all kinds, every conversation is played with every system prompt.
     """
-    figures, mixed = Figures(), list((talks or TALKS).items())
+    figures, mixed, moved = Figures(), list((talks or TALKS).items()), list(ALL_KINDS).index(kind.name)
     random.Random(0).shuffle(mixed)
-    for turned, ordered in enumerate((mixed, mixed[::-1])):
+    for prompts, ordered in ((("/no_think", "plain"), mixed), (("/think", "none", "detailed thinking off"), mixed[::-1])):
         stack = KindStack(kind)
-        for n, (name, talk) in enumerate(ordered):
-            some = ("/think", "none" if n % 2 else "detailed thinking off") if turned else ("/no_think", "plain")
-            for chosen in SYSTEMS if every else some:
+        for n, (name, talk) in enumerate(ordered, moved):
+            for chosen in SYSTEMS if every else prompts[n % len(prompts) :][:1]:
                 await play(stack, f"{name} | {chosen}", name, with_system(talk, SYSTEMS[chosen]), figures)
     return figures
 
@@ -366,15 +365,16 @@ def _behind(kind: Kind, render: Callable[[list[Message]], str], messages: list[M
 
 
 def _marked(messages: list[Message], marks: dict[int, str], hidden: frozenset[int]) -> list[Message]:
-    out = copy.deepcopy(messages)
+    out = list(messages)
     for place, mark in marks.items():
-        out[place].pop("reasoning", None)  # whether old thinking is shown is the reply's own affair
-        calls = out[place].get("tool_calls")
-        if calls and place not in hidden:
-            for call in calls:
-                call["function"]["arguments"] = json.dumps({"z": mark}, ensure_ascii=False)
+        # whether old thinking is shown is the reply's own affair
+        reply = {name: value for name, value in out[place].items() if name != "reasoning"}
+        if reply.get("tool_calls") and place not in hidden:
+            said = {"arguments": json.dumps({"z": mark}, ensure_ascii=False)}
+            reply["tool_calls"] = [{**call, "function": call["function"] | said} for call in reply["tool_calls"]]
         else:
-            out[place]["content"] = mark
+            reply["content"] = mark
+        out[place] = reply
     return out
 
 

@@ -1,7 +1,5 @@
 """Every kind of template, shape and context: outside of the model's replies each spliced prompt equals the full rendering."""
 
-import os
-
 import pytest
 
 from tests.engine.template import matrix as played
@@ -10,13 +8,11 @@ from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import SHAPES
 from tokencache.engine.template import tails
 
-EVERY = bool(os.environ.get("TOKENCACHE_MATRIX_ALL"))
-"""Play every shape with every system prompt; otherwise with four of them."""
 
-
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["pairs", "every system prompt"])
 @pytest.mark.parametrize("name", ALL_KINDS)
-async def test_each_spliced_prompt_equals_the_rendering_outside_of_the_replies(name):
-    figures = await matrix(ALL_KINDS[name], every=EVERY)
+async def test_each_spliced_prompt_equals_the_rendering_outside_of_the_replies(name, every):
+    figures = await matrix(ALL_KINDS[name], every=every)
     assert figures.wrong == []
     odd = {f"{shape}: {reason}": n for (shape, reason), n in figures.refused.items() if reason not in allowed(name, shape)}
     assert odd == {}, "refused, and not in the table"

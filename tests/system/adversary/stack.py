@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
+from cachetools import LRUCache
 from jinja2.ext import loopcontrols
 from multidict import CIMultiDict
 
@@ -78,9 +79,13 @@ class Renderer(Lab):
     """
 
     def text(self, messages: Sequence[Message], tools: list[Message] | None, *, generation: bool, **kwargs: Any) -> str:
-        """See `Lab.text`."""
+        """See `Lab.text`. Prompts are remembered, because the product, the engine and the judges ask for the same ones."""
         values = {**self._kwargs, **kwargs, "add_generation_prompt": generation}
-        return _unboxed(self.template).render(messages=prepared(messages, **self._how), tools=tools, documents=None, **values)
+        asked = (self.template, json.dumps([messages, tools, self._how, values]))
+        if (text := _RENDERINGS.get(asked)) is None:
+            text = _unboxed(self.template).render(messages=prepared(messages, **self._how), tools=tools, documents=None, **values)
+            _RENDERINGS[asked] = text
+        return text
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
@@ -114,6 +119,9 @@ class Renderer(Lab):
         except Exception as why:
             raise RefusedError(f"{type(why).__name__}: {why}") from why
         return text
+
+
+_RENDERINGS: LRUCache[tuple[str, str], str] = LRUCache(2000)
 
 
 @functools.lru_cache(maxsize=64)
