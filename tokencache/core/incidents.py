@@ -62,10 +62,10 @@ class IncidentKind(StrEnum):
     )
     SESSION_LOST = (
         "session-lost",
-        "all turns before this call",
-        "the store lost the session while a call was in progress, for example because Redis restarted empty",
+        "turns before this call",
+        "the store lost the session, or turns of it, for example because Redis restarted empty or a replica took over that was behind",
         (
-            "Run Redis with `appendonly yes` on a disk that persists. Or the name was freed with `?reuse=true` during a call: seal a "
+            "Run Redis with `appendonly yes` and `appendfsync always` on a disk that persists. Or the name was freed with `?reuse=true` during a call: seal a "
             "session before its name is used again."
         ),
     )

@@ -24,7 +24,16 @@ from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome, Recorded
 from tokencache.proxy.routed_experts import RoutedExperts
-from tokencache.store.base import BeginResult, Join, SessionFinishedError, SessionGoneError, SessionSealedError, Store, StoreError
+from tokencache.store.base import (
+    BeginResult,
+    Join,
+    SessionFinishedError,
+    SessionGoneError,
+    SessionSealedError,
+    Store,
+    StoreError,
+    TurnLostError,
+)
 from tokencache.wakeup import Wakeup, end
 
 log = logging.getLogger(__name__)
@@ -136,16 +145,13 @@ class Ledger:
             return
         try:
             if recorded.entries:
-                await self.store.commit(
-                    outcome.session, begun.epoch, outcome.call_id, recorded.entries, recorded.incidents, documents=documents
-                )
+                recorded = await self._commit(begun.epoch, outcome, recorded, documents)
             else:
                 await self.store.settle(outcome.session, begun.epoch, outcome.call_id, recorded.incidents)
             self.changed.notify()
         except SessionGoneError:
             if self._experts is not None:
                 await self._experts.drop([path for path, _ in outcome.experts.values()])
-            self.prefixes.forget(begun.epoch)
             await self._gone(outcome.session, outcome.call_id)
             return
         except StoreError as why:
@@ -156,6 +162,21 @@ class Ledger:
         parent = outcome.plan.parent
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
             self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
+
+    async def _commit(self, epoch: str, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> Recorded:
+        """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
+        session, call = outcome.session, outcome.call_id
+        try:
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+        except TurnLostError:
+            log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
+            lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
+            _count([lost])
+            self.prefixes.forget(epoch)
+            recorded = outcome.record(self.prefixes)
+            recorded.incidents.append(lost)
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+        return recorded
 
     async def settle(
         self,
@@ -308,8 +329,8 @@ class Ledger:
 
     async def _gone(self, session: str, call: str) -> None:
         """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
-        log.warning("session %s call %s: the session, or a turn of it, was deleted or lost; the turns of the call are dropped", session, call)
-        detail = "the store had lost the session when this call ended, or a turn that this call continues"
+        log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
+        detail = "the store had lost the session, or turns that this call continues, when the call ended"
         lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
         await self.add_incidents(session, [lost])
 

@@ -56,6 +56,10 @@ class PrefixCache:
         self._prefixes[turn] = prefix
         self._latest[epoch] = turn
 
+    def forget(self, epoch: str) -> None:
+        """Forget the latest turn of an epoch, because the store may have lost it."""
+        self._latest.pop(epoch, None)
+
     def nearby(self, epoch: str, turn: str | None) -> list[tuple[str, CachedPrefix]]:
         """List cached prefixes with which a new prompt may begin: those of `turn` and of the latest turn in this epoch of its session."""
         names = [name for name in dict.fromkeys((turn, self._latest.get(epoch))) if name is not None]

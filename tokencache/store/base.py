@@ -133,6 +133,10 @@ class SessionGoneError(Exception):
     """The session was deleted after the call began, and possibly created again. Nothing was written."""
 
 
+class TurnLostError(SessionGoneError):
+    """The database has lost a turn of the session, to which a new turn refers. Nothing was written."""
+
+
 class SessionDeletedError(TokencacheError):
     """The session that the message names was deleted recently. It accepts no calls until its tombstone expires or is lifted."""
 
@@ -483,6 +487,8 @@ class Store(Protocol):
 
         Raises:
             SessionGoneError: this epoch of the session has ended. Nothing was written.
+            TurnLostError: a turn that an entry refers to (`base`, `parent`, `context_base`) does not exist. Nothing was written. Only
+                stores whose database can lose single turns check this.
         """
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:

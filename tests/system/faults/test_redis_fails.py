@@ -233,6 +233,40 @@ async def test_failing_over_to_a_replica(wired, http):
     assert sorted(found.marked) == sorted(agent.session for agent in agents)
 
 
+@pytest.mark.parametrize("during", [False, True], ids=["between-replies", "during-replies"])
+async def test_failing_over_to_a_replica_that_was_behind(wired, http, during):
+    """The turns that had not reached it are lost. The proxy still has them in memory, but nothing that it records refers to them."""
+    stack, server, wire = wired
+    agents = agents_of("behind", http, stack.urls[:1])
+    with RealRedis("--replicaof", "127.0.0.1", str(server.port)) as heir, client(server) as primary, client(heir) as replica:
+        await asyncio.to_thread(until, lambda: replica.info("replication")["master_link_status"] == "up", "no replication")
+        await take(agents, 2)
+        assert primary.wait(1, 20_000) == 1
+        replica.replicaof("NO", "ONE")
+        await take(agents)
+
+        def fail_over(events):
+            if events == 4 and wire.to != heir.port:
+                server.kill()
+                wire.to = heir.port
+                wire.cut()
+
+        for agent in agents:
+            agent.watch = fail_over
+        if during:
+            await take(agents)
+        fail_over(4)
+        for agent in agents:
+            agent.start_over()
+        await take(agents, 2)
+        found = stack.check(agents)
+        after = {agent.session: labels(stack, agent.session) for agent in agents}
+    assert not found.false, found.words
+    assert found.marked == {agent.session: ["session-lost"] for agent in agents}
+    assert after == {agent.session: [("root", ""), ("continue", "")] * 2 for agent in agents}
+    assert len(found.unnamed) == len(agents), "the lost turns; a reply whose parent is lost is named"
+
+
 async def test_a_connection_that_is_cut_loses_nothing(wired, http):
     stack, _, wire = wired
     agents = agents_of("cut", http, stack.urls)

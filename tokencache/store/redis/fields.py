@@ -89,6 +89,13 @@ def engine_field(url: str, replica: str) -> bytes:
     return text(f"{url} {replica}" if replica else url)
 
 
+def turns_referred_to(entries: Sequence[Entry]) -> list[bytes]:
+    """Fields of the other turns without which these entries cannot be read."""
+    turns = [entry.turn for entry in entries]
+    named = {name for turn in turns for name in (turn.base, turn.parent, turn.context_base)} - {None, *(turn.id for turn in turns)}
+    return [turn_field(name) for name in named if name is not None]
+
+
 def pack_entry(entry: Entry) -> list[bytes | int]:
     """Encode an entry as arguments of the script COMMIT."""
     turn = entry.turn

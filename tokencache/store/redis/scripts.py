@@ -190,14 +190,24 @@ COMMIT = (
     + OPEN_CALLS
     + INCIDENTS
     + """
--- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, number of sampled tokens, number of entries,
+-- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, number of sampled tokens, number of turns to which the
+-- entries refer, the fields of these turns, number of entries,
 -- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
 -- number of documents, per document (field, data), incidents
+-- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
 if epoch ~= ARGV[2] then return 0 end
-local open = redis.call('HGET', session, 'open') or ''
-if ARGV[4] == '1' and not first(open, named(ARGV[3])) then return 1 end
-local at = 7
-for _ = 1, tonumber(ARGV[6]) do
+local open, at = redis.call('HGET', session, 'open') or '', 7 + tonumber(ARGV[6])
+for n = 7, at - 1 do
+  if redis.call('HEXISTS', session, ARGV[n]) == 0 then return 2 end
+end
+local entries = tonumber(ARGV[at])
+at = at + 1
+if ARGV[4] == '1' then
+  local done
+  if entries > 0 then done = redis.call('HEXISTS', session, ARGV[at]) == 1 else done = not first(open, named(ARGV[3])) end
+  if done then return 1 end
+end
+for _ = 1, entries do
   local n = redis.call('HGET', session, ARGV[at]) or redis.call('HINCRBY', session, 'turns', 1)
   redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 3])
   if ARGV[at + 4] ~= '' then redis.call('HSET', session, 'L' .. n, ARGV[at + 4]) end

@@ -41,6 +41,7 @@ from tokencache.store.base import (
     SettingsConflictError,
     StoreError,
     StoreFullError,
+    TurnLostError,
 )
 from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens
 from tokencache.store.redis import fields, queue_scripts, scripts
@@ -270,11 +271,12 @@ class RedisStore:
     ) -> None:
         stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
         sampled = sum(entry.turn.completion_tokens for entry in entries)
-        packed = [sampled, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
-        await self._end("commit", session, epoch, call, [*packed, *map(pack, incidents)])
+        needed = fields.turns_referred_to(entries)
+        packed = [len(needed), *needed, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
+        await self._end("commit", session, epoch, call, [sampled, *packed, *map(pack, incidents)])
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        await self._end("settle", session, epoch, call, [0, 0, 0, *map(pack, incidents)])
+        await self._end("settle", session, epoch, call, [0, 0, 0, 0, *map(pack, incidents)])
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]
@@ -491,8 +493,9 @@ class RedisStore:
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
-        if await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *packed)) == 0:
-            raise SessionGoneError(session)
+        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *packed))
+        if ended != 1:
+            raise (TurnLostError if ended else SessionGoneError)(session)
 
     async def _command(self, operation: str, *command: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._backend.run(*command), repeatable=repeatable)

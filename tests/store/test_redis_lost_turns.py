@@ -1,0 +1,61 @@
+"""A server that took over lacks what had not reached it: nothing is recorded that could not be read, and nothing is lost in silence."""
+
+import pytest
+from redis import exceptions
+from redis.asyncio import Redis
+
+from tokencache.core.incidents import Incident
+from tokencache.store.base import TurnLostError
+from tokencache.store.conformance import build, record
+from tokencache.store.redis import RedisStore
+
+pytestmark = pytest.mark.redis
+SESSION = "tokencache:{s}"
+
+
+@pytest.fixture
+async def redis(redis_server):
+    async with Redis.from_url(redis_server.url) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def store(redis_server, redis):
+    made = RedisStore(redis_server.url)
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize("extends", [True, False], ids=["parent", "base"])
+async def test_a_turn_on_top_of_a_lost_one_is_refused(store, redis, extends):
+    root = build("root", keys=(b"c1",))
+    lost = build("lost", root)
+    await record(store, "s", root, lost)
+    begun = await store.begin("s", "k", [])
+    await redis.hdel(SESSION, "#lost", "H2", "T2", "L2")
+    await redis.hset(SESSION, "turns", 1)
+    with pytest.raises(TurnLostError):
+        await store.commit("s", begun.epoch, "k", [build("next", lost, extends=extends, call="k").entry], [Incident("x")])
+    assert await store.turns("s") == [root.turn], "nothing was written"
+    assert (await store.session("s")).incidents == ()
+    await store.commit("s", begun.epoch, "k", [build("after", root, call="k").entry])
+    assert [turn.id for turn in await store.turns("s")] == ["root", "after"]
+
+
+async def test_a_commit_that_is_sent_again_to_a_server_without_its_call_is_written(store, redis, monkeypatch):
+    await record(store, "s", build("root"))
+    begun = await store.begin("s", "k", [])
+    run, sent = store._backend.run, []
+
+    async def died(*command):
+        sent.append(command)
+        if len(sent) == 1:
+            await redis.hset(SESSION, "open", "")
+            raise exceptions.ConnectionError("the primary died before it replied, and its replica did not have the call")
+        return await run(*command)
+
+    monkeypatch.setattr(store._backend, "run", died)
+    await store.commit("s", begun.epoch, "k", [build("next", call="k").entry])
+    assert [turn.id for turn in await store.turns("s")] == ["root", "next"]
