@@ -9,6 +9,7 @@
 set -euo pipefail
 vllm=$(cd "$1" && pwd) trainers=$2 agents=$3
 repository=$(cd "$(dirname "$0")/../.." && pwd)
+uv=$repository/tests/system/e2e/rig/uv.sh
 trainer_packages="verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0"
 agent_packages="harbor==0.25.0 verifiers==0.4.0"
 tests="pytest pytest-asyncio hypothesis openai"
@@ -17,33 +18,29 @@ python=${PYTHON:-python3}
 installed() { [ -f "$1/.installed" ] && [ "$(cat "$1/.installed")" = "$2" ]; }
 
 if ! installed "$trainers" "$trainer_packages"; then
-    "$vllm/bin/python" -m venv "$trainers"
+    "$vllm/bin/python" -m venv --without-pip "$trainers"
     site=$("$trainers/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/vllm.pth"
-    "$trainers/bin/python" -m pip --disable-pip-version-check install -q uv
     # shellcheck disable=SC2086 # several packages
-    "$trainers/bin/uv" pip install -q --python "$trainers/bin/python" --no-deps $trainer_packages "tensordict>=0.8.0,<=0.10.0" \
+    "$uv" pip install -q --python "$trainers/bin/python" --no-deps $trainer_packages "tensordict>=0.8.0,<=0.10.0" \
         ray hydra-core omegaconf "antlr4-python3-runtime==4.9.3" codetiming torchdata TransferQueue accelerate peft datasets pandas \
         pyarrow msgpack pyvers orjson cloudpickle importlib_metadata zipp multiprocess dill xxhash python-dateutil click jaxtyping \
         wadler-lindig cloudpathlib
     # shellcheck disable=SC2086
-    "$trainers/bin/uv" pip install -q --python "$trainers/bin/python" -e "$repository[testing]" $tests
+    "$uv" pip install -q --python "$trainers/bin/python" -e "$repository[testing]" $tests
     echo "$trainer_packages" > "$trainers/.installed"
 fi
 
 if ! installed "$agents" "$agent_packages"; then
-    "$python" -m venv "$agents-uv"
-    "$agents-uv/bin/python" -m pip --disable-pip-version-check install -q uv
     # uv downloads a Python if none of these is new enough
     newer=3.12
     for candidate in "$python" python3.13 python3.12 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then newer=$candidate && break; fi
     done
-    "$agents-uv/bin/uv" venv -q --clear --python "$newer" "$agents"
+    "$uv" venv -q --clear --python "$newer" "$agents"
     # An index may not have the newest certifi yet, of which Harbor requires the latest release.
     # shellcheck disable=SC2086
-    "$agents-uv/bin/uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
+    "$uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
         -e "$repository[testing]" $agent_packages $tests
-    rm -rf "$agents-uv"
     echo "$agent_packages" > "$agents/.installed"
 fi

@@ -11,6 +11,7 @@ set -uo pipefail
 dir=$(mkdir -p "$1" && cd "$1" && pwd) || exit 1
 shift
 patience=300
+uv=$(cd "$(dirname "$0")/../rig" && pwd)/uv.sh
 
 # name, version, way, packages
 table() {
@@ -68,7 +69,7 @@ pip_install() { # Python's minor versions in one word, folder, packages
     shift 2
     # shellcheck disable=SC2086 - the versions are words
     python=$(python_of $minors) || { echo "none of these Pythons on this machine: $minors"; return 1; }
-    "$python" -m venv "$folder" && timeout $patience "$folder/bin/python" -m pip --disable-pip-version-check --retries 2 --timeout 30 install -q "$@"
+    "$python" -m venv --without-pip "$folder" && timeout $patience "$uv" pip install -q --python "$folder/bin/python" "$@"
 }
 
 install_one() { # name, way, packages
@@ -86,7 +87,7 @@ install_one() { # name, way, packages
 }
 
 unreachable() { # whether a log says that there was nobody to install from; npm and pip have tried more than once by then
-    grep -qE 'ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|NewConnectionError|ConnectTimeout|name resolution' "$1"
+    grep -qE 'ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|NewConnectionError|tcp connect error|error resolving DNS|operation timed out' "$1"
 }
 
 reason() { # what a log says of a failed install, in one line

@@ -7,9 +7,8 @@ venv=$1
 stamp=$venv/.miniswe-version
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
-python=${PYTHON:-python3}
-"$python" -m venv "$venv"
+"${PYTHON:-python3}" -m venv --without-pip "$venv"
 # litellm, through which it calls models, imports `mcp` without requiring it
-"$venv/bin/python" -m pip --disable-pip-version-check install -q "mini-swe-agent==$version" mcp
+"$(dirname "$0")/uv.sh" pip install -q --python "$venv/bin/python" "mini-swe-agent==$version" mcp
 "$venv/bin/python" -c 'from importlib.metadata import version; print("mini-swe-agent", version("mini-swe-agent"))'
 echo "$version" > "$stamp"

