@@ -1,0 +1,33 @@
+"""Products of parameters: every pair of values in each run, every combination in the whole run.
+
+A fault mostly needs one value, or two that meet. The cases that no pair of values needs are marked `whole`.
+"""
+
+import itertools
+
+import pytest
+
+
+def cases(*axes):
+    """The product of some axes as parameters, in its usual order; what repeats pairs of values is marked `whole`."""
+    needed = _needed([range(len(axis)) for axis in axes])
+    return [
+        pytest.param(*(axis[at] for axis, at in zip(axes, place, strict=True)), marks=() if place in needed else pytest.mark.whole)
+        for place in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def _needed(axes):
+    """Places in the product that together have each pair: the next is always the first of those with the most pairs that are missing."""
+    left, chosen = {place: _pairs(place) for place in itertools.product(*axes)}, set()
+    missing = set().union(*left.values())
+    while missing:
+        best = max(left, key=lambda place: len(left[place] & missing))
+        chosen.add(best)
+        missing -= left.pop(best)
+    return chosen
+
+
+def _pairs(place):
+    """What must be seen of a place: each pair of its values, or its only value."""
+    return set(itertools.combinations(enumerate(place), min(2, len(place))))
