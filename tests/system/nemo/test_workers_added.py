@@ -35,6 +35,17 @@ async def training(workers=2):
         yield {await stack.enter_async_context(one.serve()) + "/v1": one for one in made}, engine
 
 
+async def add(client, workers):
+    """Add workers, and wait until calls can use each of them."""
+    for worker in workers:
+        await client.add_engine(worker)
+
+    async def all_serve():
+        return [one.serves for one in await client.engines()] == [True] * len(workers)
+
+    await until(all_serve)
+
+
 @pytest.mark.parametrize("dialect", AGENTS)
 async def test_workers_are_added_and_one_is_taken_out(dialect):
     async with training() as (workers, engine), aiohttp.ClientSession() as http:
@@ -43,13 +54,7 @@ async def test_workers_are_added_and_one_is_taken_out(dialect):
         async with serving(settings, store) as (url, proxy), AsyncClient(url) as client:
             rig = Rig(url, "", engine, proxy, store, http)
             assert not (await rig.readiness())["ready"]
-            for worker in workers:
-                await client.add_engine(worker)
-
-            async def all_serve():
-                return [one.serves for one in await client.engines()] == [True, True]
-
-            await until(all_serve)
+            await add(client, workers)
             assert (await rig.readiness())["ready"]
             home = proxy.pool.order("s")[0].upstream.url
             await AGENTS[dialect](rig, "s", 2, stream=False)
@@ -72,8 +77,7 @@ async def test_a_session_continues_on_another_worker():
         store = MemoryStore()
         async with serving(Settings(port=0, hold=0, engine="nemo-rl"), store) as (url, proxy), AsyncClient(url) as client:
             rig = Rig(url, "", engine, proxy, store, http)
-            for worker in workers:
-                await client.add_engine(worker)
+            await add(client, workers)
             playing = asyncio.create_task(AGENTS["chat"](rig, "s", 4, stream=True))
 
             async def begun():
