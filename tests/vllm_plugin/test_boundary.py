@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.template.shapes import SHAPES, TOOLS
 from tests.engine.template.table import expected
-from tests.engine.template.template_lab import KINDS, behind_in_text, own_stop, speech
+from tests.engine.template.template_lab import KINDS, behind_in_text, own_stop, sources, speech
 from tests.vllm_plugin.kit import BadRequestError, Server
 
 USER, REPLY, NEXT = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Well?"}
@@ -34,11 +34,10 @@ def counted(server, prefix, messages, tools):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
+@pytest.mark.parametrize(("kind", "shared"), sources(KINDS.values()))
 async def test_every_template_and_shape(kind, shared, shape):
     """The prompt is the prefix and then what follows the reply in the whole rendering, or nothing is spliced."""
-    server, (tools, messages) = Server(kind, shared=shared), (TOOLS if SHAPES[shape].tools else None, SHAPES[shape].messages)
+    server, (tools, messages) = Server(kind.name, shared=shared), (TOOLS if SHAPES[shape].tools else None, SHAPES[shape].messages)
     at = last(messages)
     prefix = sampled(server, messages, at, tools)
     tail = []

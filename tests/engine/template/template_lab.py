@@ -16,7 +16,7 @@ import base64
 import functools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +110,12 @@ KINDS = {
         ),
     )
 }
+
+
+def sources(kinds: Iterable[Kind]) -> list[Any]:
+    """Parameters `kind` and `shared`: each kind with its stand-in, and with its real template if it has one."""
+    each = [(kind, shared) for kind in kinds for shared in (False, True) if kind.shared or not shared]
+    return [pytest.param(kind, shared, id=f"{kind.name}-{'real' if shared else 'stand-in'}") for kind, shared in each]
 
 
 def source(kind: Kind, *, shared: bool) -> str | None:
@@ -299,8 +305,6 @@ class Lab:
 
     @classmethod
     def of(cls, kind: Kind, *, shared: bool = False, words: Vocabulary | None = None, objects: bool = True) -> "Lab":
-        if shared and not kind.shared:
-            pytest.skip("this kind of template has a stand-in only")
         text = require("../shared", source(kind, shared=shared))
         kwargs = {} if shared else kind.kwargs
         words = words or vocabulary(kind.tokens)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.template.shapes import SHAPES, TOOLS, Shape, ask
 from tests.engine.template.table import DOC, EXCEPTIONS, expected, written
-from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, speech
+from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, sources, speech
 from tests.support.material import require
 from tokencache.core import ids
 from tokencache.core.splice import join, junction
@@ -15,8 +15,6 @@ from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
 from tokencache.engine.template.tails import Tails
 
 ENDINGS = ("its own stop", "cut", "another stop")
-BOTH = pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
-EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def lab_of(kind, shared, words=None):
@@ -79,8 +77,7 @@ async def converse(kind: Kind, lab: Lab, shape: Shape, how: str, kwargs=None) ->
     return outcome
 
 
-@BOTH
-@EACH
+@pytest.mark.parametrize(("kind", "shared"), sources(KINDS.values()))
 @pytest.mark.parametrize("name", SHAPES)
 async def test_a_tail_is_exact_or_refused(kind, shared, name):
     lab = lab_of(kind, shared)
@@ -93,8 +90,7 @@ async def test_a_tail_is_exact_or_refused(kind, shared, name):
         assert found == (way, "" if way.startswith("refused") else kinds[how])
 
 
-@BOTH
-@EACH
+@pytest.mark.parametrize(("kind", "shared"), sources(KINDS.values()))
 @pytest.mark.parametrize("thinking", [True, False])
 async def test_thinking_on_or_off_makes_no_difference(kind, shared, thinking):
     lab = lab_of(kind, shared)
@@ -108,7 +104,7 @@ async def test_thinking_on_or_off_makes_no_difference(kind, shared, thinking):
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "Qwen3-2507", "Qwen3.5 think", "Qwen3.5 nothink"])
-@BOTH
+@pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
 async def test_with_the_tokens_of_qwen3(name, shared):
     kind = KINDS[name]
     words = require("../shared", qwen_vocabulary(kind.tokens))

@@ -13,7 +13,7 @@ from tests.batching.made import as_trajectory, rows_of
 from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, with_system
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import TOOLS, result
-from tests.engine.template.template_lab import UNASKED
+from tests.engine.template.template_lab import UNASKED, sources
 from tests.system.adversary.stack import Engine, RefusedError
 from tests.trajectories.rollouts import of_forest
 from tokencache.batching.forest import build_forest
@@ -151,9 +151,10 @@ async def matrix(name, systems=("plain", "/no_think"), talks=TALKS, *, shared=Fa
     return counts, wrong
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
-@pytest.mark.parametrize("name", [name for name in ALL_KINDS if name != "gpt-oss"])  # one reply of gpt-oss is several messages
-async def test_each_prompt_is_the_plain_rendering_as_text(name, shared):
+# one reply of gpt-oss is several messages
+@pytest.mark.parametrize(("kind", "shared"), sources(kind for kind in ALL_KINDS.values() if kind.name != "gpt-oss"))
+async def test_each_prompt_is_the_plain_rendering_as_text(kind, shared):
+    name = kind.name
     counts, wrong = await matrix(name, shared=shared)
     assert wrong == []
     unknown = sum(n for key, n in counts.items() if "visible-part-unknown" in key)
