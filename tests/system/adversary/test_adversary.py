@@ -16,7 +16,7 @@ from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
 from tests.system.adversary.observed import Entry, Tally
 from tests.system.adversary.oracle import Oracle
-from tests.system.adversary.run import replay, run
+from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
 from tests.system.adversary.template_reading import reading_of
 from tests.system.adversary.words import HARMLESS, arguments_of, says
@@ -37,11 +37,12 @@ ASK = {"role": "user", "content": "Look."}
 CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}
 
 
+@pytest.mark.parametrize("turns", [FEW // 4, pytest.param(FEW, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("template", ALL_KINDS)
-def test_there_is_no_violation(template):
-    tally = run(FEW // 2, SEED, templates=[template])
+def test_there_is_no_violation(template, turns):
+    tally = run(turns, SEED, templates=[template])
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
-    assert tally.counts["turns"] > FEW / 3
+    assert tally.counts["turns"] > turns / 2
     assert {"root", "continue", "branch", "resplice"} <= set(tally.matches)
 
 
@@ -54,27 +55,28 @@ def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
     assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 7
 
 
-def test_replies_that_can_be_identified_are_supplied():
-    tally = run(4 * FEW, SEED, templates=USUAL)
-    assert tally.counts["owed"] > FEW
+@pytest.mark.parametrize("turns", [FEW, pytest.param(4 * FEW, marks=pytest.mark.whole)])
+def test_replies_that_can_be_identified_are_supplied(turns):
+    tally = run(turns, SEED, templates=USUAL)
+    assert tally.counts["owed"] > turns / 2
     assert tally.counts["missed"] <= tally.counts["owed"] / 200, "\n".join([tally.table(), *tally.shown(5, misses=True)])
 
 
 def test_a_session_is_replayed_as_it_was():
-    whole = run(FEW, SEED, templates=USUAL)
-    last = replay(SEED, FEW // 25 - 1, USUAL)
-    assert last.counts["calls"] == 25
+    whole = run(3 * CALLS, SEED, templates=USUAL)
+    last = replay(SEED, 2, USUAL)
+    assert last.counts["calls"] == CALLS
     assert last.trace[0].startswith("call 1:")
-    assert replay(SEED, FEW // 25 - 1, USUAL).trace == last.trace
+    assert replay(SEED, 2, USUAL).trace == last.trace
     assert last.counts["owed"] <= whole.counts["owed"]
 
 
 # --- the oracle finds injected faults -----------------------------------------------------------------------------------------------------
 
 
-def finds(kind, turns=FEW, templates=USUAL, history="supply"):
-    """Whether the adversary finds a violation of this kind in the changed product."""
-    return any(run(turns, seed, templates=templates, history=history).counts[kind] for seed in range(8))
+def finds(kind, templates=USUAL, history="supply", first=0):
+    """Whether the adversary finds a violation of this kind in the changed product; `first` is a seed that finds a rare one."""
+    return any(run(2 * CALLS, seed, templates=templates, history=history).counts[kind] for seed in range(first, first + 200))
 
 
 def test_it_finds_a_verdict_that_accepts_any_reasoning(monkeypatch):
@@ -89,7 +91,7 @@ def test_it_finds_a_verdict_that_accepts_any_arguments(monkeypatch):
 
 def test_it_finds_a_matcher_that_guesses(monkeypatch):
     monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
-    assert finds("false")
+    assert finds("false", first=8)
 
 
 def test_it_finds_a_matcher_that_takes_words_for_evidence(monkeypatch):
@@ -111,7 +113,7 @@ def test_it_finds_a_matcher_that_accepts_other_words_with_the_right_ids(monkeypa
 
 def test_it_finds_a_planner_that_trusts_a_clients_ids(monkeypatch):
     monkeypatch.setattr(client_ids, "_same_words", lambda *_: True)
-    assert finds("false", 4 * FEW)
+    assert finds("false", first=25)
 
 
 def test_it_finds_a_matcher_that_does_not_judge_older_replies(monkeypatch):
