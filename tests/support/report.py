@@ -20,6 +20,12 @@ class Figures:
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
+        self._count_skipped(report)
+
+    def pytest_collectreport(self, report):
+        self._count_skipped(report)  # a module that is skipped as a whole counts once
+
+    def _count_skipped(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
             _, _, reason = report.longrepr
             self.skipped[reason.removeprefix("Skipped: ")] += 1
