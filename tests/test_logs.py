@@ -11,7 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, results, user
+from tests.support.waiting import PATIENCE, until
 from tokencache.logs import LineFormatter
 from tokencache.testing import Fault, SimulatedEngine
 
@@ -19,7 +20,6 @@ CANARY = "canary7f3a"
 ADMIN, HARNESS, ENGINE = f"admin-{CANARY}-admin-admin", f"sk-{CANARY}", f"sk-engine-{CANARY}"
 API = "/tokencache/v1"
 REFUSAL = json.dumps({"error": {"message": f"bad: {CANARY}", "type": "X", "param": None, "code": 400}})
-SECONDS = 30.0
 
 
 class Running:
@@ -38,7 +38,7 @@ class Running:
             stderr=asyncio.subprocess.STDOUT,
         )
         self._reading = asyncio.create_task(self._read())
-        await until(self._listens, SECONDS)
+        await until(self._listens, "the proxy listens")
         return self
 
     async def _read(self):
@@ -54,7 +54,7 @@ class Running:
     async def __aexit__(self, *why):
         if self._process.returncode is None:
             self._process.terminate()
-        await asyncio.wait_for(self._process.wait(), SECONDS)
+        await asyncio.wait_for(self._process.wait(), PATIENCE)
         await self._reading
 
 
@@ -128,7 +128,7 @@ async def bare(url, data):
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
-    await asyncio.wait_for(reader.read(), SECONDS)
+    await asyncio.wait_for(reader.read(), PATIENCE)
     writer.close()
 
 

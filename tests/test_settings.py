@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tokencache
+from tests.support.waiting import PATIENCE
 from tokencache import cli
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, option_of
 
@@ -165,7 +166,7 @@ def test_a_shell_can_complete():
     def shell(**environment):
         code = "import sys; sys.argv[0] = 'tokencache'; from tokencache.cli import main; main()"
         command = [sys.executable, "-c", code]
-        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False).stdout
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
 
     assert "complete -o default -F _tokencache_completion tokencache" in shell(_TOKENCACHE_COMPLETE="source_bash")
     choices = shell(_TOKENCACHE_COMPLETE="complete_bash", COMP_WORDS="tokencache serve --require ", COMP_CWORD="3")

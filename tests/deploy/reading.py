@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import promql_parser
 import yaml
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -29,7 +31,7 @@ def compose(**environment: str) -> dict[str, Any]:
     shell = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment}
     program = Path(sys.executable).with_name("docker-compose")
     command = [program, "--profile", "*", "--env-file", os.devnull, "config", "--format", "json"]
-    done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise ValueError(done.stderr)
     return json.loads(done.stdout)

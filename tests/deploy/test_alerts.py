@@ -10,6 +10,7 @@ import yaml
 
 from tests.deploy import reading
 from tests.support.material import require
+from tests.support.waiting import PATIENCE
 
 CASES = Path(__file__).with_name("alerts.test.yaml")
 
@@ -19,7 +20,7 @@ def rule_file(tmp_path):
     """The rule file that the kustomization's one-line command creates."""
     kustomization = (reading.MONITORING / "kustomization.yaml").read_text()
     line = re.search(r"^#\s+(sed .*) > tokencache-rules\.yml$", kustomization, re.MULTILINE)[1]
-    made = subprocess.run(line, shell=True, cwd=reading.ROOT, check=True, capture_output=True, timeout=30)  # noqa: S602 - it is to be pasted
+    made = subprocess.run(line, shell=True, cwd=reading.ROOT, check=True, capture_output=True, timeout=PATIENCE)  # noqa: S602 - to be pasted
     (tmp_path / "rules.yml").write_bytes(made.stdout)
     return tmp_path / "rules.yml"
 
@@ -38,6 +39,6 @@ def test_alerts_fire(rule_file):
     require("promtool", shutil.which("promtool"))
     shutil.copy(CASES, rule_file.parent)
     done = subprocess.run(
-        ["promtool", "test", "rules", CASES.name], cwd=rule_file.parent, capture_output=True, text=True, timeout=60, check=False
+        ["promtool", "test", "rules", CASES.name], cwd=rule_file.parent, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,14 +21,13 @@ import pytest
 
 from tests.deploy import reading
 from tests.ports import free_port
-from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, until, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, results, user
 from tests.support.material import require
 from tests.support.redis_server import find_binary
+from tests.support.waiting import PATIENCE, until
 from tokencache.api.export_worker import LARGE
 from tokencache.store.redis import RedisStore
 from tokencache.testing import SimulatedEngine
-
-SECONDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +35,15 @@ def installed(tmp_path_factory):
     """A fresh virtual environment with only the built wheel and its dependencies."""
     folder = tmp_path_factory.mktemp("image")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=PATIENCE)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=PATIENCE)
     pins = folder / "pins.txt"
     lock = (reading.ROOT / "requirements.lock").read_text().splitlines()
     pins.write_text("\n".join(line.removesuffix(" \\") for line in lock if "--hash" not in line))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "venv"]
     install = [*pip, "install", "--quiet", "--constraint", pins, wheel]
-    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    subprocess.run(install, check=True, capture_output=True)
     return folder / "venv" / "bin"
 
 
@@ -99,12 +98,12 @@ class Container:
         kind, *words = self._check
         words = [self._here(word) for word in words]
         asked = await self._start(*(words if kind == "CMD" else ("sh", "-c", *words)))
-        await asyncio.wait_for(asked.communicate(), SECONDS)
+        await asyncio.wait_for(asked.communicate(), PATIENCE)
         return asked.returncode == 0
 
     async def ended(self) -> tuple[int | None, str]:
         """Waits for its end; returns its exit code, and all its output."""
-        printed, _ = await asyncio.wait_for(self.process.communicate(), SECONDS)
+        printed, _ = await asyncio.wait_for(self.process.communicate(), PATIENCE)
         return self.process.returncode, printed.decode()
 
 
@@ -124,7 +123,7 @@ async def test_the_containers_commands(installed, tmp_path):
         return Container(services["redis"], folder=data, path=f"{tools}:{os.environ['PATH']}", elsewhere=redis_here, writes=True)
 
     async with engine.serve() as up, redis() as kept:
-        await until(kept.well, SECONDS)
+        await until(kept.well, "Redis passes its health check")
         here = {
             "redis:6379": f"127.0.0.1:{redis_port}",
             "http://engine:8000": up,
@@ -136,7 +135,7 @@ async def test_the_containers_commands(installed, tmp_path):
         path = f"{installed}:/usr/local/bin:/usr/bin:/bin"
         made = Container(services["tokencache"], folder=nowhere, path=path, elsewhere=here, writes=False, image=image)
         async with made as proxy, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-            await until(proxy.well, SECONDS)
+            await until(proxy.well, "the proxy passes its health check")
             await _calls(http)
             code, printed = await _stopped_in_mid_stream(proxy, http)
         assert code == 0, printed
@@ -147,7 +146,7 @@ async def test_the_containers_commands(installed, tmp_path):
         await kept.ended()
 
     async with redis() as again:
-        await until(again.well, SECONDS)
+        await until(again.well, "Redis has loaded its log")
         await store.open()
         turns = {name: len(await store.turns(name)) for name in ("demo", "slow", "long")}
         await store.close()

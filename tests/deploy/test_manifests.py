@@ -10,6 +10,7 @@ import yaml
 
 from tests.deploy import reading
 from tests.support.material import require
+from tests.support.waiting import PATIENCE
 from tokencache.config import Settings
 
 PREFIX = "TOKENCACHE_"
@@ -140,7 +141,9 @@ def yaml_values(thing, name):
 def test_kustomize_builds_them():
     require("kubectl", shutil.which("kubectl"))
     for folder in (*FOLDERS, "monitoring"):
-        built = subprocess.run(["kubectl", "kustomize", reading.DEPLOY / folder], check=True, capture_output=True, text=True, timeout=60)
+        built = subprocess.run(
+            ["kubectl", "kustomize", reading.DEPLOY / folder], check=True, capture_output=True, text=True, timeout=PATIENCE
+        )
         assert {thing["kind"] for thing in reading.manifests(folder)} <= {thing["kind"] for thing in yaml.safe_load_all(built.stdout)}
 
 
