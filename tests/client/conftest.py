@@ -4,6 +4,7 @@ import pytest
 
 from tests.client.both import KINDS, Wrapped
 from tests.proxy.kit import proxied
+from tests.support.patient import patient  # noqa: F401 - a fixture
 
 
 @pytest.fixture

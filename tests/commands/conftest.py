@@ -1,6 +1,7 @@
 import pytest
 
 from tests.adapters.kit import Machine, listing
+from tests.support.patient import patient  # noqa: F401 - a fixture
 
 
 @pytest.fixture

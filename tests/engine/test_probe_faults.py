@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tests.system.nemo.worker import Worker
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.model import Engine
@@ -220,7 +220,7 @@ async def test_a_call_survives_an_engine_that_dies_while_it_is_probed_again(monk
         return count <= (calls[1] if len(calls) > 1 else count)
 
     engine = SimulatedEngine(episodes=EPISODES, derenders=True)
-    async with resetting_before(engine) as intermediary, proxied(intermediary, upstream=intermediary.url, hold=5) as rig:
+    async with resetting_before(engine) as intermediary, proxied(intermediary, upstream=intermediary.url, hold=PATIENCE) as rig:
         await until(lambda: _ready(rig))
         intermediary.paths.clear()
         intermediary.resets = dying

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.proxy.kit import proxied
-from tests.support.engine_checks import no_engine_checks  # noqa: F401 - a fixture
+from tests.support.patient import patient  # noqa: F401 - a fixture
 
 
 @pytest.fixture

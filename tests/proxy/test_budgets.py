@@ -9,6 +9,7 @@ import pytest
 from google import genai
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.proxy.generated_replies import LAST_WORDS
 from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.testing import Fault
@@ -205,7 +206,7 @@ async def test_what_is_not_recorded_is_refused_where_it_would_have_to_be_counted
 
 async def test_a_reply_that_the_engine_dropped_does_not_count_as_a_turn():
     """The call is made again, and counts twice in the store; it was let in once, and that is enough."""
-    async with proxied(max_calls=1, hold=5) as rig:
+    async with proxied(max_calls=1, hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(2))
         assert (await rig.say("s", [user(SAY)]))["content"] != LAST_WORDS
         assert (await rig.say("s", [user(SAY)]))["content"] == LAST_WORDS

@@ -1,6 +1,7 @@
 """A reply is cut and waits for an engine to continue it, and something else happens meanwhile: still one turn, one reply, no lost token."""
 
 import asyncio
+import secrets
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.proxy.test_continuation import ALL, ASK, EXPECTED, STREAMS, problems,
 from tests.proxy.test_retries import another, incidents, open_calls, send, settled, wanted
 from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing import Fault, SimulatedEngine
@@ -35,10 +36,10 @@ def redis_server():
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def rig(request):
-    store = (
-        MemoryStore() if request.param == "memory" else RedisStore(request.getfixturevalue("redis_server").url, prefix=f"c{id(request)}")
-    )
-    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), store=store, hold=60) as found:
+    store = MemoryStore()
+    if request.param == "redis":
+        store = RedisStore(request.getfixturevalue("redis_server").url, prefix=secrets.token_hex(8))
+    async with proxied(SimulatedEngine(episodes=ALL, seed=7, derenders=True), store=store, hold=PATIENCE) as found:
         yield found
 
 
@@ -208,7 +209,7 @@ async def test_a_cut_before_the_first_token(rig, stream):
 async def test_the_weights_change_while_the_reply_waits():
     """Each piece has the version of the engine that sampled it, and the salt of that version."""
     engine = SimulatedEngine(episodes=ALL, seed=7, derenders=True, dev_mode=True)
-    async with proxied(engine, hold=60) as rig:
+    async with proxied(engine, hold=PATIENCE) as rig:
         await announce(rig, 7)
         call = await cut(rig)
         await announce(rig, 8)
@@ -223,7 +224,7 @@ async def test_the_weights_change_while_the_reply_waits():
 async def test_the_weights_change_while_a_call_waits_for_its_first_engine():
     """It is a call of the version with which it is sampled."""
     engine = SimulatedEngine(episodes=ALL, seed=7, dev_mode=True)
-    async with proxied(engine, hold=60) as rig:
+    async with proxied(engine, hold=PATIENCE) as rig:
         await announce(rig, 7)
         rig.engine.faults.extend([Fault.answer(503, "{}")] * (REFUSALS + 1))
         call = asyncio.create_task(send(rig, {"model": "sim", **ASK}))

@@ -7,6 +7,7 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_images import EPISODES, sha256, shown
+from tests.support.waiting import PATIENCE
 from tokencache.testing import Fault, SimulatedEngine
 
 ROUTES = pytest.mark.parametrize("route", ["plugin", "generate"])
@@ -91,7 +92,7 @@ async def test_an_engine_that_keeps_no_images_gets_their_pixels_in_the_end(route
 
 
 async def test_a_lost_image_is_sent_again_when_a_reply_goes_on():
-    async with proxied(seeing(), hold=5) as rig:
+    async with proxied(seeing(), hold=PATIENCE) as rig:
         messages = [shown("EPISODE:look go", image(1))]
         await grow(rig, messages, image(2))
         await grow(rig, messages, image(3))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.images import image
 from tests.proxy.kit import CALL, CHAT, HEADER, THOUGHT, TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache.core import ids
 from tokencache.testing import Fault, SimulatedEngine
 from tokencache.testing.images import ImageFault
@@ -324,7 +325,7 @@ async def after_two_turns(rig):
 @CUT
 @pytest.mark.parametrize("after", [1, 3, 9])
 async def test_a_reply_that_is_broken_off_goes_on_with_the_same_images(stream, after):
-    async with proxied(seeing(derenders=True), hold=5) as rig:
+    async with proxied(seeing(derenders=True), hold=PATIENCE) as rig:
         messages = await after_two_turns(rig)
         rig.engine.faults.append(Fault.abort(after))
         said = await rig.say("s", messages, tools=TOOLS, stream=stream)
@@ -346,7 +347,7 @@ async def test_a_reply_that_is_broken_off_goes_on_with_the_same_images(stream, a
 async def test_a_reply_with_a_placeholder_in_it_goes_on_too():
     words = ["I draw <|image_pad|><|image_pad|> for you, and a house, and a tree."]
     engine = SimulatedEngine(episodes={"draw": words}, seed=7, images="plugin", derenders=True)
-    async with proxied(engine, hold=5) as rig:
+    async with proxied(engine, hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(6))
         await rig.say("s", [shown("EPISODE:draw go", image(1))])
         (turn,) = await rig.turns()
@@ -358,7 +359,7 @@ async def test_a_reply_with_a_placeholder_in_it_goes_on_too():
 @CUT
 async def test_a_continuation_with_other_ids_or_places_is_not_used(stream, fault):
     """The reply is sampled anew if the client has nothing of it, or ends where it was broken off."""
-    async with proxied(seeing(derenders=True), hold=5) as rig:
+    async with proxied(seeing(derenders=True), hold=PATIENCE) as rig:
         messages = await after_two_turns(rig)
         rig.engine.faults.append(Fault.abort(4))
         rig.engine.choose_fault = lambda _route, body: _after_a_cut(rig.engine, body, fault)
@@ -380,7 +381,7 @@ def _after_a_cut(engine, body, fault):
 @CUT
 async def test_on_an_engine_without_the_plugin_the_turn_says_why_not(stream):
     engine = SimulatedEngine(episodes=EPISODES, seed=7, images="stock", derenders=True)
-    async with proxied(engine, hold=5) as rig:
+    async with proxied(engine, hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(4))
         await rig.post("s", messages=[shown("EPISODE:see go", image(1))], stream=stream)
         assert "images" in (await rig.turns())[0]["again"]

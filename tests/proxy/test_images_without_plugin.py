@@ -7,6 +7,7 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tests.proxy.test_images import EPISODES, dialect_bodies, second_turn_disagrees, shown, talk
+from tests.support.waiting import PATIENCE
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 from tokencache.testing.generate_route import GENERATE
@@ -192,7 +193,7 @@ async def test_a_first_turn_whose_places_are_not_known_is_not_continued(rig):
 
 
 async def test_an_engine_that_cannot_render_now_is_asked_again():
-    async with proxied(without_plugin(), hold=5) as rig:
+    async with proxied(without_plugin(), hold=PATIENCE) as rig:
         messages = [shown("EPISODE:see go", image(1))]
         messages.append(echo(await rig.say("s", messages)))
         rig.engine.faults.append(Fault.answer(503, path=RENDER))

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.support.waiting import PATIENCE
 from tokencache import metrics
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.prefixes import PrefixFault
@@ -186,7 +187,7 @@ async def test_what_is_saved_is_counted():
 async def test_whatever_the_cache_does_every_recorded_turn_is_the_engines(seed):
     """Sessions run side by side while the engine forgets, mixes up and loses what it keeps."""
     rng = random.Random(seed)
-    async with proxied(remembering(derenders=True), hold=5) as rig:
+    async with proxied(remembering(derenders=True), hold=PATIENCE) as rig:
         kept = rig.engine.prefixes.kept
         talks = {f"s{n}": [user(f"EPISODE:{'demo' if n % 2 else 'talk'} {n}")] for n in range(4)}
         for _ in range(20):

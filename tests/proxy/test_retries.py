@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import secrets
 from collections import Counter
 
 import pytest
@@ -37,7 +38,7 @@ async def store(request):
     if request.param == "memory":
         yield MemoryStore()
         return
-    made = RedisStore(request.getfixturevalue("redis_server").url, prefix=f"t{id(request)}")
+    made = RedisStore(request.getfixturevalue("redis_server").url, prefix=secrets.token_hex(8))
     yield made
 
 
@@ -91,6 +92,19 @@ def gate(rig, name="commit"):
 
     setattr(rig.store, name, held)
     return go
+
+
+def begins(rig):
+    """The calls that the store has opened, or for which it has found one in flight."""
+    found, real = [], rig.store.begin
+
+    async def begin(session, call, *args, **more):
+        result = await real(session, call, *args, **more)
+        found.append(call)
+        return result
+
+    rig.store.begin = begin
+    return found
 
 
 async def open_calls(rig, session="s"):
@@ -178,9 +192,9 @@ async def test_continuing_a_reply_that_was_served_twice_continues_one_turn(rig):
 
 
 async def test_concurrent_duplicates_are_one_call_unless_their_sdk_marks_each_as_first(rig):
-    go = gate(rig)
+    go, begun = gate(rig), begins(rig)
     calls = [asyncio.create_task(send(rig)) for _ in range(8)]
-    await wanted(rig)
+    await until(lambda: len(begun) == 8)
     go.set()
     assert len({said(await call)["content"] for call in calls}) == 1
     assert len(rig.ground_truth()) == 1
@@ -247,8 +261,13 @@ async def test_no_retry_arrives_in_time():
 async def test_a_waiting_client_keeps_the_call_running():
     """The time is up, and the call goes on because another one waits."""
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.02), linger=0.4) as rig:
-        await leave(rig)
-        said(await send(rig))
+        first = asyncio.create_task(send(rig))
+        await until(lambda: open_calls(rig))
+        second = asyncio.create_task(send(rig))
+        await wanted(rig)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert said(await second)["content"]
         (entry,) = rig.ground_truth()
         assert not entry.aborted
 
@@ -288,7 +307,7 @@ async def test_the_twin_is_elsewhere(store):
 
 async def test_the_twins_replica_is_gone(store, monkeypatch):
     """A proxy that was killed ends nothing: its call is closed with a hole, once, and those who waited are served."""
-    monkeypatch.setattr(in_flight, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(in_flight, "HEARTBEAT_SECONDS", 0.3)
     async with proxied(store=store) as rig:
         fingerprint = fingerprint_of("join", CHAT, {}, json.dumps(ASK).encode(), "").digest
         await rig.store.begin("s", "lost", [], fingerprint=fingerprint, replica="killed")
@@ -458,6 +477,7 @@ async def test_a_store_that_failed_at_the_end_delays_no_client():
 async def test_a_duplicate_of_a_call_that_was_opened_without_an_answer_is_served(policy, status):
     """The store opens the first call, but its answer is lost; a retry has found that call meanwhile."""
     async with proxied(on_store_error=policy) as rig:
+        begun = begins(rig)
         go, begin = asyncio.Event(), rig.store.begin
 
         async def loses_its_answer(*args, **more):
@@ -470,7 +490,7 @@ async def test_a_duplicate_of_a_call_that_was_opened_without_an_answer_is_served
         first = asyncio.create_task(send(rig))
         await until(lambda: open_calls(rig))
         second = asyncio.create_task(send(rig, **RETRY))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(begun) == 2)
         go.set()
         assert (await first)[0] == status
         async with asyncio.timeout(PATIENCE):

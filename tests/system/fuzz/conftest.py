@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tests.proxy.kit import proxied
+from tests.support.patient import patient  # noqa: F401 - a fixture
 from tests.system.fuzz.kit import Target
 
 

@@ -1,3 +1,3 @@
-"""Tests of this folder count what engines get."""
+"""Proxies in these tests act by what happens, not by the clock."""
 
-from tests.support.engine_checks import no_engine_checks  # noqa: F401 - a fixture
+from tests.support.patient import patient  # noqa: F401 - a fixture
