@@ -33,6 +33,12 @@ IN_FLIGHT = Gauge(
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
+UNSAVED = Gauge(
+    "tokencache_unsaved",
+    "Calls and incidents that wait in this process for the store and for no client. They are lost if the process is killed.",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
 OVERHEAD = Histogram(
     "tokencache_added_seconds",
     "Time that the proxy adds: from a request's last byte to its sending (before), and from the reply's end to its last byte (after).",

@@ -156,6 +156,7 @@ class Ledger:
             return
         except StoreError as why:
             self._open.append((outcome.session, begun.epoch, outcome.call_id))
+            metrics.UNSAVED.inc()
             self._lose(outcome, recorded)
             self._failed("commit", outcome.session, outcome.call_id, why)
             return
@@ -206,6 +207,7 @@ class Ledger:
             await self._gone(session, call)
         except StoreError as why:
             self._open.append((session, begun.epoch, call))
+            metrics.UNSAVED.inc()
             self._save_later(session, list(incidents))
             self._failed("settle", session, call, why)
 
@@ -295,9 +297,11 @@ class Ledger:
         """Keep a task that must finish although its client has left."""
         self._tasks.add(work)
         work.add_done_callback(self._ended)
+        metrics.UNSAVED.inc()
 
     def _ended(self, work: "asyncio.Task[Any]") -> None:
         self._tasks.discard(work)
+        metrics.UNSAVED.dec()
         if not work.cancelled() and (why := work.exception()) is not None:
             log.error("a call failed while it ended; its turn may be missing", exc_info=why)
 
@@ -349,6 +353,7 @@ class Ledger:
 
     def _save_later(self, session: str, incidents: list[Incident]) -> None:
         self._unsaved.setdefault(session, []).extend(incidents)
+        metrics.UNSAVED.inc(len(incidents))
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._keep_saving())
 
@@ -367,11 +372,13 @@ class Ledger:
             del self._unsaved[session][: len(incidents)]
             if not self._unsaved[session]:
                 del self._unsaved[session]
+            metrics.UNSAVED.dec(len(incidents))
         while self._open:  # after the incidents, so that the session never looks complete in between
             session, epoch, call = self._open[0]
             with contextlib.suppress(SessionGoneError):
                 await self.store.settle(session, epoch, call)
             self._open.pop(0)
+            metrics.UNSAVED.dec()
             self.changed.notify()
 
 
