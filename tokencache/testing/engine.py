@@ -321,7 +321,7 @@ class SimulatedEngine:
         if ids is None or not self.honours_ids or body.get("echo") or media_parts(body["messages"]):
             return None
         name = "kv_transfer_params.prompt_token_ids"
-        if not isinstance(ids, list) or not ids or any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int} or min(ids) < 0:
             raise senseless("`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", name)
         if max(ids) >= self.tokenizer.vocabulary_size:
             raise senseless(f"Token id {max(ids)} is out of vocabulary", name)

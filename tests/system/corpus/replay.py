@@ -133,11 +133,11 @@ class _Session:
 
     async def _leave(self, call: Call, answer: Any) -> Reply:
         """Receives as much as the harness had, disconnects, and waits until the proxy has noticed."""
-        body, reply, wanted = b"", Reply(), len(_MARKUP.sub("", "".join(call.said)))
+        rest, reply, wanted = b"", Reply(), len(_MARKUP.sub("", "".join(call.said)))
         while reply.delivered_characters < wanted:
-            body += await answer.content.readany()
-            whole = body.replace(b"\r\n", b"\n").rpartition(b"\n\n")
-            reply = read_reply(self._recording.header.dialect, (whole[0] + whole[1]).decode(), stream=True)
+            got = (rest + await answer.content.readany()).replace(b"\r\n", b"\n")
+            events, end, rest = got.rpartition(b"\n\n")
+            read_reply(self._recording.header.dialect, (events + end).decode(), stream=True, reply=reply)
         before = await self._gone()
         answer.close()
 

@@ -36,9 +36,9 @@ class Reply:
         return len(self.reasoning) + len(self.content)
 
 
-def read_reply(dialect: str, body: str, *, stream: bool) -> Reply:
-    """Reads an answer, up to wherever it ends."""
-    reply = Reply()
+def read_reply(dialect: str, body: str, *, stream: bool, reply: Reply | None = None) -> Reply:
+    """Reads an answer, up to wherever it ends; `reply` is what was read of it before."""
+    reply = reply or Reply()
     for value in _values(body) if stream else [json.loads(body)]:
         reply.events += 1
         for one in value if isinstance(value, list) else [value]:  # Gemini streams a list if no events were requested

@@ -11,6 +11,8 @@ import pytest
 from tests.system.corpus.format import read
 from tests.system.corpus.replay import differences, replay
 from tests.system.corpus.sanitise import image_in, strings_in
+from tests.system.corpus.test_links import BESIDE, LINKS, SIDE_CALLS, dropped, links
+from tokencache.batching.selection import main_line, no_side_calls
 from tokencache.testing.parser import parse_reply
 
 FILES = sorted(Path(__file__).parent.glob("*.jsonl"))
@@ -32,14 +34,26 @@ LONGEST = longest_lines()
 one_of_each_dialect = pytest.mark.parametrize("path", LONGEST.values(), ids=LONGEST)
 
 
+def of_each_dialect_first(paths):
+    """Every file; all but the smallest of each dialect in the whole run only."""
+    smallest = {read(path).header.dialect: path for path in sorted(paths, key=lambda path: path.stat().st_size, reverse=True)}.values()
+    return pytest.mark.parametrize(
+        "path", [pytest.param(path, id=path.stem, marks=() if path in smallest else pytest.mark.whole) for path in paths]
+    )
+
+
 @each
 async def test_a_recorded_session_is_recognised_as_before(path):
-    """`replay` compares the records with the engine's log; this compares matches, reasons and sequences."""
+    """`replay` compares the records with the engine's log; this compares matches, reasons, sequences and links."""
     recording = read(path)
-    assert not differences(recording, await replay(recording))
+    replayed = await replay(recording)
+    assert not differences(recording, replayed)
+    assert links(replayed) == ([LINKS[path.stem]] if path.stem in LINKS else [])
+    assert dropped(replayed, main_line) == BESIDE.get(path.stem, [])
+    assert dropped(replayed, no_side_calls) == SIDE_CALLS.get(path.stem, [])
 
 
-@each
+@of_each_dialect_first(FILES)
 async def test_rendered_again_no_prompt_contains_the_sampled_tokens(path):
     """The same session with an engine that renders everything itself: every turn of the model drifts."""
     recording = read(path)
@@ -95,7 +109,7 @@ async def test_ids_of_two_calls_swapped_are_noticed(path):
 
 
 WITH_IMAGES = [path for path in FILES if "_images" in path.stem and "browser-use" not in path.stem]  # which sends no reply back
-with_images = pytest.mark.parametrize("path", WITH_IMAGES, ids=lambda path: path.stem)
+with_images = of_each_dialect_first(WITH_IMAGES)
 
 
 def first_image(call):
