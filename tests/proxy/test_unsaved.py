@@ -1,0 +1,42 @@
+"""The store fails at the end of a call: until the trainer can see what is missing, the call stays open, so no trainer takes the session."""
+
+from tests.proxy.kit import proxied, user
+from tests.support.waiting import until
+from tokencache.store.base import StoreError
+from tokencache.store.memory import MemoryStore
+
+
+class Watched(MemoryStore):
+    """A memory store that accepts no turns, and notes after each other write whether the session looks complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks_complete = []
+
+    async def commit(self, *args, **options):
+        raise StoreError("commit is broken")
+
+    async def settle(self, session, *args, **options):
+        await super().settle(session, *args, **options)
+        await self._note(session)
+
+    async def add_incidents(self, session, *args, **options):
+        await super().add_incidents(session, *args, **options)
+        await self._note(session)
+
+    async def _note(self, session):
+        info = await self.session(session)
+        self.looks_complete.append(not info.open_calls and not any(incident.hole for incident in info.incidents))
+
+
+async def test_a_session_never_looks_complete_without_its_turn(monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+    store = Watched()
+    async with proxied(store=store) as rig:
+        await rig.say("s", [user("EPISODE:talk")])
+
+        async def closed():
+            return not (await rig.info())["open_calls"]
+
+        await until(closed)
+    assert store.looks_complete == [False, False]
