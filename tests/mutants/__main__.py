@@ -46,7 +46,8 @@ class Result(NamedTuple):
 
     Attributes:
         mutant: the mutant.
-        outcome: `found`, `survived`, `timed out`, `crashed` (no test failed, but pytest ended early), or `outdated` (the code has changed).
+        outcome: `found`, `survived`, `timed out`, `crashed` (no test failed, but pytest ended early), `flaky` (tests failed, and passed
+            when they ran again, so the machine may be the cause), or `outdated` (the code has changed).
         tests: the tests that failed.
         seconds: how long the tests ran.
     """
@@ -63,7 +64,8 @@ class Tree:
     def __init__(self, revision: str, folder: Path) -> None:
         self._folder = folder
         self._python = folder / ".venv/bin/python"
-        self._environment = {**os.environ, "PYTHONPATH": str(folder)}  # for the processes that tests start, too
+        # The path is also that of the processes that tests start. A test that waits in vain for a mutant does so for seconds only.
+        self._environment = {"TOKENCACHE_TEST_PATIENCE": "30", **os.environ, "PYTHONPATH": str(folder)}
         folder.mkdir()
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "x"], cwd=folder, input=archive, check=True)
@@ -95,11 +97,16 @@ class Tree:
         there = [test for test in tests if (self._folder / test.partition("::")[0]).exists()]
         if tests and not there:
             return "survived", []
-        code, failed = self.run([*options, *there])
-        if failed:
-            return "found", failed
-        if code in {0, NO_SUCH_TEST, NO_TESTS}:
-            return "survived", []
+        for _ in range(2):
+            code, failed = self.run([*options, *there])
+            if failed and (again := self.run(failed)[1]):
+                return "found", again
+            if code in {0, NO_SUCH_TEST, NO_TESTS}:
+                return "survived", []
+            if not failed:
+                break
+        else:
+            return "flaky", []
         if code is None:
             return "timed out", []
         print((self._folder / LOG).read_text(errors="replace")[-2000:], file=sys.stderr)
