@@ -28,15 +28,13 @@ from queue import SimpleQueue
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from tests.mutants.mutants import FILE, Mutant, read
+from tests.mutants.mutants import FILE, Mutant, exists, read
 
 ROOT = Path(__file__).parents[2]
 REPORT, LOG = "report.xml", "pytest.log"
-OPTIONS = ["-p", "no:cacheprovider", "-m", "not whole", "--ignore=tests/mutants", f"--junitxml={REPORT}", "-o", "junit_family=xunit1"]
+OPTIONS = ["-p", "no:cacheprovider", "--ignore=tests/mutants", f"--junitxml={REPORT}", "-o", "junit_family=xunit1"]
 LIMIT, LIMIT_OF_ALL = 900.0, 5400.0
 """Seconds for one run of pytest, and for a run of all tests."""
-NO_SUCH_TEST, NO_TESTS = 4, 5
-"""Exit codes of pytest."""
 RUNNING = set[int]()
 """The process groups of the runs of pytest."""
 
@@ -94,14 +92,14 @@ class Tree:
         return Result(mutant, outcome, failed, time.monotonic() - started)
 
     def _find(self, tests: Sequence[str], options: Sequence[str]) -> tuple[str, list[str]]:
-        there = [test for test in tests if (self._folder / test.partition("::")[0]).exists()]
+        there = [test for test in tests if exists(test, self._folder)]
         if tests and not there:
             return "survived", []
         for _ in range(2):
             code, failed = self.run([*options, *there])
             if failed and (again := self.run(failed)[1]):
                 return "found", again
-            if code in {0, NO_SUCH_TEST, NO_TESTS}:
+            if code == 0:
                 return "survived", []
             if not failed:
                 break
@@ -115,7 +113,7 @@ class Tree:
     def run(self, arguments: Sequence[str]) -> tuple[int | None, list[str]]:
         """Run pytest. Returns its exit code (`None` after the time limit), and the ids of the tests that failed."""
         all_tests = all(argument.startswith("-") for argument in arguments)
-        workers = ["--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile"] if all_tests else ["--numprocesses=0"]
+        workers = ["--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal"] if all_tests else ["--numprocesses=0"]
         command = [self._python, "-m", "pytest", *OPTIONS, *workers, *arguments]
         report = self._folder / REPORT
         report.unlink(missing_ok=True)

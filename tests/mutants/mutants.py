@@ -51,3 +51,9 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read() -> list[Mutant]:
     """Read the list."""
     return msgspec.convert(tomllib.loads(FILE.read_text())["mutant"], list[Mutant])
+
+
+def exists(test: str, root: Path) -> bool:
+    """Whether a repository has a test: the id of a function, a file or a folder."""
+    file, _, function = test.partition("::")
+    return (root / file).exists() and (not function or f"def {function}(" in (root / file).read_text())

@@ -4,7 +4,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-from tests.mutants.mutants import PACKAGES, read
+from tests.mutants.mutants import PACKAGES, exists, read
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = read()
@@ -28,10 +28,5 @@ def test_each_mutant_changes_the_code_in_one_place():
 
 
 def test_the_tests_that_find_a_mutant_exist():
-    missing = [f"{mutant.name}: {test}" for mutant in MUTANTS for test in mutant.tests or ["no test"] if not _exists(test)]
+    missing = [f"{mutant.name}: {test}" for mutant in MUTANTS for test in mutant.tests or ["none"] if not exists(test, ROOT)]
     assert not missing, "run `python -m tests.mutants --write --only …`, because these are gone:\n" + "\n".join(missing)
-
-
-def _exists(test):
-    file, _, function = test.partition("::")
-    return (ROOT / file).exists() and f"def {function}(" in (ROOT / file).read_text()
