@@ -103,7 +103,7 @@ class TestDeliveries:
         queue = queue_of(store)
         await finish(store, "a")
         (lost,) = await take(queue, Take("c1", lease=SHORT))
-        (one,) = await take(queue, Take("c2", wait=5))
+        (one,) = await take(queue, Take("c2", wait=PATIENCE))
         assert (names_of([one]), one.attempt, one.id != lost.id) == ([["a"]], 2, True)
         assert await refusal(queue.acknowledge(Acknowledge([lost.id]))) == (409, "delivery_expired")
         assert await refusal(queue.extend(Extend([lost.id]))) == (409, "delivery_expired")
@@ -260,7 +260,7 @@ class TestWaiting:
             await store.begin(session, f"call of {session}", [], replica=replica)
             await finish_defined(store, session)
         queue = queue_of(store)
-        (one,) = await take(queue, Take("c", wait=5))
+        (one,) = await take(queue, Take("c", wait=PATIENCE))
         assert (names_of([one]), [incident.kind for incident in one.sessions[0].incidents]) == ([["a"]], ["replica-lost"])
         assert await take(queue, Take("c", wait=0.2, holding=[one.id])) == []
 

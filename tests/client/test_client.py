@@ -9,7 +9,7 @@ import pytest
 
 from tests.client.both import KINDS, Wrapped
 from tests.proxy.kit import EPISODES, proxied, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
     Budget,
@@ -309,7 +309,7 @@ async def test_one_string_is_not_a_collection_of_names(client):
 
 async def test_trajectories_come_as_their_sessions_finish(client):
     await three(client, finished=False)
-    iteration = client.as_completed(["a", "b", "c"], timeout=5)
+    iteration = client.as_completed(["a", "b", "c"], timeout=PATIENCE)
     for name in ("c", "a", "b"):
         session = Wrapped(client.inner.session(name))
         coming = asyncio.create_task(anext(iteration))

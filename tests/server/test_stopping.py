@@ -133,7 +133,7 @@ class Away(MemoryStore):
 
 
 async def test_a_consumer_that_waits_gets_its_answer_at_the_end():
-    async with Rack(drain=5) as rack:  # after that it would be cancelled
+    async with Rack() as rack:
         waiting = asyncio.create_task(rack.http.post("/tokencache/v1/queue/take", json={"consumer": "c", "wait": 60}))
 
         async def looked():

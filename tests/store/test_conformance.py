@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
+from tests.support.waiting import until
 from tokencache.core.turn import Prefix
 from tokencache.store import conformance
 from tokencache.store.base import BeginResult, OpenCall, Page, SealOutcome, SessionExistsError, SessionSealedError
@@ -56,10 +57,11 @@ async def test_a_cluster_node_passes_all_checks():
     with RealRedis("--cluster-enabled", "yes") as server:
         client = Redis.from_url(server.url)
         await client.execute_command("CLUSTER ADDSLOTS", *range(16_384))
-        for _ in range(2000):
-            if (await client.execute_command("CLUSTER INFO"))["cluster_state"] == "ok":
-                break
-            await asyncio.sleep(0.01)
+
+        async def ready():
+            return (await client.execute_command("CLUSTER INFO"))["cluster_state"] == "ok"
+
+        await until(ready)
         await client.aclose()
         store = RedisStore(server.url)
         await store.open()

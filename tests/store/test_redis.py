@@ -459,7 +459,7 @@ async def test_a_server_that_is_a_replica_for_a_moment_has_no_effect(store, redi
 
 
 async def test_a_server_that_stays_a_replica_is_refused(redis, redis_server):
-    store = RedisStore(redis_server.url, timeout_seconds=0.3)
+    store = RedisStore(redis_server.url, timeout_seconds=1.0)
     await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
     try:
         with pytest.raises(StoreError, match=r"read only|READONLY"):
