@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from tests.support.waiting import until  # noqa: F401 - some tests take it from here
+from tokencache import metrics
 from tokencache.config import Settings
 from tokencache.core import invariants
 from tokencache.server.serve import serving
@@ -73,6 +74,11 @@ def results(message: dict[str, Any], text: str = "a.txt\n") -> list[dict[str, An
     """What follows a reply: results of its calls, or the user's next words."""
     calls = message.get("tool_calls") or ()
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls] or [user("go on")]
+
+
+def calls_held(why: str) -> float:
+    """How often a call of this process has waited for an engine: all proxies in it share the figure."""
+    return metrics.REGISTRY.get_sample_value("tokencache_held_total", {"why": why}) or 0.0
 
 
 def events(text: str) -> list[str]:

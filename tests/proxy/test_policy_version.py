@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, proxied, results, user
 from tests.support.waiting import until
 from tokencache.core.weights import MIXED
 from tokencache.proxy import engine_retry
@@ -229,8 +229,9 @@ async def test_an_adapter_that_is_reloaded_under_one_path_needs_an_announcement(
 async def test_new_calls_wait_while_weights_are_replaced_and_are_answered_by_the_new_ones():
     async with trained() as rig:
         await announce(rig, phase="updating", owner="t")
+        before = calls_held("updating")
         call = asyncio.create_task(one_turn(rig))
-        await until(lambda: _held(rig))
+        await until(lambda: calls_held("updating") > before)
         assert not rig.ground_truth()
         rig.engine.weights.loaded = "v2"
         await announce(rig, version="v2", owner="t")
@@ -240,11 +241,6 @@ async def test_new_calls_wait_while_weights_are_replaced_and_are_answered_by_the
         assert held["kind"] == "held"
         assert "updated by 't'" in held["detail"]
         assert (await rig.info())["complete"]
-
-
-async def _held(rig):
-    async with rig.http.get(rig.url + "/metrics") as answer:
-        return 'tokencache_held_total{why="updating"}' in await answer.text()
 
 
 async def test_a_call_waits_no_longer_than_it_may():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.ports import free_port
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, events, proxied, results, user
 from tests.support.waiting import PATIENCE, until
 from tokencache.proxy import engine_retry
 from tokencache.proxy.dedup import in_flight
@@ -90,8 +90,9 @@ async def test_an_engine_that_is_restarted_between_two_turns(port, stream):
     async with proxied(upstream=f"http://127.0.0.1:{port}", hold=30) as rig:
         async with old.serve(port=port):
             more = await begun(rig)
+        before = calls_held("down")
         call = asyncio.create_task(rig.say("s", **more, stream=stream))
-        await until(lambda: waiting(rig))
+        await until(lambda: calls_held("down") > before)
         async with new.serve(port=port):
             await call
             assert await matches(rig) == ["root", "continue", "continue"]
@@ -100,12 +101,6 @@ async def test_an_engine_that_is_restarted_between_two_turns(port, stream):
             first = next(entry for entry in new.ground_truth if entry.session == "s")
             seen = last.prompt_ids + last.completion_ids
             assert first.prompt_ids[: len(seen)] == seen
-
-
-async def waiting(rig):
-    async with rig.http.get(rig.url + "/metrics") as answer:
-        text = await answer.text()
-    return [line for line in text.splitlines() if line.startswith('tokencache_held_total{why="down"}') and not line.endswith(" 0.0")]
 
 
 @STREAMS
