@@ -8,6 +8,7 @@
 `stack`        all of these together: what most tests here begin with
 `pipe`         a connection that can be slowed and cut
 `chaos`        the campaign: `make chaos`; `disasters` are the faults that it injects into a deployment
+`timeline`     the campaign's own log, which explains a hole that no incident names
 `cut`          cuts the network between namespaces
 =============  ======================================================================================================
 """

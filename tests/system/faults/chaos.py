@@ -30,17 +30,20 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from tests.support.redis_server import RealRedis
+from tests.support.waiting import until
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.disasters import Disasters
 from tests.system.faults.harness import Agent, LeftError
 from tests.system.faults.pipe import Pipe
 from tests.system.faults.stack import Stack
+from tests.system.faults.timeline import Timeline
 
 if TYPE_CHECKING:
     from tests.system.faults.checker import Findings
 
 OPTIONS = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
-LOGGED = ("--appendonly", "yes")
+LOGGED = ("--appendonly", "yes", "--appendfsync", "always")
+"""With `everysec` Redis confirms writes that it has not written to its log yet, while the disk is busy. It loses them when it is killed."""
 ENGINE = ("--token-delay", "0.002", "--chunk-tokens", "2")
 DERENDERS = (*ENGINE, "--enable-scale-out", "--seed", "0")
 """Engines of one seed, as of the same weights: each can continue a reply of the other."""
@@ -70,6 +73,7 @@ class Campaign:
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     agents: list[Agent] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -84,14 +88,27 @@ class Campaign:
             RealRedis(*LOGGED) as server,
             Pipe(server.port) as wire,
             Stack(folder, options=OPTIONS, engine=self.engine, engines=2, store=wire.url) as stack,
-            closing(Disasters(stack, server, wire, self.seed, passing=self._passing, frozen=self.frozen)) as disasters,
+            closing(
+                Disasters(
+                    stack,
+                    server,
+                    wire,
+                    self.timeline,
+                    self.seed,
+                    passing=self._passing,
+                    attempts_over=self._attempts_over,
+                    frozen=self.frozen,
+                )
+            ) as disasters,
         ):
+            self.timeline.note("begins: " + ", ".join(f"{process.name} is {process.url}" for process in (*stack.proxies, *stack.engines)))
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
                 group.create_task(self._inject(disasters))  # a failure on either side ends the other
                 await asyncio.gather(*(self._work(n, http, stack) for n in range(AT_ONCE)))
                 self._over = True
                 await self._tell(0)
-            found = await asyncio.to_thread(stack.check, self.agents, settle=5.0)
+            self.timeline.note("ends")
+            found = await asyncio.to_thread(stack.check, self.agents)
         self.seconds = time.monotonic() - began
         self.ends = Counter(end for agent in self.agents for one in agent.asked for end in one.ends)
         return found
@@ -116,6 +133,11 @@ class Campaign:
         async with self._news:
             await self._news.wait_for(lambda: self._over or self._taken >= until)
 
+    async def _attempts_over(self) -> None:
+        """Waits until all attempts that are under way have ended."""
+        under_way = [(agent, agent.attempts) for agent in self.agents if agent.attempting]
+        await until(lambda: not any(agent.attempting and agent.attempts == n for agent, n in under_way), "the end of attempts")
+
     async def _tell(self, turns: int) -> None:
         async with self._news:
             self._taken += turns
@@ -134,7 +156,7 @@ class Campaign:
             number += 1
             agent = Agent(
                 f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=8, timeout_s=4.0,
-                pause=0.2, rng=rng, watch=lambda events: self._leave(rng, events),
+                pause=0.2, rng=rng, watch=lambda events: self._leave(rng, events), note=self.timeline.note,
             )  # fmt: skip
             self.agents.append(agent)
             await self._episode(agent, rng)
@@ -180,7 +202,12 @@ async def run_empty(seed: int, folder: Path, agents_at_once: int = 12) -> Findin
                 await asyncio.to_thread(proxy.ready)
             for _ in range(3):
                 await asyncio.gather(*(agent.turn() for agent in going_on))
-            return await asyncio.to_thread(stack.check, agents, memory_lost=True, settle=5.0)
+            return await asyncio.to_thread(stack.check, agents, memory_lost=True)
+
+
+def explanation(campaign: Campaign, found: Findings) -> str:
+    """Writes what was found, with the figures, and what happened to the sessions concerned."""
+    return f"{report(campaign, found)}\n{found.words}\n{campaign.timeline.excerpt(found.suspects)}"
 
 
 def report(campaign: Campaign, found: Findings) -> str:
@@ -230,9 +257,11 @@ def main() -> int:
         f"{len(emptied.beheaded)} beheaded, {len(emptied.marked)} marked; lost {len(emptied.lost)}, false {len(emptied.false)}, "
         f"unmarked {len(emptied.unmarked)}, unnamed {len(emptied.unnamed)}"
     )
-    for one in (found, went_on, emptied):
-        if not one.clean:
-            print(one.words, file=sys.stderr)
+    for one, made in ((campaign, found), (continued, went_on)):
+        if not made.clean:
+            print(explanation(one, made), file=sys.stderr)
+    if not emptied.clean:
+        print(emptied.words, file=sys.stderr)
     return int(not (found.clean and went_on.clean and emptied.clean))
 
 

@@ -47,7 +47,7 @@ class Findings:
     """The findings, as sentences.
 
     `turns` were received whole, of which `recorded` are in a turn. `continued` turns have several pieces. `marked` are the sessions marked
-    incomplete, with the kinds of holes that they name.
+    incomplete, with the kinds of holes that they name. `incidents` has what the sessions report, for the sentences about them.
     """
 
     turns: int = 0
@@ -58,6 +58,7 @@ class Findings:
     unmarked: list[str] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
     marked: dict[str, list[str]] = field(default_factory=dict)
+    incidents: dict[str, list[str]] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     beheaded: list[str] = field(default_factory=list)
 
@@ -68,7 +69,15 @@ class Findings:
     @property
     def words(self) -> str:
         kinds = {"lost": self.lost, "false": self.false, "unmarked": self.unmarked, "unnamed": self.unnamed}
-        return "\n".join(f"{kind}: {one}" for kind, found in kinds.items() for one in found)
+        lines = [f"{kind}: {one}" for kind, found in kinds.items() for one in found]
+        lines += [f"session {session} reports {one}" for session in sorted(self.suspects) for one in self.incidents.get(session, ())]
+        return "\n".join(lines)
+
+    @property
+    def suspects(self) -> set[str]:
+        """The sessions about which there are sentences."""
+        sentences = (*self.lost, *self.false, *self.unmarked, *self.unnamed)
+        return {sentence.removeprefix("session ").partition(":")[0].partition(",")[0] for sentence in sentences}
 
 
 @dataclass
@@ -130,6 +139,7 @@ class _Session:
         self._export = export
         self._turns = {one.turn["turn"]: one for one in _recorded(export)}
         self._holes = [incident["kind"] for incident in export["incidents"] if incident["hole"]]
+        found.incidents[name] = [f"{one['kind']} {one['call']}: {one['detail']}" for one in export["incidents"]]
         if not export["complete"]:
             found.marked[name] = sorted(set(self._holes)) or ["without a reason"]
 

@@ -5,16 +5,26 @@ import pytest
 
 from tests.support.material import require
 from tests.support.redis_server import find_binary
+from tests.support.waiting import PATIENCE
+from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.stack import Stack
 
-QUICK = ("--store-timeout", "0.5", "--hold", "5", "--linger", "0.5")
-"""Short timeouts: the tests wait for the same conditions as in operation, but not for long."""
+PATIENT = ("--store-timeout", str(PATIENCE), "--hold", str(PATIENCE), "--linger", "0.5")
+"""Calls wait for the store and for an engine as long as a busy machine needs."""
+QUICK = (*PATIENT, "--store-timeout", "1")
+"""For tests in which the store fails: calls soon go on without it."""
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/system/faults" in item.path.as_posix():
             item.add_marker(pytest.mark.redis)
+
+
+def usually(name):
+    """Each dialect, for tests that start servers; a usual run has only this one."""
+    marks = {dialect.name: () if dialect.name == name else pytest.mark.whole for dialect in DIALECTS}
+    return pytest.mark.parametrize("dialect", [pytest.param(dialect, id=dialect.name, marks=marks[dialect.name]) for dialect in DIALECTS])
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +36,7 @@ def started(tmp_path_factory):
     def get(**made):
         name = repr(sorted(made.items()))
         if name not in stacks:
-            made.setdefault("options", QUICK)
+            made.setdefault("options", PATIENT)
             stacks[name] = Stack(tmp_path_factory.mktemp("stack"), **made).__enter__()
         return stacks[name]
 

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from tests.support.redis_server import find_binary
+from tests.support.waiting import block_until
+from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tests.system.faults.processes import Engine, Process, until
+from tests.system.faults.processes import Engine, Process
 from tests.system.faults.stack import Stack
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
     from tests.system.faults.checker import Findings
 
-OPTIONS = ("--store-timeout", "0.5", "--hold", "20", "--linger", "0.5")
 REDIS, ENGINE = 1, 2
 """The numbers of the two networks: 10.77.<number>.0/24, with this side at .1 and the other at .2."""
 
@@ -46,7 +47,7 @@ class Network:
         self._holder = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
         self.within = ["nsenter", "-t", str(self._holder.pid), "-n"]
         own = Path("/proc/self/ns/net").readlink()
-        until(lambda: Path(f"/proc/{self._holder.pid}/ns/net").readlink() != own, "no namespace")
+        block_until(lambda: Path(f"/proc/{self._holder.pid}/ns/net").readlink() != own, "the namespace")
         self._there = f"there{number}"
         ip("link", "add", f"here{number}", "type", "veth", "peer", "name", self._there)
         ip("link", "set", self._there, "netns", str(self._holder.pid))
@@ -71,7 +72,7 @@ class Apart(Stack):
     """A stack whose Redis and engine are in other namespaces."""
 
     def __init__(self, folder: Path, redis: Network, engine: Network) -> None:
-        super().__init__(folder, replicas=1, store=f"redis://{redis.address}:6379/0", options=OPTIONS)
+        super().__init__(folder, replicas=1, store=f"redis://{redis.address}:6379/0", options=QUICK)
         words = ["--bind", redis.address, "--protected-mode", "no", "--port", "6379", "--save", "", "--dir", str(folder)]
         self._server = Process("redis", [str(find_binary()), *words], folder, within=redis.within)
         pace = ("--token-delay", "0.01")
@@ -99,10 +100,7 @@ async def cut_from_redis(stack: Stack, wire: Network, http: aiohttp.ClientSessio
         agent.watch = lambda _: None
         assert await agent.turn()
     wire.plug()
-    await asyncio.to_thread(stack.proxies[0].ready)
-    await asyncio.to_thread(
-        until, lambda: all((stack.info(agent.session) or {}).get("complete") is False for agent in agents), "nothing is marked"
-    )
+    await asyncio.to_thread(stack.recovered)
     for agent in agents:
         assert await agent.turn()
     return await asyncio.to_thread(stack.check, agents)

@@ -1,8 +1,8 @@
 """The campaign's disasters: each breaks something in a deployment, lets calls run into it, and repairs it.
 
-A disaster is over when all replicas are ready again and report the same for every session, so that no store write is pending. So
-disasters do not overlap, and an unnamed hole is the fault of the last one. (Two at once, a dead store and then a dead replica, lose both
-the replica that knew of a hole and the place where it would have been noted: see docs/faults.md.)
+A disaster is over when all replicas are ready again, the attempts that it may have hit have ended, and no replica has anything to write
+that it could not. So disasters do not overlap, and an unnamed hole is the fault of the last one. (Two at once, a dead store and then a dead
+replica, lose both the replica that knew of a hole and the place where it would have been noted: see docs/faults.md.)
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import asyncio
 import json
 import random
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 
 from tests.support.redis_server import RealRedis
-from tests.system.faults.processes import ask, until
-from tests.system.faults.stack import SESSIONS
+from tests.support.waiting import PATIENCE, until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from tests.system.faults.pipe import Pipe
+    from tests.system.faults.processes import Process
     from tests.system.faults.stack import Stack
+    from tests.system.faults.timeline import Timeline
 
-_LINK_SECONDS = 30.0
-_DRAIN_SECONDS = 90.0
-_RECOVERY_SECONDS = 60.0
+P = TypeVar("P", bound="Process")
 REQUESTS: dict[str, dict[str, Any]] = {
     "engine-429": {"kind": "status", "status": 429},
     "engine-500": {"kind": "status", "status": 500},
@@ -46,15 +45,24 @@ REQUESTS: dict[str, dict[str, Any]] = {
 class Disasters:
     """Breaks and repairs a stack whose replicas reach Redis over a pipe.
 
-    `seed` decides which replica or engine is hit. `passing` waits until this many more turns were made, or given up; `frozen` is how many
-    seconds Redis freezes.
+    `seed` decides which replica or engine is hit. `passing` waits until this many more turns were made, or given up; `attempts_over` until
+    all attempts that are under way have ended; `frozen` is how many seconds Redis freezes.
     """
 
     def __init__(
-        self, stack: Stack, server: RealRedis, wire: Pipe, seed: int, *, passing: Callable[[int], Awaitable[None]], frozen: float
+        self,
+        stack: Stack,
+        server: RealRedis,
+        wire: Pipe,
+        timeline: Timeline,
+        seed: int,
+        *,
+        passing: Callable[[int], Awaitable[None]],
+        attempts_over: Callable[[], Awaitable[None]],
+        frozen: float,
     ) -> None:
         self._stack, self._server, self._wire, self._rng = stack, server, wire, random.Random(seed)
-        self._passing, self._frozen = passing, frozen
+        self._passing, self._attempts_over, self._frozen, self._note = passing, attempts_over, frozen, timeline.note
         self._heirs: list[RealRedis] = []
         self.all: dict[str, Callable[[], Awaitable[None]]] = {
             "proxy-killed": self._kill_proxy, "proxy-stopped": self._stop_proxy, "redis-killed": self._kill_redis,
@@ -66,38 +74,39 @@ class Disasters:
 
     async def inject(self, name: str) -> None:
         """Runs one disaster, and waits until it is over."""
+        self._note(f"{name} begins")
         await self.all[name]()
-        await asyncio.to_thread(self._recover)
+        self._note(f"{name} is repaired")
+        await asyncio.to_thread(self._stack.ready)
+        self._note(f"{name}: all are ready; not saved yet: {self._unsaved}")
+        await self._attempts_over()
+        self._note(f"{name}: the attempts of that time have ended; not saved yet: {self._unsaved}")
+        await asyncio.to_thread(self._stack.saved)
+        self._note(f"{name} is over")
+
+    @property
+    def _unsaved(self) -> str:
+        return ", ".join(f"{proxy.name} {proxy.gauge('unsaved')}" for proxy in self._stack.proxies)
+
+    def _pick(self, processes: list[P]) -> P:
+        picked = self._rng.choice(processes)
+        self._note(f"it hits {picked.name}")
+        return picked
 
     def close(self) -> None:
         for heir in self._heirs:
             heir.__exit__(None, None, None)
 
-    def _recover(self) -> None:
-        for process in (*self._stack.engines, *self._stack.proxies):
-            process.ready()
-        until(self._agree, "the replicas do not report the same for all sessions", _RECOVERY_SECONDS)
-
-    def _agree(self) -> bool:
-        """Whether no replica knows of an incident that the others, queried later, do not."""
-        first, last = self._stack.proxies[0], self._stack.proxies[-1]
-        return all(self._incidents(one) <= self._incidents(other) for one, other in ((first, last), (last, first)))
-
-    @staticmethod
-    def _incidents(proxy: Any) -> set[tuple[str, str, str]]:
-        answer = ask(proxy.url + SESSIONS)[1] or {"sessions": [{"session": "", "incidents": [{"kind": proxy.name, "call": "no answer"}]}]}
-        return {(one["session"], incident["kind"], incident["call"]) for one in answer["sessions"] for incident in one["incidents"]}
-
     async def _kill_proxy(self) -> None:
-        proxy = self._rng.choice(self._stack.proxies)
+        proxy = self._pick(self._stack.proxies)
         proxy.kill()
         await self._passing(3)
         proxy.start()
 
     async def _stop_proxy(self) -> None:
-        proxy = self._rng.choice(self._stack.proxies)
+        proxy = self._pick(self._stack.proxies)
         proxy.stop()
-        assert await asyncio.to_thread(proxy.ended, _DRAIN_SECONDS) == 0
+        assert await asyncio.to_thread(proxy.ended) == 0
         proxy.start()
 
     async def _kill_redis(self) -> None:
@@ -147,22 +156,22 @@ class Disasters:
         self._heirs.append(heir)
         with closing(self._client(heir)) as new, closing(self._client()) as client:
             new.replicaof("127.0.0.1", str(old.port))
-            await asyncio.to_thread(until, lambda: new.info("replication")["master_link_status"] == "up", "no replication", _LINK_SECONDS)
+            await until(lambda: new.info("replication")["master_link_status"] == "up", "the replication")
             client.execute_command("FAILOVER", "TO", "127.0.0.1", str(heir.port))
-            await asyncio.to_thread(until, lambda: new.info("replication")["role"] == "master", "no failover", _LINK_SECONDS)
+            await until(lambda: new.info("replication")["role"] == "master", "the failover")
         await self._passing(3)
         self._server, self._wire.to = heir, heir.port
         self._wire.cut()
         old.kill()
 
     async def _kill_engine(self) -> None:
-        engine = self._rng.choice(self._stack.engines)
+        engine = self._pick(self._stack.engines)
         engine.kill()
         await self._passing(2)
         engine.start()
 
     async def _freeze_engine(self) -> None:
-        engine = self._rng.choice(self._stack.engines)
+        engine = self._pick(self._stack.engines)
         engine.freeze()
         try:
             await asyncio.sleep(1.0)
@@ -171,10 +180,10 @@ class Disasters:
 
     async def _spoil(self, fault: dict[str, Any]) -> None:
         body = json.dumps({"error": {"message": "not now", "type": "ServerError", "param": None, "code": fault.get("status", 0)}})
-        engine = self._rng.choice(self._stack.engines)
+        engine = self._pick(self._stack.engines)
         engine.order_fault("#", **({"body": body} | fault))
         await self._passing(4)
         engine.clear_faults()
 
     def _client(self, server: RealRedis | None = None) -> redis.Redis:
-        return redis.Redis(port=(server or self._server).port, socket_timeout=20)
+        return redis.Redis(port=(server or self._server).port, socket_timeout=PATIENCE)

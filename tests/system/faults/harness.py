@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -52,7 +54,7 @@ class Agent:
     """One session's harness; `replicas` are base URLs, of which each attempt uses a random one.
 
     `tries` is the maximum number of attempts per call, `timeout_s` the timeout of each in seconds. `watch` is called after each event of a
-    stream with the number of events so far; it may raise `LeftError` to disconnect.
+    stream with the number of events so far; it may raise `LeftError` to disconnect. `note` is told how each attempt begins and ends.
     """
 
     session: str
@@ -61,14 +63,17 @@ class Agent:
     replicas: Sequence[str]
     streams: bool = True
     tries: int = 1
-    timeout_s: float = 30.0
+    timeout_s: float = PATIENCE
     pause: float = 0.05
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     watch: Callable[[int], None] = lambda _: None
+    note: Callable[[str, str], None] = lambda *_: None
     asked: list[Asked] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     marks: tuple[str, ...] = ()
     last: ReceivedReply | None = None
+    attempts: int = 0
+    attempting: bool = False
 
     async def turn(self, words: str = "Go on, please.") -> ReceivedReply | None:
         """Makes one call: with results if the last reply called tools, else with a user message. `None`: it was given up."""
@@ -80,13 +85,10 @@ class Agent:
         for attempt in range(self.tries):
             if attempt:
                 await asyncio.sleep(self.pause * self.rng.uniform(0.5, 1.5))
-            try:
-                received = await self._ask(history, attempt)
-            except (aiohttp.ClientError, TimeoutError, LeftError, json.JSONDecodeError) as why:
-                asked.ends.append(type(why).__name__)
-                continue
-            asked.ends.append(received if isinstance(received, str) else "received")
-            if not isinstance(received, str):
+            self.attempts, self.attempting = self.attempts + 1, True
+            received = await self._attempt(history, attempt, asked)
+            self.attempting = False
+            if received is not None:
                 asked.received = self.last = received
                 self.history, self.marks = [*history, *received.echo], asked.marks
                 return received
@@ -104,12 +106,24 @@ class Agent:
         """Rolls the conversation back: the next call branches off."""
         self.history, self.marks, self.last = to
 
-    async def _ask(self, history: list[dict[str, Any]], attempt: int) -> ReceivedReply | str:
-        """Makes one attempt: returns the reply, or a word for why it was not received whole."""
+    async def _attempt(self, history: list[dict[str, Any]], attempt: int, asked: Asked) -> ReceivedReply | None:
+        """Makes one attempt and notes how it ends: returns the reply if it was received whole."""
+        replica = self.rng.choice(self.replicas)
+        self.note(f"{asked.mark} to {replica}", self.session)
+        try:
+            received = await self._ask(replica, history, attempt)
+        except (aiohttp.ClientError, TimeoutError, LeftError, json.JSONDecodeError) as why:
+            received = type(why).__name__
+        asked.ends.append(received if isinstance(received, str) else "received")
+        self.note(f"{asked.mark} {asked.ends[-1]}", self.session)
+        return None if isinstance(received, str) else received
+
+    async def _ask(self, replica: str, history: list[dict[str, Any]], attempt: int) -> ReceivedReply | str:
+        """Sends one request: returns the reply, or a word for why it was not received whole."""
         body = self.dialect.body(history, stream=self.streams)
         headers = {HEADER: self.session} | ({"x-stainless-retry-count": str(attempt)} if attempt else {})
         async with asyncio.timeout(self.timeout_s):
-            async with self.http.post(self.rng.choice(self.replicas) + self.dialect.path, json=body, headers=headers) as answer:
+            async with self.http.post(replica + self.dialect.path, json=body, headers=headers) as answer:
                 if answer.status != _OK:
                     await answer.read()
                     return str(answer.status)

@@ -11,10 +11,10 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from types import TracebackType
-
-_START_SECONDS = 20.0
 
 
 class Pipe:
@@ -36,12 +36,12 @@ class Pipe:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.port = self._listens.result(_START_SECONDS)
+        self.port = self._listens.result(PATIENCE)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(_START_SECONDS)
+        self._thread.join(PATIENCE)
 
     def cut(self) -> None:
         """Closes all connections; new ones are accepted."""

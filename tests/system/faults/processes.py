@@ -8,22 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.ports import free_port
+from tests.support.waiting import PATIENCE, block_until
 from tokencache.testing.faults import ROUTE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-START_SECONDS = 60.0
 _OK = 200
 
 
@@ -32,7 +32,7 @@ def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)  # noqa: S310 - loopback
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:  # noqa: S310
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as why:
         with why:
@@ -40,20 +40,6 @@ def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any
         return why.code, json.loads(raw) if raw.startswith(b"{") else raw.decode(errors="replace")
     except (OSError, ValueError):
         return 0, None
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
-    """Polls until a condition holds.
-
-    Raises:
-        TimeoutError: It did not hold in time.
-    """
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.01)
-    return found
 
 
 class Process:
@@ -92,13 +78,13 @@ class Process:
         if self._running is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._running.kill()
-            self._running.wait(START_SECONDS)
+            self._running.wait(PATIENCE)
             self._running = None
 
-    def ended(self, seconds: float = START_SECONDS) -> int:
+    def ended(self) -> int:
         """Waits until it has ended by itself; returns its exit code."""
         assert self._running is not None
-        return self._running.wait(seconds)
+        return self._running.wait(PATIENCE)
 
     def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -112,9 +98,9 @@ class Process:
             return condition()
 
         try:
-            until(look, what)
-        except TimeoutError:
-            raise TimeoutError(f"{self.name}: {what}: {self.output()[-2000:]}") from None
+            block_until(look, what)
+        except TimeoutError as why:
+            raise TimeoutError(f"{self.name}: {why}: {self.output()[-2000:]}") from None
 
 
 class Engine(Process):
@@ -129,13 +115,17 @@ class Engine(Process):
         super().__init__(name, [*command, "--journal", str(ground_truth), "--control", *options], folder, within=within)
 
     def ready(self) -> Self:
-        self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "it does not answer")
+        self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "an answer")
         return self
 
     def order_fault(self, words: str, **fault: Any) -> None:
         """Orders a fault for the next request that contains these words."""
         status, answer = ask(self.url + ROUTE, [fault | {"words": words}])
         assert status == _OK, answer
+
+    def faults_happened(self) -> bool:
+        """Whether requests have taken all ordered faults."""
+        return bool(ask(self.url + ROUTE, [])[1] == {"waiting": 0})
 
     def clear_faults(self) -> None:
         """Removes the ordered faults that have not happened."""
@@ -151,8 +141,16 @@ class Proxy(Process):
         super().__init__(name, [*serve, "--port", self.url.rpartition(":")[2], *options], folder, within=within)
 
     def ready(self) -> Self:
-        self.wait(lambda: ask(f"{self.url}/readyz")[0] == _OK, "it is not ready")
+        self.wait(lambda: ask(f"{self.url}/readyz")[0] == _OK, "its readiness")
         return self
+
+    def gauge(self, name: str) -> int | None:
+        """The value of a gauge without labels; `None` if it does not answer."""
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE) as answer:  # noqa: S310
+            found = re.search(rf"^tokencache_{name} (\d+)", answer.read().decode(), re.MULTILINE)
+            assert found is not None
+            return int(found[1])
+        return None
 
     def stop(self) -> None:
         """Asks it to finish the calls in progress and end."""

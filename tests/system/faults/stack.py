@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.redis_server import RealRedis
+from tests.support.waiting import block_until
 from tests.system.faults.checker import Findings, check
 from tests.system.faults.processes import Engine, Proxy, ask
 from tokencache.testing.ground_truth import read_ground_truth
@@ -71,13 +71,26 @@ class Stack:
                 proxy = self.replica(f"proxy-{n}")
                 stack.callback(proxy.kill)
                 self.proxies.append(proxy.start())
-            for process in (*self.engines, *self.proxies):
-                process.ready()
+            self.ready()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
+
+    def ready(self) -> None:
+        """Waits until every engine answers, and every replica can write to the store."""
+        for process in (*self.engines, *self.proxies):
+            process.ready()
+
+    def saved(self) -> None:
+        """Waits until no replica has anything to write to the store that it could not."""
+        block_until(lambda: all(proxy.gauge("unsaved") == 0 for proxy in self.proxies if proxy.alive), "all incidents to be saved")
+
+    def recovered(self) -> None:
+        """Waits until all are ready and have saved what they could not save before."""
+        self.ready()
+        self.saved()
 
     def replica(self, name: str, *options: str) -> Proxy:
         """Makes one more replica, not started."""
@@ -93,23 +106,15 @@ class Stack:
     def export(self, session: str) -> dict[str, Any] | None:
         return self._asked(f"{SESSIONS}/{session}/trajectories?drift=off")
 
-    def check(self, agents: Iterable[Agent], *, memory_lost: bool = False, settle: float = 2.0) -> Findings:
-        """Waits until the calls of all agents are over, exports their sessions, and compares all records.
-
-        `settle` is how many seconds a call may continue that its harness left; one that a dead replica left open stays open.
-        """
+    def check(self, agents: Iterable[Agent], *, memory_lost: bool = False) -> Findings:
+        """Waits until the living replicas serve no call and have saved everything, exports the sessions, and compares all records."""
         agents = list(agents)
-        sessions = {agent.session for agent in agents}
-        deadline = time.monotonic() + settle
-        while time.monotonic() < deadline and any(self._unsettled(session) for session in sessions):
-            time.sleep(0.02)
-        exports = {session: self.export(session) for session in sessions}
+        block_until(lambda: all(proxy.gauge("calls_in_flight") == 0 for proxy in self.proxies if proxy.alive), "the end of all calls")
+        self.saved()
+        exports = {session: self.export(session) for session in {agent.session for agent in agents}}
         return check(
             [one for agent in agents for one in agent.asked], read_ground_truth(self.ground_truth), exports, memory_lost=memory_lost
         )
-
-    def _unsettled(self, session: str) -> bool:
-        return bool((self.info(session) or {}).get("open_calls"))
 
     def _asked(self, path: str) -> Any:
         """The answer of any living replica; `None` for what does not exist."""

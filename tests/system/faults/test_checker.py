@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
 
@@ -42,8 +43,7 @@ class Evidence:
         return check(self.asked, self.ground_truth, self.exports, **more)
 
 
-@pytest.fixture
-async def evidence():
+async def play():
     async with proxied(SimulatedEngine(seed=3)) as rig:
         agents = []
         for n, dialect in enumerate(DIALECTS):
@@ -59,7 +59,18 @@ async def evidence():
         first.start_over()
         assert await first.turn("Another task.")
         exports = {agent.session: await rig.exported(agent.session) for agent in agents}
-        return Evidence([one for agent in agents for one in agent.asked], copy.deepcopy(rig.engine.ground_truth), exports)
+        return Evidence([one for agent in agents for one in agent.asked], rig.engine.ground_truth, exports)
+
+
+@pytest.fixture(scope="module")
+def played():
+    return asyncio.run(play())
+
+
+@pytest.fixture
+def evidence(played):
+    """A copy that a test may spoil."""
+    return copy.deepcopy(played)
 
 
 async def test_a_good_run_is_clean(evidence):

@@ -8,15 +8,16 @@ import random
 
 import pytest
 
-from tests.system.faults.conftest import QUICK
+from tests.system.faults.conftest import PATIENT
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
 from tests.system.faults.stack import Stack
 
 
-@pytest.fixture
-def stack(tmp_path):
-    with Stack(tmp_path, store=f"file:{tmp_path}/sessions.db", options=QUICK, engine=("--token-delay", "0.01")) as made:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stack")
+    with Stack(folder, store=f"file:{folder}/sessions.db", options=PATIENT, engine=("--token-delay", "0.01")) as made:
         yield made
     gc.collect()  # broken connections: if their finalizers run while Python 3.11 compiles a module, compiling fails
 
@@ -36,10 +37,9 @@ async def test_killed_and_started_again_in_mid_stream(stack, http):
     assert not all(await asyncio.gather(*(agent.turn() for agent in agents)))
     for agent in agents:
         agent.watch = lambda _: None
-    first.start()
-    first.ready()
+    first.start().ready()
     assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
-    found = stack.check(agents, settle=0.2)
+    found = stack.check(agents)
     assert found.clean, found.words
     assert found.marked, "replies in progress are missing"
 
@@ -57,12 +57,11 @@ async def test_proxies_that_share_a_file_are_killed_in_turns(stack, http):
     agents = [Agent(f"turns-{n}", DIALECTS[n % len(DIALECTS)], http, stack.urls) for n in range(4)]
     for agent in agents:
         agent.watch = count
-    for n in range(4):
-        victim, left = stack.proxies[n % 2], chance.randrange(1, 20)  # killed after so many events of all replies
+    for proxy in stack.proxies:
+        victim, left = proxy, chance.randrange(1, 20)  # killed after so many events of all replies
         await asyncio.gather(*(agent.turn() for agent in agents))
         assert not victim.alive
-        victim.start()
-        victim.ready()
+        victim.start().ready()
     assert all(await asyncio.gather(*(agent.turn() for agent in agents)))
-    found = stack.check(agents, settle=0.2)
+    found = stack.check(agents)
     assert found.clean, found.words

@@ -7,9 +7,11 @@ import signal
 
 import pytest
 
+from tests.support.waiting import until
+from tests.system.faults.conftest import usually
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tests.system.faults.processes import ask, until
+from tests.system.faults.processes import ask
 
 SLOW = ("--token-delay", "0.01")
 
@@ -28,7 +30,7 @@ def matches(stack, session):
     return [turn["match"] for sequence in stack.export(session)["sequences"] for turn in sequence["turns"]]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@usually("responses")
 async def test_killed_in_mid_stream(stack, http, dialect):
     first, second = stack.proxies
     agent = Agent(f"midstream-{dialect.name}", dialect, http, [first.url])
@@ -43,7 +45,7 @@ async def test_killed_in_mid_stream(stack, http, dialect):
     agent.replicas = [second.url]
     assert await agent.turn()
     assert await agent.turn()
-    found = stack.check([agent], settle=0.2)
+    found = stack.check([agent])
     assert found.clean, found.words
     assert list(found.marked) == [agent.session], "the reply in progress on the replica that died is missing"
     assert matches(stack, agent.session)[-1] == "continue"
@@ -55,12 +57,12 @@ async def test_killed_while_a_whole_reply_is_sampled(stack, http):
     assert await agent.turn()
     before = stack.ground_truth.stat().st_size
     asking = asyncio.create_task(agent.turn())
-    await asyncio.to_thread(until, lambda: stack.ground_truth.stat().st_size > before, "nothing is sampled")
+    await until(lambda: stack.ground_truth.stat().st_size > before, "tokens to be sampled")
     first.kill()
     assert await asking is None
     agent.replicas = [second.url]
     assert await agent.turn()
-    found = stack.check([agent], settle=0.2)
+    found = stack.check([agent])
     assert found.clean, found.words
     assert list(found.marked) == [agent.session]
 
@@ -94,7 +96,7 @@ async def test_a_stopped_replica_finishes_calls_in_progress(stack, http):
     agents[0].watch = stop
     before = stack.ground_truth.stat().st_size
     asking = [asyncio.create_task(agent.turn()) for agent in agents[1:]]
-    await asyncio.to_thread(until, lambda: stack.ground_truth.stat().st_size > before, "nothing is sampled")
+    await until(lambda: stack.ground_truth.stat().st_size > before, "tokens to be sampled")
     received = await asyncio.gather(agents[0].turn(), *asking)
     assert all(received), [agent.asked[-1].ends for agent in agents]
     assert await asyncio.to_thread(first.ended) == 0

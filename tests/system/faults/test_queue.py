@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import block_until
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tests.system.faults.processes import Process, ask, until
+from tests.system.faults.processes import Process, ask
 from tokencache.client import AsyncClient, ClientError
 
 API = "/tokencache/v1"
@@ -97,7 +98,7 @@ async def test_each_session_is_consumed_exactly_once(started, http, tmp_path, se
             gone = status == 200 and counts["candidates"] == counts["taken"] == 0
             return gone and all(stack.info(agent.session) is None for agent in agents)  # deleted with the acknowledgement
 
-        await asyncio.to_thread(until, empty, "the queue does not become empty", 120)
+        await asyncio.to_thread(block_until, empty, "an empty queue")
     finally:
         for one in consumers:
             one.kill()

@@ -10,10 +10,11 @@ import sys
 
 import pytest
 
+from tests.support.waiting import block_until, until
 from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tests.system.faults.processes import ask, until
+from tests.system.faults.processes import ask
 from tokencache.client import Client, WeightsConflictError
 
 CHAT = next(dialect for dialect in DIALECTS if dialect.name == "chat")
@@ -30,12 +31,11 @@ FSYNC = ("--appendonly", "yes", "--appendfsync", "always")
 
 @pytest.fixture
 def stack(started):
-    made = started(engine=("--dev-mode", "--token-delay", "0.005"), redis=FSYNC, options=(*QUICK, "--hold", "30"))
+    made = started(engine=("--dev-mode", "--token-delay", "0.005"), redis=FSYNC, options=QUICK)
     for process in (made.engine, *made.proxies):
         if not process.alive:
             process.start()
-    for process in (made.engine, *made.proxies):
-        process.ready()
+    made.ready()
     return made
 
 
@@ -93,18 +93,18 @@ def test_set_twice_set_back_and_set_by_two_trainers(stack, client):
 
 def test_a_trainer_that_is_killed_holds_nothing_after_its_timeout(stack, client):
     client.set_weights("7")
-    with trainer(stack, 3) as process:
+    with trainer(stack, 5) as process:
         assert paused(stack)
         process.send_signal(signal.SIGKILL)
-        until(lambda: phase(stack) == "unknown", "the update goes on")
-    until(lambda: not paused(stack), "the engine is not resumed")
+        block_until(lambda: phase(stack) == "unknown", "the end of the update")
+    block_until(lambda: not paused(stack), "the engine to be resumed")
 
 
 def test_a_replica_that_is_killed_in_an_update_is_replaced_by_another(stack):
-    with trainer(stack, 4):
+    with trainer(stack, 5):
         stack.proxies[0].kill()
-        until(lambda: phase(stack) == "unknown", "the update goes on")
-        until(lambda: not paused(stack), "the engine is not resumed")
+        block_until(lambda: phase(stack) == "unknown", "the end of the update")
+        block_until(lambda: not paused(stack), "the engine to be resumed")
     stack.proxies[0].start().ready()
 
 
@@ -122,7 +122,7 @@ async def test_a_call_in_mid_stream_and_one_that_begins_meanwhile(stack, http, c
     await begun.wait()
     with client.update_weights("8", mode="keep"):
         waiting = asyncio.create_task(held.turn())
-        await asyncio.to_thread(until, lambda: (stack.info(held.session) or {}).get("open_calls"), "the call does not begin")
+        await until(lambda: (stack.info(held.session) or {}).get("open_calls"), "the call to begin")
     assert await call
     assert await waiting
     assert spans(stack, frozen.session) == [["mixed"]]
@@ -141,8 +141,7 @@ async def test_redis_is_away_while_the_version_changes(stack, http, client):
     assert ask(stack.urls[0] + WEIGHTS, {"version": "8"}, "PUT")[0] == 503
     assert await call
     stack.redis.start()
-    for proxy in stack.proxies:
-        await asyncio.to_thread(proxy.ready)
+    await asyncio.to_thread(stack.recovered)
     assert client.set_weights("8").version == "8"
     agent.watch = lambda _: None
     assert await agent.turn()
@@ -156,9 +155,8 @@ async def test_an_engine_that_comes_back_has_no_version(stack, http, client):
     agent = Agent("weights-engine", CHAT, http, stack.urls[:1])
     assert await agent.turn()
     stack.engine.kill()
-    await asyncio.to_thread(until, lambda: not engine_serves(stack), "the proxy does not notice that the engine is down")
-    stack.engine.start()
-    stack.engine.ready()
+    await until(lambda: not engine_serves(stack), "the proxy to notice that the engine is down")
+    stack.engine.start().ready()
     assert await agent.turn()
     assert spans(stack, agent.session) == [["7"], []]
     client.set_weights("8")
