@@ -1,6 +1,5 @@
 """Announcing versions of the weights over HTTP, and updates that the proxy carries out: on all replicas, and nothing stays held."""
 
-import asyncio
 import contextlib
 import time
 
@@ -8,7 +7,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.core.weights import WeightsState
 from tokencache.server.serve import serving
@@ -127,9 +126,11 @@ async def test_an_update_that_nobody_ends_has_a_timeout():
     engine = SimulatedEngine(dev_mode=True)
     async with replicas(engine, count=2) as (send, _):
         await send("POST", WEIGHTS + "/update", status=201, timeout=1.0)
-        async with asyncio.timeout(PATIENCE):
-            while (await send("GET", replica=1))["phase"] == "updating" or engine.dev_mode.paused:
-                pass
+
+        async def over():
+            return (await send("GET", replica=1))["phase"] != "updating" and not engine.dev_mode.paused
+
+        await until(over)
 
 
 async def test_an_engine_that_cannot_pause_is_named_and_the_others_are_resumed():

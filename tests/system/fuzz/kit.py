@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import h11
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, results, user
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -131,9 +131,11 @@ async def settled(rig: Rig, session: str) -> None:
     info = await rig.store.session(session)
     if info is None:
         return
-    async with asyncio.timeout(PATIENCE):
-        while (await rig.store.session(session)).open_calls:  # noqa: ASYNC110 - the store tells nobody
-            await asyncio.sleep(0.001)
+
+    async def closed() -> bool:
+        return not (await rig.store.session(session)).open_calls
+
+    await until(closed)
     turns = await rig.store.turns(session)
     tokens = await rig.store.tokens(session, [turn.id for turn in turns])
     assert not invariants.audit(turns, tokens, session=session)
