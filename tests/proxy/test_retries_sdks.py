@@ -153,9 +153,23 @@ async def test_continuing_a_replayed_reply_continues_its_turn(rig):
 
 @pytest.fixture
 async def slow():
-    """An engine that takes longer than its client waits."""
-    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.01)) as made:
+    """An engine that takes longer than its client waits: it stops within its first reply, until the client has left."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as made:
+        stopping = asyncio.create_task(_stop_until_the_client_leaves(made))
         yield made
+        await stopping
+
+
+async def _stop_until_the_client_leaves(rig):
+    await rig.engine.until(lambda: rig.ground_truth() and rig.ground_truth()[0].completion_ids)
+    rig.engine.dev_mode.paused = "keep"
+
+    async def left():
+        return any(call.orphaned for call in await open_calls(rig))
+
+    await until(left)
+    rig.engine.dev_mode.paused = ""
+    rig.engine.dev_mode.notify()
 
 
 async def sampled_once(rig):
@@ -171,7 +185,7 @@ async def sampled_once(rig):
 
 
 async def test_openai_repeats_after_a_time_out(slow):
-    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.5) as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=1.0) as sdk:
         reply = await sdk.chat.completions.create(model="sim", messages=[user("EPISODE:talk")])
     await sampled_once(slow)
     (turn,) = await slow.turns()
@@ -180,7 +194,7 @@ async def test_openai_repeats_after_a_time_out(slow):
 
 
 async def test_openai_repeats_responses(slow):
-    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=0.5) as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{slow.url}/s/s/v1", api_key="none", max_retries=6, timeout=1.0) as sdk:
         first = await sdk.responses.create(model="sim", input="EPISODE:talk")
         await sampled_once(slow)
         slow.engine.token_delay = 0
@@ -191,7 +205,7 @@ async def test_openai_repeats_responses(slow):
 
 
 async def test_anthropic_repeats_after_a_time_out(slow):
-    async with anthropic.AsyncAnthropic(base_url=f"{slow.url}/s/s", api_key="none", max_retries=6, timeout=0.5) as sdk:
+    async with anthropic.AsyncAnthropic(base_url=f"{slow.url}/s/s", api_key="none", max_retries=6, timeout=1.0) as sdk:
         reply = await sdk.messages.create(model="sim", max_tokens=400, messages=[user("EPISODE:talk")])
     await sampled_once(slow)
     (turn,) = await slow.turns()
@@ -201,7 +215,7 @@ async def test_anthropic_repeats_after_a_time_out(slow):
 async def test_gemini_retries_when_configured(slow):
     """It says nothing of it: what is byte for byte the same, and unanswered, is the same."""
     options = types.HttpOptions(
-        base_url=f"{slow.url}/s/s", timeout=400, retry_options=types.HttpRetryOptions(attempts=8, initial_delay=2.0)
+        base_url=f"{slow.url}/s/s", timeout=1000, retry_options=types.HttpRetryOptions(attempts=8, initial_delay=2.0)
     )
     async with genai.Client(api_key="none", http_options=options).aio as sdk:
         for _ in range(8):
@@ -214,17 +228,17 @@ async def test_gemini_retries_when_configured(slow):
     await sampled_once(slow)
 
 
-async def test_a_stream_that_has_not_begun_is_joined_as_one(slow):
+async def test_a_stream_that_has_not_begun_is_joined_as_one(rig):
     body = (CHAT, {"model": "sim", "messages": [user("EPISODE:talk")], "stream": True})
-    go = gate(slow)
-    first = asyncio.create_task(ask(slow, body, **FIRST))
-    await until(lambda: open_calls(slow))
-    second = asyncio.create_task(ask(slow, body, **RETRY))
-    await wanted(slow)
+    go = gate(rig)
+    first = asyncio.create_task(ask(rig, body, **FIRST))
+    await until(lambda: open_calls(rig))
+    second = asyncio.create_task(ask(rig, body, **RETRY))
+    await wanted(rig)
     go.set()
     texts = [(await one)[1] for one in (first, second)]
     assert added_up(texts[0]) == added_up(texts[1])
-    assert len(slow.ground_truth()) == 1
+    assert len(rig.ground_truth()) == 1
 
 
 async def heard(speak):

@@ -108,6 +108,11 @@ async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
         await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 60)
         took = set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ turn", proxy.log))
         assert took == set(processes.values())
+
+        async def counted():  # a call ends only after its client has the answer
+            return (await figures(http))["tokencache_calls_in_flight"] == 0
+
+        await until(counted)
         for _ in range(20):  # whichever answers
             told = await figures(http)
             assert told[ANSWERED] == 60
@@ -151,7 +156,7 @@ async def test_an_added_engine_serves_all_workers(redis):
 
 
 async def test_a_killed_worker_is_restarted_while_others_go_on(redis):
-    async with two_workers(redis, token_delay=0.15) as (proxy, engine, url, processes), asking(url) as http:
+    async with two_workers(redis, token_delay=0.3) as (proxy, engine, url, processes), asking(url) as http:
         streams = await asyncio.gather(*[begun(http, f"kill-{n}") for n in range(24)])
         assert (await figures(http))["tokencache_calls_in_flight"] == 24
         os.kill(int(processes["0"]), signal.SIGKILL)
