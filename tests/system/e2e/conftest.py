@@ -13,10 +13,12 @@ from episodes import EPISODES
 from rig.ground_truth import read_ground_truth
 from rig.harness import Harness
 from rig.model import make_model
-from rig.server import MODEL, REPOSITORY, VllmServer, default_venv, kept_briefly
+from rig.server import LIMIT_S, MODEL, REPOSITORY, VllmServer, default_venv
 from rig.vision import VisionServer, make_vision_model
 
+from tests.support.waiting import PATIENCE
 from tokencache.config import Settings
+from tokencache.engine import health
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
@@ -30,17 +32,10 @@ def episodes():
     return EPISODES
 
 
-@pytest.fixture
-def python(tmp_path):
-    """An interpreter with torch and everything else that examples need: vLLM's packages, then this environment's."""
-    venv = tmp_path / "venv"
-    subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
-    (packages,) = venv.glob("lib/python*/site-packages")
-    (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
-    if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
-        pytest.skip("vLLM is installed for another version of Python")
-    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
-    return venv / "bin/python"
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch):
+    """On a busy machine an engine answers late, and is there nevertheless."""
+    monkeypatch.setattr(health, "TIMEOUT_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -86,7 +81,8 @@ class Servers:
     def _around(self, tokenizer):
         model = make_model(self.tokenizer_dir(tokenizer), self._tmp.mktemp("model"))
         folder = self._tmp.mktemp("vllm")
-        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, ground_truth=folder / "ground_truth.jsonl")
+        more = {"ground_truth": folder / "ground_truth.jsonl", "variables": {"CHUNK_FOR_EACH_TOKEN": "1"}}
+        return VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, **more)
 
     def tokenizer_dir(self, tokenizer):
         """A new folder with a tokenizer."""
@@ -173,16 +169,10 @@ def stock_vision_server(servers, tmp_path_factory):
     return servers.keep("images without the plugin", start)
 
 
-@pytest.fixture
-def idle_machine(servers):
-    """One vLLM at a time: an example starts its own."""
-    servers.stop()
-
-
-@pytest.fixture
-def trainer_python(tmp_path):
+@pytest.fixture(scope="session")
+def trainer_python(tmp_path_factory):
     """An interpreter with what the examples need: vLLM's packages, then this environment's."""
-    venv = tmp_path / "venv"
+    venv = tmp_path_factory.mktemp("trainer") / "venv"
     subprocess.run([str(default_venv() / "bin/python"), "-m", "venv", "--without-pip", str(venv)], check=True)
     (packages,) = venv.glob("lib/python*/site-packages")
     (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
@@ -199,23 +189,25 @@ def vllm(vllm_server):
 
 
 ROUTES = {"plugin": "vision_server", "generate": "stock_vision_server"}
-OTHERS = (
-    *("scaled_out", "processed_logprobs", "weights_server", "engines", *ROUTES.values()),
-    *("trl_python", "idle_machine"),  # these start their own
-)
-"""What shows that a test uses another server than the usual one: the names of fixtures, and a value of the parameter `mode`."""
+ENGINES = ("engines", "weights_server", *ROUTES.values(), "scaled_out", "processed_logprobs", "trl_python", "qwen3")
+"""What shows that a test uses another engine than the usual one: the names of fixtures, and values of parameters."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Puts tests on other servers than the usual one last, by server, and then those with another tokenizer: each server starts once."""
+    """Puts the tests of an engine into one group, which one worker runs (`--dist loadgroup`), so that each engine starts once.
 
-    def server(item):
+    Tests on the usual engine are last, one group for each file, so that each worker starts that engine once.
+    """
+
+    def engine(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        used = {*item.fixturenames, params.get("mode"), ROUTES.get(params.get("route"))}
-        others = [place for place, name in enumerate(OTHERS, 1) if name in used]
-        return params.get("tokenizer", DEFAULT_TOKENIZER) != DEFAULT_TOKENIZER, others or [0]
+        used = {*item.fixturenames, params.get("mode"), ROUTES.get(params.get("route")), params.get("tokenizer")}
+        return next((name for name in ENGINES if name in used), "")
 
-    items.sort(key=server)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(engine(item) or item.path.stem))
+    items.sort(key=lambda item: [*ENGINES, ""].index(engine(item)))
 
 
 @dataclass
@@ -245,10 +237,10 @@ class Proxied:
 @contextlib.asynccontextmanager
 async def proxying(vllm, store, **settings):
     """A proxy that has started and probed the engine."""
-    timeout = aiohttp.ClientTimeout(total=180)
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with (
         serving(Settings(upstream=vllm, port=0, **settings), store) as (url, proxy),
-        aiohttp.ClientSession(timeout=timeout, connector=kept_briefly()) as http,
+        aiohttp.ClientSession(timeout=timeout) as http,
     ):
         await proxy.engine.model()
         yield Proxied(url, vllm, http, proxy)

@@ -11,12 +11,13 @@ from rig.breaking_relay import BreakingRelay
 from rig.exported import generations, generations_of, get_json
 from rig.harness import TOOLS
 from rig.model import make_model
-from rig.replica import replica, until
-from rig.server import MODEL, VllmServer, all_started, one_request_each
-from test_weight_updates import SECONDS, sampled
+from rig.replica import replica
+from rig.server import LIMIT_S, MODEL, VllmServer, all_started
 from test_weight_updates import get_json as post
+from test_weight_updates import sampled
 from typer.testing import CliRunner
 
+from tests.support.waiting import until
 from tokencache.cli import app
 from tokencache.core import ids, invariants
 from tokencache.store.memory import MemoryStore
@@ -61,7 +62,7 @@ async def recorded_prefix(proxied, turn):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_reply_that_is_cut_five_times_is_one_reply(engines, figures, stream):
     """Paused with `/pause?mode=abort` and resumed, as trainers do."""
-    async with proxying(engines[0].url, MemoryStore(), hold=SECONDS) as proxied, asyncio.timeout(SECONDS):
+    async with proxying(engines[0].url, MemoryStore(), hold=LIMIT_S) as proxied, asyncio.timeout(LIMIT_S):
         uncut = proxied.harness("uncut").say("EPISODE:count")
         await uncut.turn()
         expected = await uncut.turn(stream=stream)
@@ -122,8 +123,8 @@ async def test_a_cut_at_any_token_changes_no_word(engines, figures, how, stream,
     """Thought, text with characters of several bytes, two calls: the harness receives the words of the uncut reply."""
     async with (
         BreakingRelay(engines[0].url) as relay,
-        proxying(relay.url, MemoryStore(), hold=SECONDS) as proxied,
-        asyncio.timeout(SECONDS),
+        proxying(relay.url, MemoryStore(), hold=LIMIT_S) as proxied,
+        asyncio.timeout(LIMIT_S),
     ):
         at_once = asyncio.Semaphore(AT_ONCE)
 
@@ -157,6 +158,11 @@ def arrived(harness):
     return [token for event in events for choice in json.loads(event)["choices"] for token in choice.get("token_ids") or ()]
 
 
+def chunks(harness):
+    """How many chunks with ids have arrived of a stream so far."""
+    return harness.arrived.count(b'"token_ids":[')
+
+
 async def running(http, engine):
     """How many requests an engine samples."""
     async with http.get(f"{engine.url}/metrics") as answer:
@@ -179,9 +185,9 @@ def words(expected):
 @pytest.fixture
 async def fleet(engines):
     """`tokencache serve` on both engines."""
-    timeout, connector = aiohttp.ClientTimeout(total=SECONDS), one_request_each()
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     upstreams = [word for engine in engines for word in ("--upstream", engine.url)]
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http, replica(http, *upstreams) as (_, url):
+    async with aiohttp.ClientSession(timeout=timeout) as http, replica(http, *upstreams) as (_, url):
 
         async def both_serve():
             return [engine["serves"] for engine in (await get_json(http, f"{url}/readyz"))["engines"]] == [True, True]
@@ -202,15 +208,11 @@ async def until_all_sample(fleet, engines, calls, chats):
 
     async def all_run():
         counts = [await running(fleet.http, engine) for engine in engines]
-        return sum(counts) + sum(call.done() for call in calls.values()) >= len(calls) and all(map(arrived, chats))
+        return sum(counts) + sum(call.done() for call in calls.values()) >= len(calls) and all(map(chunks, chats))
 
-    await until(all_run, SECONDS)
-    begun = {chat.session: len(arrived(chat)) for chat in chats}
-
-    async def all_have_more():  # an engine samples a token of each reply in each step
-        return all(calls[chat.session].done() or len(arrived(chat)) > begun[chat.session] + 5 for chat in chats)
-
-    await until(all_have_more, SECONDS)
+    await until(all_run)
+    begun = {chat.session: chunks(chat) for chat in chats}
+    await until(lambda: all(calls[chat.session].done() or chunks(chat) > begun[chat.session] + 5 for chat in chats))
 
 
 async def assert_continued(fleet, engines, generation, turn, *, before, logged):

@@ -8,7 +8,7 @@ from rig.examples import run_example
 from rig.server import default_venv
 
 
-def test_only_exact_tokens_have_the_recorded_log_probabilities(idle_machine, trainer_python, tmp_path, figures):
+def test_only_exact_tokens_have_the_recorded_log_probabilities(trainer_python, tmp_path, figures):
     file = tmp_path / "figures.json"
     output = run_example(trainer_python, "examples/train_tiny_qwen3/train.py", "--json", file)
     found = json.loads(file.read_text())
@@ -33,7 +33,7 @@ def test_only_exact_tokens_have_the_recorded_log_probabilities(idle_machine, tra
         assert f"{one['max_difference']:.1e}" in output
 
 
-def test_a_row_with_images_has_the_recorded_log_probabilities(idle_machine, trainer_python, tmp_path, figures):
+def test_a_row_with_images_has_the_recorded_log_probabilities(trainer_python, tmp_path, figures):
     """Expanded ids and the images in order are enough, on a stock vLLM."""
     file = tmp_path / "figures.json"
     env = os.environ | {"PYTHONPATH": str(default_venv().absolute() / "torchvision")}

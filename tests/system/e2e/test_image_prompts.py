@@ -5,7 +5,7 @@ import json
 
 import aiohttp
 import pytest
-from rig.server import MODEL, one_request_each
+from rig.server import MODEL
 from rig.vision import png
 
 from tokencache.vllm_plugin.images import MEMBER
@@ -68,7 +68,7 @@ class Engine:
 
 @pytest.fixture
 async def engine(vision_server):
-    async with aiohttp.ClientSession(connector=one_request_each()) as http:
+    async with aiohttp.ClientSession() as http:
         yield Engine(http, vision_server.url)
 
 

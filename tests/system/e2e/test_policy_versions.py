@@ -10,7 +10,7 @@ import contextlib
 import pytest
 from conftest import proxying
 from rig.model import make_adapter, make_model
-from rig.server import MODEL
+from rig.server import LIMIT_S, MODEL
 
 from tokencache.core import ids
 from tokencache.core.weights import MIXED
@@ -25,7 +25,7 @@ APART = 1e-3
 @contextlib.asynccontextmanager
 async def proxy(weights_server, **settings):
     """A proxy before the engine with the weights `v1`, an empty cache and no pause."""
-    async with proxying(weights_server.url, MemoryStore(), hold=60, **settings) as proxied:
+    async with proxying(weights_server.url, MemoryStore(), hold=LIMIT_S, **settings) as proxied:
         proxied.store, proxied.weights = proxied.proxy.store, {"v1": weights_server.model_dir, "v2": other_weights(weights_server)}
         await ask(proxied, weights_server.url, "/resume")
         await load(proxied, "v1")

@@ -10,7 +10,7 @@ import pytest
 from conftest import GroundTruth, proxying
 from rig.agent import Agent
 from rig.exported import generations, trajectory, turns
-from rig.server import MODEL, one_request_each
+from rig.server import MODEL
 
 from tokencache.core import ids as core_ids
 from tokencache.dialects.completion_reader import hide_tokens
@@ -81,7 +81,7 @@ class Engine:
 
 @pytest.fixture
 async def engine(vision_server):
-    async with aiohttp.ClientSession(connector=one_request_each()) as http:
+    async with aiohttp.ClientSession() as http:
         yield Engine(http, vision_server.url)
 
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from rig.exported import assert_exported, generations, generations_of, get_json, trajectory
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.replica import replica
-from rig.server import MODEL, kept_briefly
+from rig.server import LIMIT_S, MODEL
 
 from tests.support.redis_server import RealRedis, find_binary
 
@@ -27,7 +27,7 @@ LONG = 24_000
 
 @pytest.fixture
 async def http():
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=180), connector=kept_briefly()) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
         yield session
 
 
@@ -84,16 +84,16 @@ async def test_a_call_that_its_sdk_retries_is_sampled_once(pair, vllm_server, fi
     """OpenAI's client times out and retries at the other replica: the engine gets one call."""
     (_, one), (_, two) = pair
     ground_truth = GroundTruth(one, vllm_server)
-    fields = {"max_tokens": 3000, "seed": 5}
+    fields = {"max_tokens": 1500, "seed": 5}
     began = time.monotonic()
     await one.direct(ids=False, system="", **fields).say("EPISODE:long please").ask()
-    timeout_s = 0.75 * (time.monotonic() - began)
-    urls = iter([one.url, two.url])
+    attempts = iter([(one.url, 0.75 * (time.monotonic() - began)), (two.url, LIMIT_S)])
 
     async def balance(request):  # as a balancer would, call by call
-        request.url = request.url.copy_with(port=int(next(urls).rpartition(":")[2]))
+        url, request.extensions["timeout"]["read"] = next(attempts)
+        request.url = request.url.copy_with(port=int(url.rpartition(":")[2]))
 
-    client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", timeout=timeout_s, max_retries=1)
+    client = AsyncOpenAI(base_url=f"{one.url}/v1", api_key="tcs-repeated", max_retries=1)
     client._client.event_hooks["request"].append(balance)
     await ground_truth.read_new()
     completion = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "EPISODE:long please"}], **fields)

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 from rig.miniswe import run_miniswe
-from rig.server import MODEL
+from rig.server import LIMIT_S, MODEL
 
 TOOLS = [
     {
@@ -21,7 +21,7 @@ TOOLS = [
 
 def post(url, body):
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310 - loopback
-    with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as response:  # noqa: S310
         return json.load(response)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from conftest import proxying
 from rig.model import make_adapter, make_model
-from rig.server import MODEL, one_request_each
+from rig.server import MODEL
 from typer.testing import CliRunner
 
 from tests.scoring.kit import Recorder, turn
@@ -42,7 +42,7 @@ class Weights:
 
 @pytest.fixture
 async def weights(weights_server, tmp_path):
-    async with aiohttp.ClientSession(connector=one_request_each()) as http:
+    async with aiohttp.ClientSession() as http:
         made = Weights(http, weights_server, tmp_path)
         yield made
         await made.load(weights_server.model_dir)

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 from conftest import proxying
+from rig.server import LIMIT_S
 
 from tokencache.client import AsyncClient
 from tokencache.store.memory import MemoryStore
@@ -39,7 +40,7 @@ async def versions(proxied):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 async def test_a_trainer_that_pauses_the_engine_itself(weights_server, recipe):
-    async with proxying(weights_server.url, MemoryStore(), hold=60) as proxied, AsyncClient(proxied.url) as client:
+    async with proxying(weights_server.url, MemoryStore(), hold=LIMIT_S) as proxied, AsyncClient(proxied.url) as client:
         proxied.store = proxied.proxy.store
         await client.set_weights(0)
         harness = proxied.harness("s").say("EPISODE:demo")
@@ -64,7 +65,7 @@ async def test_a_trainer_that_pauses_the_engine_itself(weights_server, recipe):
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 async def test_a_trainer_that_lets_the_proxy_pause_the_engine(weights_server, mode):
-    async with proxying(weights_server.url, MemoryStore(), hold=60) as proxied, AsyncClient(proxied.url) as client:
+    async with proxying(weights_server.url, MemoryStore(), hold=LIMIT_S) as proxied, AsyncClient(proxied.url) as client:
         proxied.store = proxied.proxy.store
         await client.set_weights(0)
         harness = proxied.harness("s").say("EPISODE:demo")

@@ -22,7 +22,7 @@ from rig.agent import Agent  # noqa: E402
 from rig.ground_truth import read_ground_truth  # noqa: E402
 from rig.harness import Harness  # noqa: E402
 from rig.model import make_model  # noqa: E402
-from rig.server import MODEL, VllmServer, kept_briefly  # noqa: E402
+from rig.server import MODEL, VllmServer  # noqa: E402
 
 from tokencache.config import Settings  # noqa: E402
 from tokencache.server.serve import serving  # noqa: E402
@@ -102,6 +102,8 @@ def case(request):
 class Server(VllmServer):
     """A server of any version."""
 
+    starts = "spawn"  # each process loads the plugin, as in a deployment
+
     def __init__(self, case, *args, **more):
         super().__init__(*args, venv=case.venv, **more)
         self.case = case
@@ -157,7 +159,7 @@ async def proxied(server):
     timeout = aiohttp.ClientTimeout(total=180)
     async with (
         serving(Settings(upstream=server.url, port=0, engine="vllm"), MemoryStore()) as (url, proxy),
-        aiohttp.ClientSession(timeout=timeout, connector=kept_briefly()) as http,
+        aiohttp.ClientSession(timeout=timeout) as http,
     ):
         await proxy.engine.model()
         yield Proxied(url, server.url, http, proxy)

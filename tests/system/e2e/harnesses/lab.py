@@ -20,7 +20,7 @@ from recording_relay import RecordingRelay, read_calls
 from rig.exported import trajectory, turns
 from rig.ground_truth import read_ground_truth
 from rig.model import make_model
-from rig.server import MODEL, VllmServer
+from rig.server import LIMIT_S, MODEL, VllmServer
 from rig.vision import VisionServer, make_vision_model
 
 from tokencache.adapters import files
@@ -58,10 +58,6 @@ class Run:
     @property
     def output(self):
         return "\n".join(ended.output for ended in self.ended)
-
-
-TIMEOUT_S = 300
-"""Seconds that one process of a harness may take: the longest takes 35 on two idle cores."""
 
 
 def lab_engine(servers, tmp_path_factory):
@@ -142,7 +138,7 @@ def keep(through, folder):
     (folder / "ground_truth.jsonl").write_text("".join(ground_truth), encoding="utf-8")
 
 
-async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=TIMEOUT_S, given=()):
+async def run_harness(program, steps, server, folder, proxy=None, *, session=SESSION, seconds=LIMIT_S, given=()):
     """Runs these steps of `program` through `proxy`, or directly against the engine; its configuration is the same for both."""
     namespace.prepare(folder)
     for name, content in given:

@@ -78,7 +78,7 @@ def prepare(folder):
         (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-async def run_isolated(command, folder, environment, way_out, at_port, *, seconds=180, interrupt=None):
+async def run_isolated(command, folder, environment, way_out, at_port, *, seconds, interrupt=None):
     """Runs `command` in `RUN_DIR`/work with only this environment and waits for its end; `way_out` is the socket that `at_port` leads to.
 
     `interrupt` is `(words, times)`: send SIGINT once the program has received these words that many times.

@@ -165,7 +165,7 @@ STRUCTURES = {
                 say(
                     "\nWait for it.\n",
                     "",
-                    call("multi_agent_v1__wait_agent", '{"targets": ["{{seen:agent_id[^0-9a-f]+([0-9a-f-]{36})}}"], "timeout_ms": 60000}'),
+                    call("multi_agent_v1__wait_agent", '{"targets": ["{{seen:agent_id[^0-9a-f]+([0-9a-f-]{36})}}"], "timeout_ms": 600000}'),
                 ),
                 say("\nIt is back.\n", "", shell("exec_command", "ls -1", "cmd")),
                 say("\nDone.\n", "\nNothing found ✅.  "),

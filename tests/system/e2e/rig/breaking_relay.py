@@ -11,8 +11,6 @@ import re
 import aiohttp
 from aiohttp import web
 
-from rig.server import one_request_each
-
 CHAT = "/v1/chat/completions"
 CUT = re.compile(r"(abort|error|lost)-(\d+)$")
 ERROR = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "param": None, "code": 500}}
@@ -30,7 +28,7 @@ class BreakingRelay:
     async def __aenter__(self):
         app = web.Application(client_max_size=2**24)
         app.router.add_route("*", "/{path:.*}", self.relay)
-        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=one_request_each())
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         self.runner = web.AppRunner(app, access_log=None)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)

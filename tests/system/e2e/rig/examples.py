@@ -3,15 +3,15 @@
 import signal
 import subprocess
 
-from rig.server import REPOSITORY
+from rig.server import LIMIT_S, REPOSITORY
 
 
-def run_example(python, *arguments, timeout=300, env=None):
+def run_example(python, *arguments, env=None):
     """Run Python in the repository; returns its output. On timeout it gets SIGINT, so that it stops its engine itself."""
     command = [str(python), *map(str, arguments)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as child:
         try:
-            output = child.communicate(timeout=timeout)
+            output = child.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT)
             output = child.communicate()

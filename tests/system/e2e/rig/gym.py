@@ -17,14 +17,14 @@ from pathlib import Path
 
 import aiohttp
 
-from rig.server import MODEL, REPOSITORY
+from rig.server import LIMIT_S, MODEL, REPOSITORY
 from tests.ports import free_port
+from tests.support.waiting import until
 from tokencache.integrations.nemo_gym import SEARCH_DIR
 
 RESOURCES, AGENT, POLICY = "synonyms", "agent", "policy_model"
 SYNONYMS = ["Skinny", "Invisible"]
 VALUES = [sum(map(ord, word)) for word in SYNONYMS]
-START_SECONDS = 60
 
 
 def default_venv():
@@ -115,7 +115,7 @@ async def gym_servers(folder, servers, *, agent=True, environment=None, **settin
         "HF_HUB_OFFLINE": "1",
     }
     python = venv / "bin/python"
-    timeout = aiohttp.ClientTimeout(total=180)
+    timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     with contextlib.ExitStack() as running:
         processes = {}
         for name, place in folders.items():
@@ -144,12 +144,11 @@ def _process(python, place, environment, log):
 
 
 async def _up(http, url, process, log):
-    async with asyncio.timeout(START_SECONDS):
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"a Gym server exited with {process.returncode} while starting:\n{log.read_text(errors='replace')}")
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(url + "/") as answer:
-                    if answer.status < 500:
-                        return
-            await asyncio.sleep(0.2)
+    async def answers():
+        if process.poll() is not None:
+            raise RuntimeError(f"a Gym server exited with {process.returncode} while starting:\n{log.read_text(errors='replace')}")
+        with contextlib.suppress(aiohttp.ClientError):
+            async with http.get(url + "/") as answer:
+                return answer.status < 500
+
+    await until(answers, url)

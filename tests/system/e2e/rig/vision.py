@@ -151,6 +151,7 @@ class VisionServer(VllmServer):
     def __init__(self, model_dir, episodes, *, plugin=True, max_model_len=16384, images=IMAGES_AT_MOST, **more):
         super().__init__(model_dir, episodes, max_model_len=max_model_len, **more)
         self.plugin = plugin
+        self.starts = "spawn" if plugin else "fork"  # each process loads the plugin, as in a deployment
         limits = json.dumps({"image": images, "video": 0})  # without it vLLM tries the longest videos when it starts
         self.options += ["--load-format", "dummy", "--skip-mm-profiling", "--limit-mm-per-prompt", limits, "--enable-scale-out"]
 
