@@ -144,16 +144,16 @@ def _post(url: str, body: dict[str, Any]) -> None:
         pass
 
 
-async def run(python: Path, engine: str, policy: Qwen3ForCausalLM, folder: Path) -> list[dict[str, float]]:
-    """Train for all steps; returns the figures of each."""
-    chance, steps = random.Random(1), []
+async def run(python: Path, engine: str, policy: Qwen3ForCausalLM, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Train for so many steps; returns the figures of each."""
+    chance, found = random.Random(1), []
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
     async with (
         serving(Settings(upstream=engine, port=0)) as (url, _),
         AsyncClient(url) as client,
         Agents.start(python, folder) as agents,
     ):
-        for step in range(STEPS):
+        for step in range(steps):
             trajectories = await collect(client, agents, [draw(chance) for _ in range(GROUPS)], step, folder / f"step-{step}")
             difference = train(policy, optimizer, trajectories)
             load_weights(engine, policy, folder / "weights")
@@ -164,9 +164,9 @@ async def run(python: Path, engine: str, policy: Qwen3ForCausalLM, folder: Path)
                 "complete": sum(one.complete for one in trajectories),
                 "max_difference": difference,
             }
-            steps.append(figures)
+            found.append(figures)
             print(f"{step:4} {figures['reward']:8.2f} {figures['complete']:9} {figures['tokens']:8} {difference:18.1e}", flush=True)
-    return steps
+    return found
 
 
 def plot(steps: list[dict[str, float]], file: Path) -> None:
@@ -185,6 +185,7 @@ def main() -> None:
     """Run everything and print the figures of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents-python", type=Path, required=True, help="the interpreter of an environment with mini-swe-agent")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the rewards to this file (.png or .svg; needs matplotlib)")
     options = parser.parse_args()
@@ -195,7 +196,7 @@ def main() -> None:
         policy = make_policy(folder / "model")
         with vllm_server(folder / "model", *ENGINE_OPTIONS) as engine:
             print("step   reward  complete   tokens   max |difference|")
-            steps = asyncio.run(run(options.agents_python, engine, policy, folder))
+            steps = asyncio.run(run(options.agents_python, engine, policy, folder, options.steps))
     if options.json is not None:
         options.json.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:

@@ -18,14 +18,13 @@ from tokencache.store import open_store
 from tokencache.store.memory import MemoryStore
 
 TURNS = 5
-ROLLOUTS = 3
 AT_ONCE = 8
 
 
-def conversations():
+def conversations(rollouts):
     """The variants of conversations: name, first words, and the options of the harness."""
     for episode in ("agent", "talk", "odd"):
-        for rollout in range(ROLLOUTS):
+        for rollout in range(rollouts):
             for stream in (False, True):
                 yield f"{episode}-{rollout}-{'s' if stream else 'w'}", f"EPISODE:{episode} please", {"stream": stream, "tools": TOOLS}
     for n in range(12):
@@ -41,9 +40,9 @@ async def converse(harness, first, gate):
     return harness
 
 
-async def converse_all(make):
+async def converse_all(make, rollouts=2):
     gate = asyncio.Semaphore(AT_ONCE)
-    return await asyncio.gather(*(converse(make(name, fields), first, gate) for name, first, fields in conversations()))
+    return await asyncio.gather(*(converse(make(name, fields), first, gate) for name, first, fields in conversations(rollouts)))
 
 
 def count(harnesses):

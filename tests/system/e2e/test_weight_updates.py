@@ -8,12 +8,12 @@ import contextlib
 
 import pytest
 from conftest import proxying
+from rig.server import LIMIT_S
 
 from tokencache.core import invariants
 from tokencache.store.memory import MemoryStore
 
 MODES = ("abort", "wait", "keep")
-SECONDS = 150
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def server(weights_server):
 @contextlib.asynccontextmanager
 async def rollout(server, **settings):
     """A proxy in front of the server, and a session with one turn whose next request is the long one."""
-    async with proxying(server.url, MemoryStore(), hold=SECONDS, aborted="again", **settings) as proxied:
+    async with proxying(server.url, MemoryStore(), hold=LIMIT_S, aborted="again", **settings) as proxied:
         proxied.store = proxied.proxy.store
         harness = proxied.harness("s").say("EPISODE:count")
         await harness.turn()
@@ -66,11 +66,18 @@ async def recorded(proxied):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("whole", [False, True], ids=["as it comes", "whole replies"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("stream", "whole"),
+    [
+        pytest.param(False, False, id="whole"),
+        pytest.param(False, True, id="whole, whole replies", marks=pytest.mark.whole),  # a setting for streams
+        pytest.param(True, False, id="stream"),
+        pytest.param(True, True, id="stream, whole replies"),
+    ],
+)
 async def test_a_call_in_progress_when_the_weights_change(server, figures, mode, stream, whole):
     async with rollout(server, whole_replies=whole) as (proxied, harness):
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(LIMIT_S):
             reply = await paused(proxied, mode, harness.turn(stream=stream))
         exported, turns = await recorded(proxied)
         cut = [turn for turn in turns if "engine-aborted" in turn.marks]
@@ -98,7 +105,7 @@ async def test_a_call_that_arrives_while_the_engine_is_paused(server, figures):
         figures.append(f"asked while paused: {[incident['kind'] for incident in exported['incidents']] or 'the engine let it wait'}")
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stream", [pytest.param(False, id="whole", marks=pytest.mark.whole), pytest.param(True, id="stream")])
 async def test_an_engine_that_is_restarted_between_two_turns(server, stream):
     async with rollout(server) as (proxied, harness):
         (before,) = harness.replies

@@ -91,10 +91,7 @@ class Row:
 
     def figures(self, name):
         """The same in one line for the report of the tests."""
-        return (
-            f"{name:<20} {self.calls:>2} calls, contiguous directly {count(self.directly)}, through the proxy {count(self.proxied)}; "
-            f"rules: {' '.join(self.rules) or 'none'} {self.note}"
-        )
+        return f"{name:<20} {self.calls:>2} calls, contiguous {count(self.proxied)}; rules: {' '.join(self.rules) or 'none'} {self.note}"
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,8 @@ class Seen:
         return line(self.title, self.version, self.dialect, self.what, *measured)
 
 
+DIRECTLY = {}
+"""Name → how many turns extend the one before without the proxy: the tests with `--whole` measure all."""
 ROWS = {}
 """Rows by name, shapes, and runs with images: the measurements of this test run."""
 MISSING = {}
