@@ -30,7 +30,12 @@ def fake_store():
     return make
 
 
-KINDS = ["memory", "file", "fakeredis", pytest.param("redis", marks=pytest.mark.redis)]
+OTHERS = [
+    "file",
+    pytest.param("fakeredis", marks=[pytest.mark.whole] if find_binary() else []),  # a real server is faster, and what counts
+    pytest.param("redis", marks=pytest.mark.redis),
+]
+KINDS = ["memory", *OTHERS]
 
 
 @pytest.fixture(params=KINDS)

@@ -1,6 +1,7 @@
-"""For random turns and operations, Redis returns what the memory store returns."""
+"""For random turns and operations, a file and Redis return what the memory store returns."""
 
 import asyncio
+import contextlib
 import secrets
 
 import fakeredis
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.store.conftest import OTHERS
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
@@ -30,6 +32,26 @@ from tokencache.store.redis import RedisStore
 
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)
 KEYS = st.lists(st.one_of(st.sampled_from([b"c1", b"c2", b"r1", b"r2"]), st.binary(min_size=1, max_size=17)), max_size=3, unique=True)
+
+
+@contextlib.asynccontextmanager
+async def clients(request, kind, number):
+    """Several clients of one empty database."""
+    match kind:
+        case "file":
+            url = f"file:{request.getfixturevalue('tmp_path_factory').mktemp('properties')}/sessions.db"
+            made = [FileStore(url) for _ in range(number)]
+        case "fakeredis":
+            server = fakeredis.FakeServer()
+            made = [request.getfixturevalue("fake_store")(server) for _ in range(number)]
+        case _:
+            url, prefix = request.getfixturevalue("redis_server").url, secrets.token_hex(8)
+            made = [RedisStore(url, prefix=prefix) for _ in range(number)]
+    for store in made:
+        await store.open()
+    yield made
+    for store in made:
+        await store.close()
 
 
 @st.composite
@@ -162,79 +184,23 @@ async def run_steps(stores, steps):
             assert await state(stores[-1 - n % len(stores)], session) == await state(memory, session), one
 
 
-@settings(max_examples=150)
-@given(steps=st.lists(STEPS, max_size=25))
-def test_operations_on_fakeredis_are_as_in_memory(fake_store, steps):
-    async def run():
-        server = fakeredis.FakeServer()
-        stores = [fake_store(server), fake_store(server)]
-        await run_steps(stores, steps)
-        for store in stores:
-            await store.close()
-
-    asyncio.run(run())
-
-
-@settings(max_examples=60)
+@pytest.mark.parametrize("kind", OTHERS)
+@settings(max_examples=100)
 @given(steps=st.lists(STEPS, max_size=40))
-def test_operations_on_a_file_are_as_in_memory(tmp_path_factory, steps):
+def test_operations_are_as_in_memory(request, kind, steps):
     async def run():
-        url = f"file:{tmp_path_factory.mktemp('steps')}/sessions.db"
-        stores = [FileStore(url) for _ in range(2)]
-        for store in stores:
-            await store.open()
-        await run_steps(stores, steps)
-        for store in stores:
-            await store.close()
+        async with clients(request, kind, 2) as stores:
+            await run_steps(stores, steps)
 
     asyncio.run(run())
 
 
-@pytest.mark.redis
-@settings(max_examples=60)
-@given(steps=st.lists(STEPS, max_size=40))
-def test_operations_on_redis_are_as_in_memory(redis_server, steps):
-    async def run():
-        prefix = f"lives-{secrets.token_hex(8)}"
-        stores = [RedisStore(redis_server.url, prefix=prefix) for _ in range(2)]
-        await run_steps(stores, steps)
-        for store in stores:
-            await store.close()
-
-    asyncio.run(run())
-
-
-@settings(max_examples=150)
+@pytest.mark.parametrize("kind", OTHERS)
+@settings(max_examples=100)
 @given(built=trees())
-def test_turns_in_fakeredis_are_as_in_memory(fake_store, built):
+def test_turns_are_as_in_memory(request, kind, built):
     async def run():
-        store = fake_store()
-        await compare(store, built)
-        await store.close()
-
-    asyncio.run(run())
-
-
-@settings(max_examples=60)
-@given(built=trees())
-def test_turns_in_a_file_are_as_in_memory(tmp_path_factory, built):
-    async def run():
-        store = FileStore(f"file:{tmp_path_factory.mktemp('turns')}/sessions.db")
-        await store.open()
-        await compare(store, built)
-        await store.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.redis
-@settings(max_examples=60)
-@given(built=trees())
-def test_turns_in_redis_are_as_in_memory(redis_server, built):
-    async def run():
-        store = RedisStore(redis_server.url, prefix="properties")
-        await store.open()
-        await compare(store, built)
-        await store.close()
+        async with clients(request, kind, 1) as (store,):
+            await compare(store, built)
 
     asyncio.run(run())
