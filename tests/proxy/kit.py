@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 
-from tests.support.waiting import until  # noqa: F401 - some tests take it from here
 from tokencache import metrics
 from tokencache.config import Settings
 from tokencache.core import invariants

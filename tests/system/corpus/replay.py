@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from tests.proxy.kit import CHAT, Rig, proxied, until
+from tests.proxy.kit import CHAT, Rig, proxied
+from tests.support.waiting import until
 from tests.system.corpus.format import Call, Recording
 from tests.system.corpus.replies import Reply, read_reply
 from tokencache.testing import Fault, SimulatedEngine
