@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 import pytest
+from cachetools import LRUCache
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -248,9 +249,13 @@ class Vocabulary:
         self._known = self.backend.get_vocab(with_added_tokens=True)
         self._tokens = {i: token for token, i in self._known.items()}
         self._added = frozenset(self._known[token] for token in added)
+        self._encoded: LRUCache[str, list[int]] = LRUCache(1000)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        """Tokenize. What was tokenized before is remembered, because prompts repeat."""
+        if (known := self._encoded.get(text)) is None:
+            known = self._encoded[text] = self.backend.encode(text, add_special_tokens=False).ids
+        return list(known)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.backend.decode(list(tokens), skip_special_tokens=False))
@@ -278,6 +283,9 @@ def qwen_vocabulary(added: tuple[str, ...]) -> Vocabulary | None:
     """Qwen3's own vocabulary with these added tokens; `None` if its ranks are not there."""
     backend = qwen_backend()
     return None if backend is None else Vocabulary(added, backend)
+
+
+_RENDERINGS: LRUCache[tuple[type, str, str], str] = LRUCache(2000)
 
 
 # --- the renderer ------------------------------------------------------------------------------------------------------
@@ -311,10 +319,19 @@ class Lab:
         return cls(text, words, parts=kind.parts, developer=kind.developer, objects=objects, bos=kind.bos, **kwargs)
 
     def text(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, *, generation: bool, **kwargs: Any) -> str:
-        """The prompt as text; a template's refusal is its exception."""
-        given = prepared(messages, **self._how)
+        """The prompt as text; a template's refusal is its exception.
+
+        Prompts are remembered, because the product, the engine and the judges ask for the same ones.
+        """
         values = {**self._kwargs, **kwargs, "add_generation_prompt": generation}
-        return str(_compiled(self.template).render(messages=given, tools=tools, documents=None, **values))
+        asked = (type(self), self.template, json.dumps([messages, tools, self._how, values]))
+        if (text := _RENDERINGS.get(asked)) is None:
+            given = prepared(messages, **self._how)
+            text = _RENDERINGS[asked] = str(self.compiled().render(messages=given, tools=tools, documents=None, **values))
+        return text
+
+    def compiled(self) -> jinja2.Template:
+        return _compiled(self.template)
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""

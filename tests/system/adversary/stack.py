@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import msgspec
-from cachetools import LRUCache
 from jinja2.ext import loopcontrols
 from multidict import CIMultiDict
 
 from tests.engine.template.more_kinds import ALL_KINDS
-from tests.engine.template.template_lab import Kind, Lab, Vocabulary, _compiled, own_stop, prepared, speech
+from tests.engine.template.template_lab import Kind, Lab, Vocabulary, _compiled, own_stop, speech
 from tokencache.core import ids
 from tokencache.core.rules import Leniency
 from tokencache.dialects.base import DialectRequest, ModelCall, ReplyEncoder
@@ -78,14 +77,9 @@ class Renderer(Lab):
     Templates run without jinja's sandbox, which takes half of the time: these are ours.
     """
 
-    def text(self, messages: Sequence[Message], tools: list[Message] | None, *, generation: bool, **kwargs: Any) -> str:
-        """See `Lab.text`. Prompts are remembered, because the product, the engine and the judges ask for the same ones."""
-        values = {**self._kwargs, **kwargs, "add_generation_prompt": generation}
-        asked = (self.template, json.dumps([messages, tools, self._how, values]))
-        if (text := _RENDERINGS.get(asked)) is None:
-            text = _unboxed(self.template).render(messages=prepared(messages, **self._how), tools=tools, documents=None, **values)
-            _RENDERINGS[asked] = text
-        return text
+    def compiled(self) -> jinja2.Template:
+        """See `Lab.compiled`."""
+        return _unboxed(self.template)
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
@@ -119,9 +113,6 @@ class Renderer(Lab):
         except Exception as why:
             raise RefusedError(f"{type(why).__name__}: {why}") from why
         return text
-
-
-_RENDERINGS: LRUCache[tuple[str, str], str] = LRUCache(2000)
 
 
 @functools.lru_cache(maxsize=64)
