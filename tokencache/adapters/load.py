@@ -4,6 +4,7 @@ Each file describes one harness and has its name. A wheel contains the files ins
 A user's file replaces a shipped one of the same name.
 """
 
+import functools
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,15 +41,17 @@ def load_file(path: Path) -> Adapter:
         AdapterError: the file cannot be read, is not TOML, or the schema refuses it. The message names the file and the field.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return _read(path.stem, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         raise AdapterError(f"{path}: {error}") from None
+
+
+@functools.lru_cache(maxsize=64)  # adapters cannot be changed, and a process may start several proxies
+def _read(name: str, text: str) -> Adapter:
+    data = tomllib.loads(text)
     if "name" in data:
-        raise AdapterError(f"{path}: name: remove it, the name of the file is the name of the adapter")
-    try:
-        return msgspec.convert({**data, "name": path.stem}, Adapter)
-    except msgspec.ValidationError as error:
-        raise AdapterError(f"{path}: {error}") from None
+        raise ValueError("name: remove it, the name of the file is the name of the adapter")
+    return msgspec.convert({**data, "name": name}, Adapter)
 
 
 def load_all(own: Iterable[Path] = ()) -> dict[str, Adapter]:
