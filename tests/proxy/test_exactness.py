@@ -39,6 +39,8 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 def with_pixels(engine, body):
     """A request with the pixels of the images that it only names, from the request that brought them."""
+    if all(part.get("image_url", part) is not None for part in media_parts(body["messages"])):
+        return body
     parts = [part for request in engine.requests for part in media_parts(request["messages"])]
     known = {part["uuid"]: part for part in parts if part.get("image_url") and "uuid" in part}
     messages = [
