@@ -135,4 +135,11 @@ def render(
 
     `arguments`: the `chat_template_kwargs` of a request, for example `enable_thinking=False`.
     """
-    return compile_template(source).render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **arguments)
+    return _rendered(
+        source, json.dumps({"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt, **arguments})
+    )
+
+
+@functools.lru_cache(maxsize=1000)  # the proxy and its tests ask for the same renderings again and again
+def _rendered(source: str, values: str) -> str:
+    return compile_template(source).render(json.loads(values))
