@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from tests.support.redis_server import find_binary
-from tests.support.waiting import block_until
+from tests.support.waiting import block_until, until
 from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
@@ -109,14 +109,25 @@ async def cut_from_redis(stack: Stack, wire: Network, http: aiohttp.ClientSessio
 async def cut_from_engine(stack: Stack, wire: Network, http: aiohttp.ClientSession) -> Findings:
     """The link to the engine goes down in the middle of replies: their harnesses give up; the next call waits for the link."""
     agents = [Agent(f"cut-{dialect.name}", dialect, http, stack.urls) for dialect in DIALECTS]
+    pulled = asyncio.Event()
+
+    def pull() -> None:
+        wire.pull()
+        pulled.set()
+
     for agent in agents:
         assert await agent.turn()
-        agent.watch, agent.timeout_s = _at(4, wire.pull), 1.5
-    assert not any(await asyncio.gather(*(agent.turn() for agent in agents)))
+        agent.watch = _at(4, pull)
+    given_up = [asyncio.create_task(agent.turn()) for agent in agents]
+    await pulled.wait()
+    for call in given_up:
+        assert call.cancel()
+    await asyncio.wait(given_up)
+    await until(lambda: stack.proxies[0].gauge("calls_in_flight") == 0, "the end of these calls")
     for agent in agents:
-        agent.watch, agent.timeout_s = lambda _: None, 30.0
+        agent.watch = lambda _: None
     asking = [asyncio.create_task(agent.turn()) for agent in agents]
-    await asyncio.sleep(1.0)
+    await until(lambda: stack.proxies[0].gauge("calls_in_flight") == len(agents), "the next calls")
     assert not any(task.done() for task in asking)
     wire.plug()
     assert all(await asyncio.gather(*asking))

