@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import site
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rig.harness import Harness
 from rig.model import make_model
 from rig.server import LIMIT_S, MODEL, REPOSITORY, VllmServer, default_venv
 from rig.vision import VisionServer, make_vision_model
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.waiting import PATIENCE
 from tokencache.config import Settings
@@ -188,26 +190,40 @@ def vllm(vllm_server):
     return vllm_server.url
 
 
-ROUTES = {"plugin": "vision_server", "generate": "stock_vision_server"}
-ENGINES = ("engines", "weights_server", *ROUTES.values(), "scaled_out", "processed_logprobs", "trl_python", "qwen3")
-"""What shows that a test uses another engine than the usual one: the names of fixtures, and values of parameters."""
+ENGINES = {
+    "two engines": r"/test_continued_replies\.py",
+    "development mode": r"/test_(weight_updates|weight_recipes|policy_versions|scoring)\.py",
+    "images": r"/test_(prefixes|image_prompts)\.py|/test_image_sessions\.py::(?!.*\[generate)",
+    "images without the plugin": r"/test_image_sessions\.py::.*\[generate",
+    "scaled out": r"/test_completions_driver\.py",
+    "processed log probabilities": r"\[processed_logprobs\]",
+    "policy": r"/test_trl\.py",
+    "Qwen3": r"\[qwen3\]|-qwen3\]|\[qwen3-",
+}
+"""Engine → the tests that use it and not the usual one. A mistake here costs a start."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def group_of(test):
+    """The place of a test in the order of a run, and what one worker runs without a break: the tests of an engine, or a file."""
+    found = [(place, engine) for place, (engine, tests) in enumerate(ENGINES.items()) if re.search(tests, test)]
+    return found[0] if found else (len(ENGINES), test.partition("::")[0])
+
+
 def pytest_collection_modifyitems(items):
-    """Puts the tests of an engine into one group, which one worker runs (`--dist loadgroup`), so that each engine starts once.
+    """Tests on the usual engine are last, so that each worker starts that engine once, and none starts another one twice."""
+    items.sort(key=lambda item: group_of(item.nodeid)[0])
 
-    Tests on the usual engine are last, one group for each file, so that each worker starts that engine once.
-    """
 
-    def engine(item):
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        used = {*item.fixturenames, params.get("mode"), ROUTES.get(params.get("route")), params.get("tokenizer")}
-        return next((name for name in ENGINES if name in used), "")
+class GroupScheduling(LoadScopeScheduling):
+    """Distributes whole groups to the workers. (The marks of xdist 3.8's `loadgroup` have no effect with pytest 9.2.)"""
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(engine(item) or item.path.stem))
-    items.sort(key=lambda item: [*ENGINES, ""].index(engine(item)))
+    def _split_scope(self, nodeid):
+        return group_of(nodeid)[1]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return GroupScheduling(config, log)
 
 
 @dataclass
