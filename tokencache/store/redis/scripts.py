@@ -198,13 +198,13 @@ COMMIT = (
 if epoch ~= ARGV[2] then return 0 end
 local open, at = redis.call('HGET', session, 'open') or '', 7 + tonumber(ARGV[6])
 for n = 7, at - 1 do
-  if redis.call('HEXISTS', session, ARGV[n]) == 0 then return 2 end
+  if not redis.call('HGET', session, ARGV[n]) then return 2 end
 end
 local entries = tonumber(ARGV[at])
 at = at + 1
 if ARGV[4] == '1' then
   local done
-  if entries > 0 then done = redis.call('HEXISTS', session, ARGV[at]) == 1 else done = not first(open, named(ARGV[3])) end
+  if entries > 0 then done = redis.call('HGET', session, ARGV[at]) ~= false else done = not first(open, named(ARGV[3])) end
   if done then return 1 end
 end
 for _ = 1, entries do
