@@ -104,7 +104,7 @@ usual-tests: $(STAMP)
 
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) \
-		--numprocesses $(E2E_JOBS) --dist loadgroup --no-loadscope-reorder --figures --whole "$(WHOLE)" tests/system/e2e
+		--numprocesses $(E2E_JOBS) --dist loadscope --no-loadscope-reorder --figures --whole "$(WHOLE)" tests/system/e2e
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers integrations
 
