@@ -179,7 +179,7 @@ class Upstream:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
         if self._session.closed:
-            raise EngineError(f"the engine at {self.url} was removed", reached=False)
+            raise EngineError("the engine was removed", private=self.url, reached=False)
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})
         if self._authorization:
@@ -193,7 +193,7 @@ class Upstream:
             cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
             raise self._unreachable(cause, str(cause or why)) from why
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} gave no answer: {_described(why)}") from why
+            raise EngineError("the engine gave no answer", private=f"{self.url}: {_described(why)}") from why
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """Post JSON (bytes unchanged, anything else encoded) and read the complete answer.
@@ -211,6 +211,11 @@ class Upstream:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
         return await self._complete(await self._send("GET", path, None, None))
+
+    def without_address(self, url: str) -> str:
+        """Return the path and query of a URL of this engine, so that they lead to the proxy; other URLs unchanged."""
+        given, own = URL(url), URL(self.url)
+        return given.raw_path_qs if given.absolute and given.origin() == own.origin() else url
 
     async def connect(self) -> None:
         """Open a connection and close it without a request, to test whether a server is listening.
@@ -234,14 +239,14 @@ class Upstream:
         if short and time.monotonic() - self._warned > _REMIND_SECONDS:
             self._warned = time.monotonic()
             log.error("OUT OF FILE DESCRIPTORS: cannot connect to the engine at %s; raise the limit of open files (ulimit -n)", self.url)
-        return EngineError(f"the engine at {self.url} cannot be reached: {described}", reached=False)
+        return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
 
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
                 return EngineResponse(response.status, await response.read(), response.headers)
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} broke off its answer: {_described(why)}") from why
+            raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
 
 
 async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:

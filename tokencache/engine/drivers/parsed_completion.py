@@ -56,7 +56,7 @@ async def parse_completion(derender: Derender, request: ReplacedChat, body: byte
         await _fill(derender, messages, request, choices, visible)
     except EngineError as why:
         messages = [dict(_NO_MESSAGE) for _ in choices]
-        error, temporary = str(why), why.passing
+        error, temporary = why.client_message, why.passing
     return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
 
 
@@ -139,16 +139,19 @@ def _chat_completion(
 def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
     """Write log probabilities as a chat completion has them, with up to `most` alternatives per token (-1: all).
 
-    Those of `/inference/v1/generate` are written so already.
+    Those of `/inference/v1/generate` are written so already. `None` if there are none, or if their parts have different lengths.
     """
     found = msgspec.json.decode(raw)
-    if not found or "content" in found:
-        return dict(found) if found else None
-    others = found.get("top_logprobs") or [None] * len(found["tokens"])
+    if not isinstance(found, dict) or "content" in found:
+        return found if isinstance(found, dict) else None
+    others = found.get("top_logprobs") or [None] * len(found.get("tokens") or ())
+    parts = found.get("tokens"), found.get("token_logprobs"), others
+    if not all(isinstance(part, list) and len(part) == len(others) for part in parts):
+        return None
     return {
         "content": [
             {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
-            for token, value, top in zip(found["tokens"], found["token_logprobs"], others, strict=False)
+            for token, value, top in zip(*parts, strict=True)
         ]
     }
 
