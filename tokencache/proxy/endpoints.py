@@ -291,6 +291,13 @@ class Endpoints:
         """
         return body if self._media is None else await self._media.written_in(asked.session, body)
 
+    async def _without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
+        """Return the body of a request that is relayed, as `_with_media`, if images are fetched; unchanged if it is not a JSON object."""
+        if self._media is None or asked.request.method != "POST":
+            return body
+        body = await body_of(asked.request) if body is None else body
+        return await self._with_media(asked, body) if body.lstrip()[:1] == b"{" else body
+
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
         try:
@@ -355,7 +362,8 @@ class Endpoints:
             log.warning("session %s: its settings cannot be read: %s", asked.session, why)
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:
-        """Relay a request that samples nothing. Raises the errors of `relay_to`."""
+        """Relay a request that samples nothing. Raises the errors of `relay_to` and `_with_media`."""
+        body = await self._without_addresses(asked, body)
         return await relay_to(self._pool, asked.session, asked.request, asked.path, headers=asked.headers, body=body)
 
     async def _relay_unrecorded(self, asked: SessionRequest, what: str, *, path: str = "", body: bytes | None = None) -> web.StreamResponse:
@@ -380,6 +388,8 @@ class Endpoints:
         except (SessionFinishedError, SessionSealedError):
             await self._ledger.note_late_call(asked.session, f"{asked.request.method} {asked.route[:80]}")
             raise
+
+        body = await self._without_addresses(asked, body)
 
         async def note(status: int) -> None:
             if not _LOWEST_REFUSAL <= status < _LOWEST_FAILURE:  # a refusal: nothing was sampled
