@@ -485,3 +485,20 @@ def test_urls(url, path):
 def test_other_urls(url):
     with pytest.raises(ValueError, match="the URL of a file store is file:PATH"):
         open_store(url)
+
+
+async def test_a_file_that_was_truncated_is_reported(url, tmp_path, caplog):
+    (tmp_path / "sessions.db").touch()
+    made = FileStore(url)
+    await made.open()
+    await made.close()
+    assert "was there and is empty" in caplog.text
+
+
+async def test_a_truncated_file_with_its_log_is_refused(url, tmp_path, store):
+    await store.define("s", SessionSettings(), Labels())
+    log = (tmp_path / "sessions.db-wal").read_bytes()
+    (tmp_path / "cut.db").touch()
+    (tmp_path / "cut.db-wal").write_bytes(log)
+    with pytest.raises(StoreError, match="was truncated"):
+        await FileStore(url.replace("sessions", "cut")).open()

@@ -33,6 +33,7 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
 from tokencache.engine.drivers.base import Driver, ParsedCompletion
 from tokencache.engine.image_names import ImageNames
@@ -573,7 +574,13 @@ class CallAttempt:
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
             return await self._response.fail(answer.status, parse_engine_error(answer.status, body)[0])
-        return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
+        if self._exchange.refuse is not None:
+            body = self._exchange.refuse(answer.status, body)
+        elif body.lstrip()[:1] != b"{":  # not the engine's error: the page of a gateway
+            body = CHAT_DIALECT.error(answer.status, *parse_engine_error(answer.status, body))
+        response = whole_response(answer, body)
+        response.headers["Content-Type"] = "application/json"
+        return response
 
     async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
         """Answer a prompt that is too long with an empty reply; nothing was sampled."""
@@ -655,11 +662,13 @@ class CallAttempt:
         if broke is None and delivery.client_left:  # it will not receive the held part
             broke = ABORTED, CLIENT_LEFT
         cut = broke is not None
-        if broke is None and not reply.finished and not reply.error:
+        ended_early = not reply.finished and not reply.error
+        if broke is None and ended_early:
             broke = BROKE, _ENDED_EARLY
-            if self._exchange.refuse is not None and not delivery.ended:  # a translated stream must not look complete
-                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)
         if broke is not None:
+            if ended_early and broke[0] == BROKE and self._exchange.refuse is not None and not delivery.ended:
+                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)  # a translated stream must not look complete
+                cut = False
             outcome.broke, outcome.detail = broke
         try:
             async with self._response.keep_alive():
@@ -697,7 +706,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check(outcome.model.capability.vocabulary if outcome.model is not None else 0)
+                continuation.check(outcome.model.capability if outcome.model is not None else None)
                 async with self._response.keep_alive():
                     answer = await self._next_piece(continuation)
                 try:
@@ -754,7 +763,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check(outcome.model.capability.vocabulary if outcome.model is not None else 0)
+                continuation.check(outcome.model.capability if outcome.model is not None else None)
                 check = continuation.prompt_check()
                 answer = await self._next_piece(continuation)
                 reply.reopen()

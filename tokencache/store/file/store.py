@@ -1,5 +1,7 @@
 """The file store: each operation is a transaction."""
 
+import asyncio
+import logging
 import os
 import secrets
 import sqlite3
@@ -43,9 +45,22 @@ from tokencache.store.file.operations import reads, writes
 from tokencache.store.file.queue import FileQueue
 from tokencache.store.file.worker import Worker
 
+log = logging.getLogger(__name__)
+
 PAGE = 1000
+_LOOKS, _LOOK_SECONDS = 20, 0.05
+"""How often, and how far apart, an empty file is looked at."""
 _RENEW_BELOW = 0.99
 """The time to live of a binding is renewed if less than this share of it is left."""
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether there is a file, and it has no bytes."""
+    return path.is_file() and not path.stat().st_size
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def read_path(url: str) -> Path:
@@ -95,6 +110,7 @@ class FileStore(FileQueue):
         self.reader = Worker(self._path, timeout_seconds, writes=False)
 
     async def open(self) -> None:
+        await self._check_not_truncated()
         try:
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
         except OSError as why:
@@ -107,6 +123,24 @@ class FileStore(FileQueue):
         except BaseException:
             await self.close()
             raise
+
+    async def _check_not_truncated(self) -> None:
+        """Report a file without content: a new store begins in it.
+
+        Raises:
+            StoreError: SQLite's log beside it shows that it had content.
+        """
+        for _ in range(_LOOKS):
+            if not _is_empty(self._path):
+                return
+            await asyncio.sleep(_LOOK_SECONDS)  # another worker may be making it
+        log_file = Path(f"{self._path}-wal")
+        if _has_content(log_file):
+            raise StoreError(
+                f"file: {self._path} was truncated: it is empty, and {log_file.name} beside it is not. Restore it, or remove both to begin "
+                "anew"
+            )
+        log.warning("file: %s was there and is empty: a new store begins in it. If it had sessions, they are lost", self._path)
 
     async def close(self) -> None:
         await self.reader.close()
