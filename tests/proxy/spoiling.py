@@ -13,7 +13,7 @@ SAMPLING = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 
 
 class SpoilingGateway:
-    """Passes everything on. Answers of routes that sample go through `spoil` once it is set.
+    """Passes everything on. Answers to a session's requests that sample go through `spoil` once it is set.
 
     `spoil` gets the list of an answer's events, or its body as the only one, decoded where they are JSON; it returns the list to send.
     Bytes are sent as they are.
@@ -36,7 +36,7 @@ class SpoilingGateway:
         url = self.upstream + request.path
         async with self._http.request(request.method, url, data=await request.read(), headers=kept) as answer:
             raw = await answer.read()
-            if self.spoil is not None and request.path in SAMPLING and answer.status == 200:
+            if self.spoil is not None and request.path in SAMPLING and "X-Session-ID" in kept and answer.status == 200:
                 raw = self._spoiled(raw, stream=answer.content_type == "text/event-stream")
             passed = {name: value for name, value in answer.headers.items() if name.lower().startswith("x-")}
             return web.Response(status=answer.status, body=raw, content_type=answer.content_type, headers=passed)
@@ -87,15 +87,16 @@ def unproven(exported, truth):
     for sequence in exported["sequences"]:
         mask = list(sequence["loss_mask"])
         for turn in sequence["turns"]:
-            start, end = turn["completion"]
-            own = sequence["token_ids"][:start], sequence["token_ids"][start:end], sequence["logprobs"][start:end]
-            bare = "no-logprobs" in turn["marks"] and not any(mask[start:end])
-            entry = next((one for one in log if one == own or (bare and one[:2] == own[:2])), None)
-            if entry is None:
-                found.append(f"turn {turn['turn']}: the engine did not sample these {end - start} tokens with these log probabilities")
-            else:
-                log.remove(entry)
-            mask[start:end] = [0] * (end - start)
+            first, last = turn["completion"]
+            bare = "no-logprobs" in turn["marks"] and not any(mask[first:last])
+            for start, end in [(first + piece["start"], first + piece["end"]) for piece in turn["pieces"]] or [(first, last)]:
+                own = sequence["token_ids"][:start], sequence["token_ids"][start:end], sequence["logprobs"][start:end]
+                entry = next((one for one in log if one == own or (bare and one[:2] == own[:2])), None)
+                if entry is None:
+                    found.append(f"turn {turn['turn']}: the engine did not sample these {end - start} tokens with these log probabilities")
+                else:
+                    log.remove(entry)
+            mask[first:last] = [0] * (last - first)
         if any(mask):
             found.append(f"sequence {sequence['id']}: tokens outside of its turns are trained")
     return [*found, *(f"no turn records the {len(entry[1])} tokens of a generation" for entry in log)]

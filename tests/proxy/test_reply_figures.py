@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import random
 
@@ -12,7 +13,7 @@ from tests.proxy.kit import CHAT, EPISODES, HEADER, assembled, echo, events, pro
 from tests.proxy.spoiling import SpoilingGateway, changed, unproven
 from tokencache.engine.figures import Finding
 from tokencache.proxy import recorder
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 
 TEXT = "<think>\nr\n</think>\n\nGo, then say so."
 ASK = [user("EPISODE:demo")]
@@ -282,6 +283,34 @@ async def test_text_completions(both, stream):
     assert "inconsistent-reply" in kinds
 
 
+VALUES = "choices.0.logprobs.token_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complete", "kinds"),
+    [
+        (one(IDS, lambda ids: ids[1:]), False, {"inconsistent-reply"}),
+        (one(IDS, lambda _: None), False, {"no-token-ids"}),
+        (one(IDS, lambda ids: [*ids[:-1], -1]), False, {"inconsistent-reply"}),
+        (one("usage.completion_tokens", lambda count: count - 1), False, {"inconsistent-reply"}),
+        (one("choices.0.prompt_token_ids", lambda ids: ids[:-1]), False, {"inconsistent-reply"}),
+        (one(VALUES, lambda values: [*values, values[0]]), True, {"no-logprobs"}),
+        (one(VALUES, lambda values: [0.3, *values[1:]]), True, {"no-logprobs"}),
+        (one("choices.0.logprobs", lambda _: {"tokens": 3}), True, {"no-logprobs"}),
+    ],
+)
+async def test_a_reply_whose_message_derender_makes(spoil, complete, kinds):
+    """Its tokens are from `/v1/completions`, and only a prompt that continues a turn goes there."""
+    async with spoilt(options={"derenders": True}, engine_kind="completions") as (rig, gateway):
+        said = await rig.say("s", ASK)
+        gateway.spoil = spoil
+        await asked(rig, "s", messages=[*ASK, echo(said), user("and?")])
+        assert rig.engine.completions
+        exported = await rig.exported("s")
+        assert (exported["complete"], {incident["kind"] for incident in exported["incidents"]}) == (complete, kinds)
+        assert sum(exported["sequences"][0]["loss_mask"]) == 15
+
+
 # Random damage
 
 
@@ -438,3 +467,52 @@ async def test_the_check_sees_what_is_trusted(monkeypatch):
     async with spoilt() as (rig, gateway):
         found, _ = await attacked(rig, gateway, random.Random(1), 60)
     assert len(found) > 5
+
+
+# Replies in pieces
+
+CUT = 5
+"""Tokens after which the engine breaks the first piece off."""
+
+
+def in_piece(number, spoil):
+    """Spoil only the answer of one piece."""
+    pieces = itertools.count()
+    return lambda sent: spoil(sent) if next(pieces) == number else sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "trained"),
+    [(lambda sent: sent, [15]), (without(3), [CUT]), (twice(3), [CUT]), (half(3), [CUT + 3])],
+    ids=["", "lost", "twice", "cut"],
+)
+async def test_each_piece_of_a_continued_reply_has_its_own_figures(stream, spoil, trained):
+    """Only what the pieces prove is recorded. A client of a whole reply gets none that is made of uncertain ids: it is sampled again."""
+    async with spoilt(options={"derenders": True}, aborted="continue") as (rig, gateway):
+        rig.engine.faults.append(Fault.abort(CUT))
+        gateway.spoil = in_piece(1, spoil)
+        with contextlib.suppress(OSError, aiohttp.ClientError):
+            await asked(rig, "s", stream=stream)
+        exported, _, sums = await recorded(rig, "s")
+    assert exported["complete"] == (trained == [15])
+    assert sums[:1] == trained or not stream
+    for sequence in exported["sequences"]:
+        for turn in sequence["turns"]:
+            start, end = turn["completion"]
+            assert turn["pieces"] == [] or (turn["pieces"][-1]["end"], len(turn["pieces"])) == (end - start, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_with_a_gap_is_not_continued(stream):
+    """The engine counts the tokens of a reply that it aborts: the prompt of the next piece would have the gap."""
+    async with spoilt(options={"derenders": True}, aborted="continue") as (rig, gateway):
+        rig.engine.faults.append(Fault.abort(CUT))
+        gateway.spoil = in_piece(0, without(2))
+        with contextlib.suppress(OSError, aiohttp.ClientError):
+            await asked(rig, "s", stream=stream)
+        exported, kinds, _ = await recorded(rig, "s")
+        prompts = {tuple(entry.prompt_ids) for entry in rig.ground_truth("s")}
+        assert len(prompts) == 1  # no request began with what was sampled
+    assert not exported["complete"]
+    assert "inconsistent-reply" in kinds

@@ -243,18 +243,19 @@ class Choice:
 
     def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
         """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
-        ended, ids, logprobs = self.finish_reason, len(self.ids), len(self.logprobs)
+        ids, logprobs = len(self.ids), len(self.logprobs)
         if choice.tokencache is not None:
             self.ids += unpack(choice.tokencache.ids)
             self.logprobs += unpack_logprobs(choice.tokencache.logprobs)
         else:
             self.ids += choice.token_ids or ()
             if isinstance(choice.logprobs, Logprobs):
-                found = choice.logprobs
-                self.logprobs += [item.logprob for item in found.content or () if item.logprob is not None]
-                self.logprobs += [value for value in found.token_logprobs or () if value is not None]
+                if choice.logprobs.content:
+                    self.logprobs += [item.logprob for item in choice.logprobs.content if item.logprob is not None]
+                if choice.logprobs.token_logprobs:
+                    self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
         more = len(self.ids) - ids
-        if more and ended:
+        if more and self.finish_reason:
             self.doubt_after(self._before, "ids arrived after the finish reason")
         if len(self.logprobs) - logprobs != more:
             self.aligned = False

@@ -185,6 +185,7 @@ class Continuation:
         self.pieces: list[ReplyPiece] = []
         self._request = self._engine = ""
         self._own_limit: int | None = None
+        self._counts = False
         self.differs = False
         self.broke = ""
 
@@ -214,6 +215,7 @@ class Continuation:
             raise ContinuationError("no token had arrived")
         if why := wrong_prompt(self._reply):
             raise ContinuationError(why)
+        self._counts = capability is not None and capability.counts
         finding = judge(self._reply, capability.vocabulary if capability is not None else 0)[0]
         if finding.hole is not None:
             raise ContinuationError(f"not all of its ids are certain: {finding.detail or finding.hole}")
@@ -321,7 +323,7 @@ class Continuation:
         finally:
             if waiting.ids:  # without their words: nothing that was sampled is lost
                 self._reply.add(self._chunk({}, waiting))
-            finding = judge(piece).get(0)
+            finding = judge(piece, must_count=self._counts and piece.finished and not piece.aborted).get(0)
             if finding is not None and finding.hole is not None:
                 self._reply.choices[0].doubt_after(start + finding.tokens, finding.detail or finding.hole)
             self._reply.choices[0].versions = piece.versions(0) if piece.choices else []
@@ -336,8 +338,8 @@ class Continuation:
         due = loop.time() + WORDS_SECONDS
         async for data in events_of(answer):
             self._take(piece, data, packed, waiting)
-            if piece.finished or piece.error:
-                return
+            if piece.error:
+                return  # a finished piece is read to its end: its usage follows
             if waiting.ids and loop.time() >= due:
                 yield self._chunk(await words.add(waiting.ids), waiting)
                 due = loop.time() + WORDS_SECONDS
