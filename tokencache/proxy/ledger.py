@@ -18,6 +18,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from tokencache import metrics
+from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.proxy.media_record import MediaRecord
@@ -308,7 +309,9 @@ class Ledger:
 
     async def _gone(self, session: str, call: str) -> None:
         """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
-        log.warning("session %s call %s: the session, or a turn of it, was deleted or lost; the turns of the call are dropped", session, call)
+        log.warning(
+            "session %s call %s: the session, or a turn of it, was deleted or lost; the turns of the call are dropped", session, call
+        )
         detail = "the store had lost the session when this call ended, or a turn that this call continues"
         lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
         await self.add_incidents(session, [lost])
@@ -329,15 +332,13 @@ class Ledger:
     def _save_later(self, session: str, incidents: list[Incident]) -> None:
         self._unsaved.setdefault(session, []).extend(incidents)
         if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._keep_saving())
+            self._saving = asyncio.create_task(
+                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._unsaved or self._open))
+            )
 
-    async def _keep_saving(self) -> None:
-        while self._unsaved or self._open:
-            await asyncio.sleep(RETRY_SECONDS)
-            try:
-                await self._save()
-            except StoreError:
-                continue
+    async def _try_to_save(self) -> None:
+        with contextlib.suppress(StoreError):
+            await self._save()
 
     async def _save(self) -> None:
         for session in list(self._unsaved):
