@@ -1,6 +1,7 @@
 """The file store: crashes, torn logs, several processes, bounds, and errors."""
 
 import asyncio
+import logging
 import os
 import random
 import shutil
@@ -442,6 +443,53 @@ async def test_times_to_live(url, monkeypatch):
         await store.begin("used", "k", [])
     now[0] += 11
     assert (await store.begin("used", "k", [])).epoch != used
+    await store.close()
+
+
+@pytest.mark.parametrize("days", [8, -8])
+async def test_a_process_whose_clock_is_wrong_deletes_no_running_session(url, monkeypatch, caplog, days):
+    """The clocks differ by more than the time to live. All processes measure it by the file system's."""
+    caplog.set_level(logging.INFO, "tokencache.store.file")
+    real, ahead = time.time, [0.0]
+    monkeypatch.setattr("time.time", lambda: real() + ahead[0])
+
+    async def elsewhere(operation):
+        """Run an operation in a process with another clock."""
+        ahead[0] = days * 86400.0
+        try:
+            return await operation
+        finally:
+            ahead[0] = 0.0
+
+    one, other = FileStore(url), FileStore(url)
+    await one.open()
+    begun = await one.begin("s", "k", [])
+    assert "CLOCK" not in caplog.text
+    await elsewhere(other.open())
+    assert f"this process's clock is 691200 s {'ahead of' if days > 0 else 'behind'} that of the file system" in caplog.text
+    there = await elsewhere(other.begin("there", "k", []))
+    await elsewhere(other.begin("there2", "k", []))  # a new session deletes what has expired
+    await one.begin("here", "k", [])
+    await one.commit("s", begun.epoch, "k", [build("a").entry])
+    await one.commit("there", there.epoch, "k", [build("a").entry])
+    assert {info.id async for info in one.sessions()} == {"s", "there", "there2", "here"}
+    assert abs(there.created - begun.created) < 3600
+    assert "expired" not in caplog.text
+    await one.close()
+    await elsewhere(other.close())
+
+
+async def test_sessions_that_expire_are_counted_in_the_log(url, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "tokencache.store.file")
+    now = [time.time()]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    store = FileStore(url, ttl_seconds=100)
+    await store.open()
+    for name in ("a", "b"):
+        await store.begin(name, "k", [])
+    now[0] += 101
+    await store.begin("c", "k", [])
+    assert "file: 2 sessions have expired and are deleted: they were not used for 100 s" in caplog.text
     await store.close()
 
 
