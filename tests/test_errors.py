@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.errors import EngineError, HarnessError, TokencacheError, WeightsUpdatingError, passing_cause
+from tokencache.errors import EngineError, HarnessError, TokencacheError, UnexpectedAnswerError, WeightsUpdatingError, passing_cause
 from tokencache.store.base import (
     CursorError,
     SessionDeletedError,
@@ -18,7 +18,8 @@ ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
     (HarnessError("no"), 400, "invalid_request_error", "no"),
     (EngineError("gone"), 502, "upstream_error", "gone"),
-    (WeightsUpdatingError("http://e:1", "t"), 503, "upstream_error", "the weights of the engine at http://e:1 are being updated by 't'"),
+    (UnexpectedAnswerError(307), 502, "upstream_error", "the engine answered 307, which is neither success nor error"),
+    (WeightsUpdatingError("http://e:1", "t"), 503, "upstream_error", "the weights of the engine are being updated by 't'"),
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
     (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),
@@ -35,6 +36,12 @@ def test_an_error_has_a_status_a_kind_and_a_message(error, status, kind, message
     assert isinstance(error, TokencacheError)
     assert (error.status, error.kind) == (status, kind)
     assert message in error.client_message
+
+
+def test_a_client_never_receives_the_engines_address():
+    error = EngineError("the engine gave no answer", private="http://10.0.0.3:8000: reset")
+    assert str(error) == "the engine gave no answer (http://10.0.0.3:8000: reset)"
+    assert error.client_message == "the engine gave no answer"
 
 
 def test_every_error_class_is_in_the_table():

@@ -15,6 +15,7 @@ from types import MappingProxyType
 NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
+_SUCCESS, _REDIRECT, _ERROR = 200, 300, 400
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -69,14 +70,22 @@ class EngineError(TokencacheError):
     Attributes:
         status: the HTTP status of the response, if nothing of the reply was sent yet.
         reached: the request was sent, so the engine may have sampled.
+        private: what logs and incidents say besides the message, such as the engine's address. A client never receives it.
     """
 
     kind = "upstream_error"
 
-    def __init__(self, message: str, *, status: int = 502, reached: bool = True) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, private: str = "", status: int = 502, reached: bool = True) -> None:
+        super().__init__(f"{message} ({private})" if private else message)
+        self._message = message
+        self.private = private
         self.status = status
         self.reached = reached
+
+    @property
+    def client_message(self) -> str:
+        """The message that the client receives, without the engine's address."""
+        return self._message
 
     @property
     def passing(self) -> bool:
@@ -90,8 +99,26 @@ class WeightsUpdatingError(EngineError):
     def __init__(self, url: str, owner: str) -> None:
         by = f" by {owner!r}" if owner else ""
         super().__init__(
-            f"the weights of the engine at {url} are being updated{by}: calls wait until the new version is announced", status=503
+            f"the weights of the engine are being updated{by}: calls wait until the new version is announced", private=url, status=503
         )
+
+
+class UnexpectedAnswerError(EngineError):
+    """An engine, or a gateway before it, gave an answer that is neither success nor error, such as a redirect.
+
+    It is not passed on: a client that follows a redirect samples past the proxy.
+    """
+
+    def __init__(self, answered: int) -> None:
+        super().__init__(
+            f"the engine answered {answered}, which is neither success nor error: check the engine's URL (--upstream), and what stands "
+            "before the engine"
+        )
+
+    @staticmethod
+    def is_one(status: int) -> bool:
+        """Whether a status code is that of such an answer."""
+        return not _SUCCESS <= status < _REDIRECT and status < _ERROR
 
 
 def passing_cause(error: BaseException) -> EngineError | None:

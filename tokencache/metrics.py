@@ -84,6 +84,9 @@ PREFIX_BYTES_SAVED = Counter(
     "Bytes of ids in requests and answers that the plugin made unnecessary, compared with ids as JSON.",
     registry=REGISTRY,
 )
+BACKGROUND_FAILURES = Counter(
+    "tokencache_background_failures", "Steps of background tasks that failed unexpectedly, and were repeated.", ["task"], registry=REGISTRY
+)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 

@@ -23,6 +23,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=-]{0,199}")
 _ROUTE = re.compile(rf"(?:(?:{_SESSION}|{_GYM})[^/]+)?(?:{_GYM_CAPTURE})?(?:{_HARNESS}[^/]+)?(?:(?:/tokencache)?/v1|/tokencache/ui)?$")
 """What users copy from a harness's URL at the end of a base URL. It matches every path, often with nothing."""
 
+_SLASHES = re.compile("/{2,}")
+
 BASE_URL_ADVICE = (
     "Name the address of `tokencache serve`, such as http://127.0.0.1:8100: not the engine's address, and without /v1 or /s/SESSION."
 )
@@ -121,6 +123,19 @@ def split_harness(path: str) -> tuple[str | None, str]:
 def route_of(raw_path: str) -> str:
     """Return the route of a path: without session, harness and query."""
     return split_harness(split_session(raw_path)[1])[1].partition("?")[0]
+
+
+def spellings(route: str) -> list[str]:
+    """Return the ways in which a server may read a route: without repeated slashes and one at the end, and percent-decoded.
+
+    vLLM's server decodes a path once (uvicorn 0.51), and answers a slash at the end with a redirect (Starlette).
+    """
+    plain = _plain(route)
+    return [plain, _plain(unquote(plain))] if "%" in plain else [plain]
+
+
+def _plain(route: str) -> str:
+    return _SLASHES.sub("/", route).rstrip("/") or "/"
 
 
 def _split(prefix: str, path: str) -> tuple[str | None, str]:

@@ -227,3 +227,17 @@ async def test_a_call_survives_an_engine_that_dies_while_it_is_probed_again(monk
         status, _ = await rig.post("s", messages=ASK, tools=TOOLS, stream=False)
         assert status == 200
         assert calls[0] == 1 < calls[1] - 1, "the engine was probed in between"
+
+
+async def test_one_reset_of_a_rendering_breaks_no_sequence():
+    """Rendering samples nothing, so it is repeated on a new connection."""
+    engine = SimulatedEngine(episodes=EPISODES, seed=7)
+    async with resetting_before(engine) as box, proxied(SimulatedEngine(), upstream=box.url) as rig:
+        messages = [*ASK]
+        for _ in range(4):
+            reset = iter([True])
+            box.resets = lambda _number, path, reset=reset: path == "/tokenize" and next(reset, False)
+            message = await rig.say("s", messages, tools=TOOLS)
+            messages += [echo(message), *results(message)]
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue", "continue"]
+        assert (await rig.exported())["complete"]

@@ -79,6 +79,26 @@ async def test_truncated_json(rig):
     await goes_on(rig)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+async def test_a_page_of_html_becomes_an_error_of_the_dialect(rig, path):
+    rig.engine.faults.append(Fault.answer(502, "<html><h1>Bad gateway</h1>http://10.0.0.3:8000</html>", content_type="text/html"))
+    body = {"model": "sim", "max_tokens": 64, **({"input": "hello"} if path == "/v1/responses" else {"messages": [user("hello")]})}
+    async with rig.http.post(rig.url + path, json=body, headers={HEADER: "s"}) as answer:
+        assert (answer.status, answer.content_type) == (502, "application/json")
+        assert (await answer.json())["error"]["message"] == "the engine, or a server before it, answered 502 without a message"
+
+
+@pytest.mark.parametrize("fault", [Fault.cut, Fault.close])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_translated_stream_that_is_cut_ends_with_an_error(rig, path, fault):
+    rig.engine.faults.append(fault(5))
+    asked = {"input": "EPISODE:demo"} if path == "/v1/responses" else {"max_tokens": 64, "messages": [user("EPISODE:demo")]}
+    async with rig.http.post(rig.url + path, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
+        last = events((await answer.text()).strip())[-1]
+    assert "the engine's stream ended before the reply did" in last
+    assert not (await rig.info())["complete"]
+
+
 async def test_half_a_body_in_another_dialect(rig):
     """It cannot be said in that dialect's words, and must not be passed on in the engine's: an error is, in its own."""
     rig.engine.faults.append(Fault.truncated_json())

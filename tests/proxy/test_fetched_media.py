@@ -29,7 +29,7 @@ def test_public_addresses(address):
         *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255"),
         "0.0.0.0",  # noqa: S104 - it is refused
         *("::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "::ffff:169.254.169.254"),
-        *("64:ff9b::a00:1", "2002:a00:1::1", "2001:0:a00:1::1"),
+        *("64:ff9b::a00:1", "64:ff9b:1::a00:1", "2002:a00:1::1", "2001:0:a00:1::1", "fec0::1", "4000::1", "2001:db8::1"),
     ],
 )
 def test_addresses_that_are_not(address):
@@ -116,11 +116,64 @@ async def test_the_bytes_are_written_into_the_request_and_fetched_once(site):
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"messages": [{"image_url": "http', b'{"image_url": "http"}', b'{"messages": [{"content": "image_url http://x"}]}']
+    "body",
+    [
+        b'{"image_url": "http"}',
+        b'{"messages": [{"content": "image_url http://x"}]}',
+        b'{"messages": [{"content": [{"type": "text", "text": "see http://x"}, "http://y"]}]}',
+        b'{"messages": [{"content": [{"type": "tool_reference", "name": "WebFetch"}]}]}',
+        b'{"messages": [{"content": [{"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}]}]}',
+        b'{"messages": [{"content": [{"type": "video_url", "video_url": {"url": "DATA:video/mp4;base64,QUJD"}}]}]}',
+    ],
 )
 async def test_other_requests_are_left_alone(body):
     async with fetching() as media:
         assert await media.written_in("s", body) == body
+
+
+AWAY = "http://169.254.169.254/CANARY"
+NOT_FETCHED = {
+    "no type": {"image_url": {"url": AWAY}},
+    "another type": {"type": "input_image", "image_url": AWAY},
+    "a text, too": {"type": "text", "text": "x", "image_url": {"url": AWAY}, "uuid": "u"},
+    "video": {"type": "video_url", "video_url": {"url": AWAY}},
+    "audio": {"type": "audio_url", "audio_url": {"url": AWAY}},
+    "a file": {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+    "blanks": {"type": "image_url", "image_url": {"url": f" {AWAY}"}},
+    "control characters": {"type": "image_url", "image_url": {"url": AWAY.replace("tt", "t\nt")}},
+    "another scheme": {"type": "image_url", "image_url": {"url": AWAY.replace("http", "ftp")}},
+    "in a list": {"type": "image_url", "image_url": [{"url": AWAY}]},
+    "beside data": {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD", "fallback": AWAY}},
+    "a second address": {"type": "image_url", "image_url": {"url": "https://example.org/a"}, "video_url": {"url": AWAY}},
+}
+
+
+@pytest.mark.parametrize("part", NOT_FETCHED)
+async def test_no_other_address_reaches_the_engine(part):
+    async with proxied(seeing(), fetch_media=True) as rig:
+        status, said = await rig.post("s", messages=[shown("See", NOT_FETCHED[part])])
+        assert (status, said["error"]["param"]) == (400, "messages")
+        assert "CANARY" not in json.dumps(rig.engine.requests)
+
+
+@pytest.mark.parametrize("url", ["HTTP://127.0.0.1:1/CANARY", "hTTpS://127.0.0.1:1/CANARY"])
+@pytest.mark.parametrize("escaped", [False, True])
+async def test_the_spelling_of_an_address_does_not_matter(url, escaped):
+    async with proxied(seeing(), fetch_media=True) as rig:
+        body = json.dumps({"model": "sim", "messages": [shown("See", {"type": "image_url", "image_url": {"url": url}})], "x": "NaN"})
+        body = body.replace("image_url", "image\\u005furl") if escaped else body.replace('"NaN"', "NaN")
+        headers = {HEADER: "s", "Content-Type": "application/json"}
+        async with rig.http.post(f"{rig.url}/v1/chat/completions", data=body, headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "image_url")
+        assert "CANARY" not in json.dumps(rig.engine.requests)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions/render", "/v1/embeddings", "/invocations", "/v1/chat/completions/batch"])
+async def test_routes_that_are_relayed_have_no_address_either(route):
+    async with proxied(seeing(), fetch_media=True) as rig:
+        messages = [shown("See", {"type": "image_url", "image_url": {"url": AWAY}})]
+        status, _ = await rig.post("s", route, model="sim", messages=[messages] if route.endswith("batch") else messages)
+        assert status == 400
 
 
 REFUSED = {

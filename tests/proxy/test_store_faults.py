@@ -9,10 +9,13 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.support.material import require
+from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
+from tokencache.store.redis import RedisStore
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
 
@@ -185,6 +188,122 @@ async def test_a_registered_key_that_cannot_be_looked_up_is_a_503(store):
         store.broken.add("ping")
         async with rig.http.get(rig.url + "/readyz") as answer:
             assert (answer.status, (await answer.json())["store"]) == (503, "ping is broken")
+
+
+async def test_a_registered_key_that_was_used_outlives_a_silent_store():
+    """A client never fails because the store does: what its key selects is remembered. Of an unknown key nothing is known."""
+    require("redis-server", find_binary())
+    with RealRedis() as server:
+        store = RedisStore(server.url, timeout_seconds=PATIENCE)
+        async with proxied(store=store) as rig:
+            keys = []
+            for name in ("used", "unused"):
+                async with rig.http.post(rig.url + "/tokencache/v1/keys", json={"session": name}) as answer:
+                    keys.append((await answer.json())["key"])
+
+            async def call(key):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with rig.http.post(rig.url + CHAT, json={"model": "sim", **ASK}, headers=headers) as answer:
+                    return answer.status
+
+            assert await call(keys[0]) == 200
+            store._client.timeout = 0.1
+            server.pause()
+            assert [await call(key) for key in (*keys, "tck-unknown")] == [200, 503, 503]
+            server.resume()
+            store._client.timeout = PATIENCE
+            await until(lambda: store._client._probe is None or store._client._probe.done())
+            assert [await call(key) for key in (*keys, "tck-unknown")] == [200, 200, 401]
+
+            async def saved():
+                return not rig.proxy.ledger.unsaved("used")
+
+            await until(saved)
+            info = await rig.info("used")
+            assert not info["complete"]
+            assert {incident["kind"] for incident in info["incidents"]} == {"store-error"}
+
+
+async def test_a_key_that_was_revoked_is_not_remembered(store):
+    async with proxied(store=store) as rig:
+        async with rig.http.post(rig.url + "/tokencache/v1/keys", json={"session": "s"}) as answer:
+            made = await answer.json()
+
+        async def call():
+            async with rig.http.post(rig.url + CHAT, json=ASK, headers={"Authorization": f"Bearer {made['key']}"}) as answer:
+                return answer.status
+
+        assert await call() == 200
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/keys/{made['id']}") as answer:
+            assert answer.status == 200
+        assert await call() == 401
+        store.broken.add("binding_of_key")
+        assert await call() == 503
+
+
+class OddSecret(MemoryStore):
+    """A store that answers something else than its secret if `odd` is set, and cannot write heartbeats if `broken` is."""
+
+    odd = None
+    broken = False
+
+    async def secret(self, known=b""):
+        return await super().secret(known) if self.odd is None else self.odd
+
+    async def heartbeat(self, replica, seconds):
+        if self.broken:
+            raise TypeError("odd")
+        await super().heartbeat(replica, seconds)
+
+
+@pytest.mark.parametrize("odd", [b"", b"PONG", 31 * b"x", [], [b"x"], 7, "x" * 32, {}])
+async def test_what_is_no_secret_is_never_adopted(odd, monkeypatch):
+    monkeypatch.setattr("tokencache.server.app.HEARTBEAT_SECONDS", 0.001)
+    store = OddSecret()
+    async with proxied(store=store) as rig:
+        first = await rig.say("s", **ASK)
+        secret = rig.proxy._bodies.secret
+        store.odd = odd
+        ready = await rig.readiness()
+        assert not ready["ready"]
+        assert "the secret of the deployment that the store has is damaged" in ready["store"]
+        assert "failing_tasks" not in ready  # it is the store that failed
+        await rig.say("s", [*ASK["messages"], echo(first), *results(first)], tools=TOOLS)
+        assert rig.proxy._bodies.secret == secret
+        store.odd = None
+        assert (await rig.readiness())["ready"]
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+
+
+async def test_a_deployment_does_not_start_with_what_is_no_secret():
+    store = OddSecret()
+    store.odd = b"PONG"
+    with pytest.raises(StoreError, match="the secret of the deployment"):
+        async with proxied(store=store):
+            pass
+
+
+async def test_readyz_and_a_metric_name_a_background_task_that_fails(monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.dedup.in_flight.HEARTBEAT_SECONDS", 0.001)
+    monkeypatch.setattr("tokencache.background.LONGEST_DELAY", 0.01)
+    store = OddSecret()
+    async with proxied(store=store) as rig:
+        store.broken = True
+
+        async def failing():
+            return (await rig.readiness()).get("failing_tasks")
+
+        await until(failing)
+        assert await failing() == {"heartbeat": "TypeError"}
+        async with rig.http.get(rig.url + "/metrics") as answer:
+            assert 'tokencache_background_failures_total{task="heartbeat"}' in await answer.text()
+        await rig.say("s", **ASK)
+        store.broken = False
+
+        async def healed():
+            return not await failing()
+
+        await until(healed)
 
 
 async def test_tokenize_does_not_fail_with_the_store(store):

@@ -1,6 +1,7 @@
 """The file store: crashes, torn logs, several processes, bounds, and errors."""
 
 import asyncio
+import logging
 import os
 import random
 import shutil
@@ -445,6 +446,53 @@ async def test_times_to_live(url, monkeypatch):
     await store.close()
 
 
+@pytest.mark.parametrize("days", [8, -8])
+async def test_a_process_whose_clock_is_wrong_deletes_no_running_session(url, monkeypatch, caplog, days):
+    """The clocks differ by more than the time to live. All processes measure it by the file system's."""
+    caplog.set_level(logging.INFO, "tokencache.store.file")
+    real, ahead = time.time, [0.0]
+    monkeypatch.setattr("time.time", lambda: real() + ahead[0])
+
+    async def elsewhere(operation):
+        """Run an operation in a process with another clock."""
+        ahead[0] = days * 86400.0
+        try:
+            return await operation
+        finally:
+            ahead[0] = 0.0
+
+    one, other = FileStore(url), FileStore(url)
+    await one.open()
+    begun = await one.begin("s", "k", [])
+    assert "CLOCK" not in caplog.text
+    await elsewhere(other.open())
+    assert f"this process's clock is 691200 s {'ahead of' if days > 0 else 'behind'} that of the file system" in caplog.text
+    there = await elsewhere(other.begin("there", "k", []))
+    await elsewhere(other.begin("there2", "k", []))  # a new session deletes what has expired
+    await one.begin("here", "k", [])
+    await one.commit("s", begun.epoch, "k", [build("a").entry])
+    await one.commit("there", there.epoch, "k", [build("a").entry])
+    assert {info.id async for info in one.sessions()} == {"s", "there", "there2", "here"}
+    assert abs(there.created - begun.created) < 3600
+    assert "expired" not in caplog.text
+    await one.close()
+    await elsewhere(other.close())
+
+
+async def test_sessions_that_expire_are_counted_in_the_log(url, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "tokencache.store.file")
+    now = [time.time()]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    store = FileStore(url, ttl_seconds=100)
+    await store.open()
+    for name in ("a", "b"):
+        await store.begin(name, "k", [])
+    now[0] += 101
+    await store.begin("c", "k", [])
+    assert "file: 2 sessions have expired and are deleted: they were not used for 100 s" in caplog.text
+    await store.close()
+
+
 async def test_bounds(url):
     store = open_store(url, StoreOptions(max_sessions=2))
     await store.open()
@@ -485,3 +533,20 @@ def test_urls(url, path):
 def test_other_urls(url):
     with pytest.raises(ValueError, match="the URL of a file store is file:PATH"):
         open_store(url)
+
+
+async def test_a_file_that_was_truncated_is_reported(url, tmp_path, caplog):
+    (tmp_path / "sessions.db").touch()
+    made = FileStore(url)
+    await made.open()
+    await made.close()
+    assert "was there and is empty" in caplog.text
+
+
+async def test_a_truncated_file_with_its_log_is_refused(url, tmp_path, store):
+    await store.define("s", SessionSettings(), Labels())
+    log = (tmp_path / "sessions.db-wal").read_bytes()
+    (tmp_path / "cut.db").touch()
+    (tmp_path / "cut.db-wal").write_bytes(log)
+    with pytest.raises(StoreError, match="was truncated"):
+        await FileStore(url.replace("sessions", "cut")).open()

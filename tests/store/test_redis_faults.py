@@ -9,8 +9,10 @@ from tests.support.material import needs
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
+from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
-from tokencache.store.base import Binding, SessionGoneError, StoreError
+from tokencache.core.weights import WeightsState
+from tokencache.store.base import Binding, EngineEntry, SessionGoneError, StoreError
 from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 
@@ -73,6 +75,14 @@ def operations(store, epoch):
         "bind_key": lambda: store.bind_key("h", Binding("s")),
         "binding_of_key": lambda: store.binding_of_key("h"),
         "unbind_key": lambda: store.unbind_key("h"),
+        "put_engine": lambda: store.put_engine(EngineEntry("http://e")),
+        "drop_engine": lambda: store.drop_engine("http://e"),
+        "engines": store.engines,
+        "weights": store.weights,
+        "replace_weights": lambda: store.replace_weights(WeightsState(revision=1)),
+        "put_media": lambda: store.put_media("s", epoch, StoredMedium("0" * 64, "image/png", 1), b"x", limit=100),
+        "media": lambda: store.media("s", "0" * 64),
+        "stored_media": lambda: store.stored_media("s"),
     }
 
 

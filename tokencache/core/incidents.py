@@ -105,6 +105,15 @@ class IncidentKind(StrEnum):
         "some chunks of the reply are not chat completion chunks",
         "Check for a gateway that rewrites or cuts replies, and report its version.",
     )
+    INCONSISTENT_REPLY = (
+        "inconsistent-reply",
+        "parts of the reply",
+        (
+            "the figures of the reply contradict each other or the model: another number of ids than the engine counted, ids outside "
+            "of the vocabulary, or ids after the end; only ids that are certain are recorded ([faults](faults.md#replies))"
+        ),
+        "Check for a gateway that rewrites or cuts replies, and report its version. The detail says what differs.",
+    )
     UNFINISHED_REPLY = (
         "unfinished-reply",
         "the rest of the reply",
@@ -223,7 +232,7 @@ class IncidentKind(StrEnum):
     NO_LOGPROBS = (
         "no-logprobs",
         "",
-        "the engine returned no log probabilities for the completion, which is kept as context with mask 0",
+        "the engine returned no log probabilities for the completion, or values that are none; it is kept as context with mask 0",
         "Check that the engine returns log probabilities.",
     )
     LATE_CALL = (

@@ -26,7 +26,11 @@ class TurnMark(Described):
     ENGINE_ERROR = "engine-error", "the engine reported an error within the reply"
     ENGINE_DISAGREES = "engine-disagrees", "the engine used other prompt ids than were sent; no turn continues this one"
     INTERNAL_ERROR = "internal-error", "tokencache failed to pass the reply on"
-    NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities"
+    NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities, or values that are none"
+    UNCERTAIN = (
+        "uncertain",
+        "not all ids of the reply are certain; only those that are certain are recorded, and no turn continues this one",
+    )
     MEDIA = "media", "the request contains images or other media"
     MEDIA_NOT_KEPT = (
         "media-not-kept",

@@ -87,6 +87,10 @@ class ReplyEncoder(Protocol):
         """
         return None
 
+    def rest(self) -> bytes:
+        """Return events that `chunk` kept back, if the engine's stream ended without `[DONE]`; none by default."""
+        return b""
+
     def end(self) -> bytes:
         """Encode the end of the stream, after the engine's `[DONE]`."""
 
@@ -172,7 +176,10 @@ class TranslatedDialect(Dialect, Protocol):
 
 
 def parse_engine_error(status: int, body: bytes) -> tuple[str, str, str | None]:
-    """Parse an engine's error response, usually in OpenAI's shape: the message, type and `param` for `Dialect.error`."""
+    """Parse an engine's error response, usually in OpenAI's shape: the message, type and `param` for `Dialect.error`.
+
+    A page of HTML comes from a server before the engine. It is no message, and may name addresses.
+    """
     try:
         found = msgspec.json.decode(body)
         error = found.get("error", found)
@@ -180,5 +187,6 @@ def parse_engine_error(status: int, body: bytes) -> tuple[str, str, str | None]:
     except (ValueError, AttributeError, RecursionError):
         message, kind, param = None, None, None
     if not isinstance(message, str):
-        message = body[:500].decode(errors="replace") or f"the engine answered {status}"
+        text = body[:500].decode(errors="replace").strip()
+        message = text if text and not text.startswith("<") else f"the engine, or a server before it, answered {status} without a message"
     return message, kind if isinstance(kind, str) else "upstream_error", param if isinstance(param, str) else None

@@ -35,6 +35,8 @@ TAKEN = frozenset({PROMPT, GENERATION, LOG_PROBS, "routed_experts"})
 """The members that are removed from the messages of a request."""
 _MARK = b'_token_ids"'
 """Part of the names of both members with ids. It cannot occur within a JSON string, where its quote would be escaped."""
+_ESCAPED = b"\\u00"
+"""Begins an ASCII character that is written as an escape, as it may be in the name of a member."""
 _GENERATED = b'"generation_token_ids"'
 _BLANK = b" \t\r\n"
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -70,13 +72,13 @@ def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
 
     Returns:
         Its JSON, the same object if nothing was removed; and the ids, `None` if it had none.
+
+    Raises:
+        HarnessError: it has a member twice.
     """
-    if _MARK not in raw:
+    if (_MARK not in raw and _ESCAPED not in raw) or raw[:1] != b"{":
         return raw, None
-    try:
-        fields = fields_of(raw)
-    except HarnessError:  # not a message: its parser reports that
-        return raw, None
+    fields = fields_of(raw)
     taken = {name: bytes(fields.pop(name)) for name in TAKEN if name in fields}
     if not taken:
         return raw, None  # the ids are nested: in arguments, or in the result of a tool
@@ -108,7 +110,7 @@ def take_prefix(fields: dict[str, Raw]) -> bytes:
 
 def prefix_of(body: bytes) -> bytes:
     """Return the ids (packed) with which a request in any dialect requires its prompt to begin; raises as `take_prefix` does."""
-    return take_prefix(fields_of(body)) if PREFIX.encode() in body else b""
+    return take_prefix(fields_of(body)) if PREFIX.encode() in body or _ESCAPED in body else b""
 
 
 def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, ReturnedIdFragments]]:

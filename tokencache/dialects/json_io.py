@@ -8,6 +8,8 @@ A strict reader (msgspec) is tried first. Clients and models also write JSON tha
     NaN, Infinity       refused, as is a number outside the range of a double
     nested too deeply   refused: no member of an API is nested so deeply
 
+    a member twice      refused where members are read one by one (`fields_of`): the engine might use the other one
+
 Chat requests are not decoded as a whole. `fields_of` and `entries_of` return their members and list items as raw JSON, which the engine
 gets as the client wrote it. If only Python's own JSON reader accepts a body, they return its members re-encoded.
 
@@ -15,9 +17,11 @@ A `Position` names a member in an error message. It is a chain of pairs. Its tex
 thousands of positions.
 """
 
+import contextlib
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 import msgspec
@@ -30,6 +34,8 @@ Position = str | tuple["Position", str | int]
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
+_KEY = re.compile(rb'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+', re.DOTALL)
+_END = re.compile(rb"\s*+\}\s*+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _TOO_DEEP = "the request is nested too deeply"
 _SHOWN = 80
@@ -87,19 +93,52 @@ def fields_of(body: bytes) -> dict[str, Raw]:
     """Return the members of a JSON object, raw. Accepts what Python's JSON reader accepts, including NaN and lone surrogates.
 
     Raises:
-        HarnessError: the body is not a JSON object.
+        HarnessError: the body is not a JSON object, or it has a member twice.
     """
     try:
-        return _FIELDS.decode(body)
+        fields = _FIELDS.decode(body)
     except (ValueError, RecursionError):
         pass
+    else:
+        if not _are_all(fields, body):
+            refuse_repeated(body)
+        return fields
     try:
-        decoded = json.loads(body)
+        decoded = json.loads(body, object_pairs_hook=_unrepeated)
         if isinstance(decoded, dict):
             return {key.encode().decode(): Raw(json.dumps(value).encode()) for key, value in decoded.items()}
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the request body is not valid JSON: {why}") from None
     raise HarnessError("the request body must be a JSON object")
+
+
+def _are_all(fields: dict[str, Raw], body: bytes) -> bool:
+    """Whether an object has these members and no others, each of them once. `fields` are in the order of their first appearance."""
+    at = 0
+    for name, raw in fields.items():
+        key, value = _KEY.match(body, at), bytes(raw)
+        if key is None or not body.startswith(value, key.end()) or msgspec.json.decode(key[1]) != name:
+            return False
+        at = key.end() + len(value)
+    return _END.fullmatch(body, at) is not None or not fields
+
+
+def refuse_repeated(body: bytes) -> None:
+    """Check that no object in some JSON, at any depth, has a member twice: two readers might use different ones.
+
+    Raises:
+        HarnessError: a member is given twice.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(body, object_pairs_hook=_unrepeated)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0][:_SHOWN]
+        raise HarnessError(f"{name!r} is given twice", param=name)
+    return found
 
 
 def entries_of(raw: Raw) -> list[bytes]:

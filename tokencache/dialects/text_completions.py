@@ -26,6 +26,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import resolve_model
 from tokencache.dialects.json_io import fields_of, member
 from tokencache.dialects.sse import event_of
+from tokencache.dialects.stream_usage import with_usage
 
 Raw = msgspec.Raw
 
@@ -77,7 +78,8 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
         asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
         if not self.shows_logprobs:
             asked["logprobs"] = _ZERO
-        return _ENCODER.encode({**self.fields, **asked})
+        fields = {**self.fields, **asked}
+        return _ENCODER.encode(with_usage(fields) if self.stream else fields)
 
 
 def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCall:
@@ -132,6 +134,7 @@ class TextReplyEncoder(PassthroughEncoder):
     """
 
     def __init__(self, call: TextCompletionCall) -> None:
+        super().__init__({} if call.unrecorded else call.fields)
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
         self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
         self._extras = HiddenMembers(call.fields)
@@ -144,7 +147,7 @@ class TextReplyEncoder(PassthroughEncoder):
         """See `ReplyEncoder.chunk`."""
         del prompt_tokens
         shown = self._present(data)
-        return event if shown is data else event_of(shown)
+        return self._usage.present(event if shown is data else event_of(shown), shown)
 
     def _present(self, data: bytes) -> bytes:
         if not self._hidden and not self._extras.found(data):

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokencache.background import repeat
 from tokencache.core.weights import Update, WeightsState
 from tokencache.engine.membership import POLL_SECONDS
 from tokencache.engine.pool import Pool
@@ -189,17 +190,12 @@ class AnnouncedWeights:
     async def following(self) -> AsyncIterator[None]:
         """Follow the announcements to other replicas while the context is open."""
         await self._try_to_read()
-        task = asyncio.create_task(self._follow())
+        task = asyncio.create_task(repeat("weights", self._try_to_read, POLL_SECONDS))
         try:
             yield
         finally:
             await end(task)
             self.changed.close()
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            await self._try_to_read()
 
     async def _try_to_read(self) -> None:
         try:

@@ -181,10 +181,8 @@ class Derender:
             EngineError: the route cannot be reached, or refuses.
         """
         encoded = _ENCODER.encode(body)
-        if self._sidecar is None:
-            answer = await request.engine.post(path, encoded, request.headers)
-        else:
-            answer = await retry_until_answered(partial(self._sidecar.post, path, encoded))
+        own = partial(request.engine.post, path, encoded, request.headers)
+        answer = await retry_until_answered(own if self._sidecar is None else partial(self._sidecar.post, path, encoded))
         if answer.status != _OK:
             words = answer.body[:300].decode(errors="replace")
             raise EngineError(f"{path} answered {answer.status}: {words}; the tokens are recorded", status=answer.status)

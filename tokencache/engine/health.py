@@ -13,7 +13,6 @@ An engine that has `GET /weight_info`, too (vLLM with `VLLM_SERVER_DEV_MODE=1`),
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 
@@ -21,7 +20,7 @@ import msgspec
 import xxhash
 
 from tokencache import metrics
-from tokencache.backoff import delays
+from tokencache.background import repeat
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
@@ -120,16 +119,8 @@ class EngineMonitor:
         return next((found.version for found in self.engine.capabilities), "")
 
     async def run(self) -> None:
-        """Check until cancelled. An unexpected error of a check or probe is logged; the next check comes after a growing delay."""
-        after_errors = delays(CHECK_EVERY, RECONSIDER_SECONDS)
-        while True:
-            delay = CHECK_EVERY
-            try:
-                await self.check()
-            except Exception:
-                delay = next(after_errors)
-                log.exception("engine %s: internal error in a check, which is repeated in %g s", self.url, delay)
-            await asyncio.sleep(delay * random.uniform(0.75, 1.25))
+        """Check until cancelled."""
+        await repeat("engine-health", self.check, CHECK_EVERY, about=self.url, at_once=True, jitter=0.25)
 
     async def gain_peers(self) -> None:
         """Note that the engine is no longer the only one, and identify it again, now with a sample rendering."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, NamedTuple
 
+from tokencache.background import repeat
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -55,16 +56,11 @@ class EngineMembership:
     async def following(self) -> AsyncIterator[None]:
         """Follow the requests to other replicas while the context is open."""
         await self._try_to_synchronize()
-        task = asyncio.create_task(self._follow())
+        task = asyncio.create_task(repeat("engines", self._try_to_synchronize, POLL_SECONDS))
         try:
             yield
         finally:
             await end(task)
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            await self._try_to_synchronize()
 
     async def _try_to_synchronize(self) -> None:
         """Synchronize. While the store does not answer, keep the known engines; that is logged once."""

@@ -196,7 +196,7 @@ class Engine:
         async with self._lock:
             if self._unreachable is not before and self._unreachable is not None:
                 # Another call found that while this one waited: thousands of calls must not try one after another.
-                raise EngineError(self.error, reached=False) from self._unreachable
+                raise EngineError(self._unreachable.client_message, private=self._unreachable.private, reached=False)
             return self._known(name) or await self._probe(name)
 
     def _known(self, name: str) -> Model | None:
@@ -209,7 +209,8 @@ class Engine:
         if status is None:
             return None
         if status.model is None and status.failure is not None and not status.due:
-            raise EngineError(str(status.failure), status=status.failure.status) from status.failure
+            failure = status.failure
+            raise EngineError(failure.client_message, private=failure.private, status=failure.status) from failure
         return status.model
 
     async def probe_lowered(self) -> None:

@@ -12,6 +12,7 @@ works. The result is the level at which the proxy serves sessions of the model:
 Only answers determine the level. A request without an answer ends the probe with an error (`ProbeRequests`).
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.figures import ABOVE_ALL_IDS
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
@@ -43,6 +45,7 @@ _REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _QUESTION = Raw(b"[" + ASK + b"]")
 _MAX_CANDIDATES = 16
+_VOCABULARY = re.compile(rb"Vocabulary size: ([0-9]{1,10})\b")
 
 
 def higher(one: Level, other: Level) -> Level:
@@ -53,7 +56,7 @@ def higher(one: Level, other: Level) -> Level:
 async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | None = None) -> bytes | None:
     """Generate one token and return the packed prompt ids that the engine reports; `None` if it reports none.
 
-    Sets the model's name on `reply`.
+    Sets the model's name on `reply`, and the number of tokens that the engine counts.
 
     Raises:
         EngineError: the engine cannot be reached, or refuses the request.
@@ -64,7 +67,7 @@ async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | Non
     read = Reply()
     read.add(answer.body)
     if reply is not None:
-        reply.model = read.model
+        reply.model, reply.prompt_counted = read.model, read.prompt_counted
     return read.prompt.packed
 
 
@@ -82,6 +85,8 @@ class Capability(msgspec.Struct, frozen=True):
         lists_models: whether `/v1/models` names the model (NeMo RL's worker has no such route).
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
+        counts: whether its replies say how many tokens they have (`usage`).
+        vocabulary: the number of ids that the model has, with those that only pad its vocabulary; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
         stop_ids: those candidates at which the engine stopped in a test.
@@ -104,6 +109,8 @@ class Capability(msgspec.Struct, frozen=True):
     lists_models: bool = True
     later_system: bool = True
     max_model_len: int = 0
+    counts: bool = False
+    vocabulary: int = 0
     stop_candidates: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
@@ -128,7 +135,8 @@ class Capability(msgspec.Struct, frozen=True):
         """Describe the finding in one line."""
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} stop_ids={list(self.stop_ids)} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} "
+            f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
@@ -207,6 +215,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         lists_models=bool(listed),
         later_system=rendering.later_system,
         max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
+        counts=supply.counts,
+        vocabulary=await _vocabulary(ask, model or supply.model),
         logprobs=kind,
         logprobs_seen=kind_seen,
     )
@@ -278,8 +288,8 @@ async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
 class _Supply(NamedTuple):
     """The result of supplying ids with one driver.
 
-    `model` is the name in the engine's answer. `plain` has the packed prompt ids of a plain question, empty if the engine does not report
-    them.
+    `model` is the name in the engine's answer, and `counts` whether the answer has its number of tokens. `plain` has the packed prompt ids
+    of a plain question, empty if the engine does not report them.
     """
 
     level: Level
@@ -287,6 +297,7 @@ class _Supply(NamedTuple):
     why: str = ""
     model: str = ""
     plain: bytes = b""
+    counts: bool = False
 
 
 async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], model: str) -> tuple[_Supply, Driver, _Rendering]:
@@ -330,27 +341,29 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
     except EngineError as why:
         if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
-        return _Supply("record", why=f"supplied ids are refused: {why}", model=reply.model, plain=used)
+        return _Supply(
+            "record", why=f"supplied ids are refused: {why}", model=reply.model, plain=used, counts=reply.prompt_counted is not None
+        )
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
     if echo == wanted or (driver.adds_tail and echo.startswith(wanted)):
-        return _Supply("exact", honoured=True, model=reply.model, plain=used)
+        return _Supply("exact", honoured=True, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
     if wanted.endswith(echo):
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
-    return _Supply("record", why=why_not, model=reply.model, plain=used)
+    return _Supply("record", why=why_not, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
     """Make one error from the engine's answers to all drivers, with advice if they have no message (500)."""
     first, *others = refusals.values()
-    words = "; ".join(f"{driver.name}: {why}" for driver, why in refusals.items()) if others else str(first)
+    words = "; ".join(f"{driver.name}: {why.client_message}" for driver, why in refusals.items()) if others else first.client_message
     if all(why.status == _BARE for why in refusals.values()):
         words = "; ".join([words, *(driver.refusal_hint for driver in refusals if driver.refusal_hint)])
-    return EngineError(words, status=first.status, reached=first.reached)
+    return EngineError(words, private=first.private, status=first.status, reached=first.reached)
 
 
 async def _logprob_kind(ask: AskChat, model: str, prompt: bytes) -> tuple[LogprobKind, str]:
@@ -359,6 +372,22 @@ async def _logprob_kind(ask: AskChat, model: str, prompt: bytes) -> tuple[Logpro
     if len(known) < 2:  # noqa: PLR2004
         return "", "not asked"
     return await find_logprob_kind(ask, model, _QUESTION, (known[0], known[-1]))
+
+
+async def _vocabulary(ask: AskChat, model: str) -> int:
+    """Return the size of the model's vocabulary; 0 if the engine does not report it.
+
+    vLLM (0.32, `sampling_params.py`) names it when it refuses a stop id that the model does not have. An engine that does not check stop
+    ids never samples this one.
+    """
+    try:
+        answer = await ask({"model": model, "messages": _QUESTION, "max_tokens": 1, "stop_token_ids": [ABOVE_ALL_IDS - 1]})
+    except EngineError as why:
+        if why.passing:
+            raise
+        return 0
+    found = _VOCABULARY.search(answer.body) if answer.status != _OK else None
+    return int(found[1]) if found is not None else 0
 
 
 async def _takes_later_system(renderer: EngineRenderer, model: str) -> bool:

@@ -121,8 +121,8 @@ class PromptEcho:
         self.sent, self._complete = ids.Fragment(), True
 
     def note_packed(self, packed: bytes) -> None:
-        """Note the ids as the plugin packs them (`tokencache.vllm_plugin.packed_replies`). The first report counts."""
-        if not self.known:
+        """Note the ids as the plugin packs them (`tokencache.vllm_plugin.packed_replies`). The first report counts; ids below 0 do not."""
+        if not self.known and packed[ids.ID_BYTES - 1 :: ids.ID_BYTES].isascii():  # the sign is in the last byte
             self._packed = packed
 
     def note(self, reported: Raw, *, cut: bool) -> None:
@@ -139,9 +139,10 @@ class PromptEcho:
 
 
 def read_ids(raw: bytes) -> bytes | None:
-    """Pack the ids of a raw JSON list; `None` if it is not a list of ids."""
+    """Pack the ids of a raw JSON list; `None` if it is not a list of ids, which are not below 0."""
     try:
-        return ids.pack(_IDS.decode(raw)) if raw else None
+        listed = _IDS.decode(raw) if raw else None
+        return ids.pack(listed) if listed is not None and not (b"-" in raw and min(listed) < 0) else None
     except (ValueError, OverflowError):
         return None
 

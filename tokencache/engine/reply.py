@@ -43,9 +43,9 @@ _AT_ONCE = 32
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """The log probability of one sampled token (natural logarithm); all other members are ignored."""
+    """The log probability of one sampled token (natural logarithm); `None` if it is not a number. All other members are ignored."""
 
-    logprob: float
+    logprob: float | None = None
 
 
 class Logprobs(msgspec.Struct):
@@ -92,6 +92,11 @@ class _Choice(msgspec.Struct):
     tokencache: _Packed | None = None
 
 
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     prompt_token_ids: Raw = Raw(b"null")
@@ -100,6 +105,7 @@ class _Chunk(msgspec.Struct):
     metadata: Raw = Raw(b"null")
     sglext: Raw = Raw(b"null")
     tokencache: _PackedPrompt | None = None
+    usage: _Usage | None = None
 
 
 class _Error(msgspec.Struct):
@@ -140,6 +146,10 @@ class Choice:
         steps: for each delta with text: the numbers of ids before and after it, and of characters of content and reasoning that it added.
         experts: routed experts, as the engine reported them (base64 or JSON); `b""` if none.
         prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
+        counted: the last number of tokens that the engine counted in an event of this choice; `None` if it did not.
+        certain: number of ids before the first that is in doubt; `None` if none is. `doubt` is why, in words; `""` after an event that
+            cannot be read.
+        aligned: whether each event had as many log probabilities as ids.
     """
 
     def __init__(self) -> None:
@@ -154,6 +164,48 @@ class Choice:
         self.versions: list[Any] = []
         self.experts = b""
         self.prompt = b""
+        self.counted: int | None = None
+        self.certain: int | None = None
+        self.doubt = ""
+        self.aligned = True
+        self._before = 0  # ids of the requests before the last one
+
+    @property
+    def sampled(self) -> int:
+        """The number of ids that the last request sampled."""
+        return len(self.ids) - self._before
+
+    @property
+    def has_words(self) -> bool:
+        """Whether it has text, reasoning or calls."""
+        return bool(self.content or self.reasoning or self.calls)
+
+    @property
+    def ended_by_a_token(self) -> bool:
+        """Whether it has a finish reason, and the engine did not end it by itself."""
+        return self.finish_reason not in {None, "abort", "error"}
+
+    def doubt_after(self, certain: int, why: str = "") -> None:
+        """Note that only the first `certain` ids are certain; `why` is empty if the reply has another sign of it."""
+        if self.certain is None or certain < self.certain:
+            self.certain, self.doubt = certain, why or self.doubt
+
+    def count(self, tokens: int, before: int) -> None:
+        """Compare the ids with the number of tokens that the engine counts in one event; `before` is the number of ids before it."""
+        self.counted = tokens
+        if tokens != self.sampled:
+            self.doubt_after(before, f"the engine counts {tokens} tokens, and reported {self.sampled} ids")
+
+    def keep(self, tokens: int, *, logprobs: bool) -> None:
+        """Drop all but the first ids, and the log probabilities of the others, or of all."""
+        self.logprobs = self.logprobs[:tokens] if logprobs else []
+        self.ids = self.ids[:tokens]
+
+    def reopen(self) -> None:
+        """Take back its end, because another request continues it."""
+        self.finish_reason = self.stop_reason = self.counted = None
+        self.versions = []
+        self._before = len(self.ids)
 
     def message(self, *, with_reasoning: bool) -> Message:
         """Return the message as the harness received it."""
@@ -173,8 +225,6 @@ class Choice:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         before = len(self.ids)
         self._add_tokens(choice)
-        if isinstance(choice.logprobs, Logprobs):
-            self.logprobs += [value for value in choice.logprobs.token_logprobs or () if value is not None]
         if bytes(choice.prompt_token_ids) != long_values.FIRST_MARK:
             self.prompt = self.prompt or non_null(choice.prompt_token_ids)
         self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
@@ -192,14 +242,23 @@ class Choice:
         self.add_message(choice.delta, before)
 
     def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
-        """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them for chats."""
+        """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
+        ids, logprobs = len(self.ids), len(self.logprobs)
         if choice.tokencache is not None:
             self.ids += unpack(choice.tokencache.ids)
             self.logprobs += unpack_logprobs(choice.tokencache.logprobs)
-            return
-        self.ids += choice.token_ids or ()
-        if isinstance(choice.logprobs, Logprobs):
-            self.logprobs += [item.logprob for item in choice.logprobs.content or ()]
+        else:
+            self.ids += choice.token_ids or ()
+            if isinstance(choice.logprobs, Logprobs):
+                if choice.logprobs.content:
+                    self.logprobs += [item.logprob for item in choice.logprobs.content if item.logprob is not None]
+                if choice.logprobs.token_logprobs:
+                    self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
+        more = len(self.ids) - ids
+        if more and self.finish_reason:
+            self.doubt_after(self._before, "ids arrived after the finish reason")
+        if len(self.logprobs) - logprobs != more:
+            self.aligned = False
 
     def add_message(self, message: ReplyMessage, before: int = 0) -> None:
         """Add a message, or a delta; `before` is the number of ids before it."""
@@ -242,6 +301,8 @@ class Reply:
         model: the model's name in the reply.
         error: the raw JSON of an error that the engine reported within its reply; `b""` if none.
         unreadable: the number of chunks that could not be parsed.
+        counted: the number of tokens of all choices that the engine counts for the last request; `None` if it has not counted them.
+        prompt_counted: the same for the prompt.
         version: the weight version in the reply's header, `""` if there is none.
     """
 
@@ -251,6 +312,9 @@ class Reply:
         self.model = ""
         self.error = b""
         self.unreadable = 0
+        self.counted: int | None = None
+        self.prompt_counted: int | None = None
+        self._continued = False
         self.version = ""
         self._choices: dict[int, Choice] = {}
         self._deferred: list[bytes] = []
@@ -285,6 +349,8 @@ class Reply:
         found = self._choices.get(index)
         if found is None:
             found = self._choices[index] = Choice()
+            if self.unreadable:
+                found.doubt_after(0)
         return found
 
     def without_experts(self, data: bytes) -> bytes:
@@ -316,7 +382,7 @@ class Reply:
         try:
             chunk = _CHUNK.decode(brief)
         except (ValueError, RecursionError):
-            self.unreadable += 1
+            self._note_unreadable()
             return data
         echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
         if short is not data and not self._in_place(chunk, echoes):
@@ -330,10 +396,49 @@ class Reply:
         for choice in chunk.choices:
             if choice.logprobs == _LOGPROBS_MARK:
                 choice.logprobs = logprobs
-            self._choice(choice.index).add(choice, self._experts)
+            known = self._choice(choice.index)
+            before = len(known.ids)
+            known.add(choice, self._experts)
+            if chunk.usage is not None and chunk.usage.completion_tokens is not None and len(chunk.choices) == 1:
+                known.count(chunk.usage.completion_tokens, before)
+        self._note_usage(chunk)
         for extra in (chunk.metadata, chunk.sglext):
             self._metadata = self._metadata or _weight_metadata(bytes(extra))
         return brief
+
+    def _note_usage(self, chunk: _Chunk) -> None:
+        if chunk.usage is not None:
+            alone = len(chunk.choices) == 1
+            if chunk.usage.prompt_tokens is not None and not (alone and self.expected > 1) and not self._continued:
+                self.prompt_counted = chunk.usage.prompt_tokens  # of this reply's prompt: not of a choice's own, nor of a continuation's
+            if chunk.usage.completion_tokens is not None and not alone:
+                self.counted = chunk.usage.completion_tokens
+
+    def _note_unreadable(self) -> None:
+        self.unreadable += 1
+        for choice in self._choices.values():
+            choice.doubt_after(len(choice.ids))
+
+    def add_after_end(self, data: bytes) -> None:
+        """Add the figures of a chunk that follows the end of a reply that was broken off; its words are not added."""
+        try:
+            chunk = _CHUNK.decode(data)
+        except (ValueError, RecursionError):
+            self._note_unreadable()
+            return
+        self._note_usage(chunk)
+        for choice in chunk.choices:
+            if choice.token_ids or choice.tokencache is not None:
+                self._choice(choice.index).doubt_after(0, "ids arrived after the finish reason")
+
+    @property
+    def counts(self) -> bool:
+        """Whether the engine counts the tokens that the last request sampled, each choice's or all."""
+        return self.counted is not None or all(choice.counted is not None for choice in self.choices.values())
+
+    def trust_count(self) -> None:
+        """Note that the ids were counted elsewhere: in a continued stream, the usage is the proxy's own."""
+        self.counted = sum(choice.sampled for choice in self.choices.values())
 
     def _note_prompt(self, chunk: _Chunk, echoes: list[Raw], *, cut: bool) -> None:
         for echo in echoes:
@@ -404,10 +509,9 @@ class Reply:
 
     def reopen(self) -> None:
         """Take back the end of a reply that was broken off, because another request continues it."""
-        self.error = b""
+        self.error, self.counted, self._continued = b"", None, True
         for choice in self.choices.values():
-            choice.finish_reason = choice.stop_reason = None
-            choice.versions = []
+            choice.reopen()
 
     @property
     def begun(self) -> bool:

@@ -1,8 +1,13 @@
 """Sends HTTP requests to one engine through a connection pool.
 
 The number of connections and the total time of a request have no limit: an agent's turn may take long, and a proxy must not give up before
-its client does. The pool closes idle connections before vLLM's server does (uvicorn: after 5 s). Otherwise a call could use a connection
-that the server has just closed.
+its client does.
+
+A server, or a box before it, may close a kept connection at the moment at which it is used again. So the pool closes idle connections
+before vLLM's server does (uvicorn: after 5 s), and keeps none after 429 or a failure, after which servers close it. Before a connection is
+used again, the kernel says whether the other side has closed it, even if the event loop has not noticed yet. If so, nothing is sent, and
+another connection is used. A connection that is reset later may have carried the request to the engine: only requests that sample nothing
+are then repeated (`retry_until_answered`).
 """
 
 import asyncio
@@ -16,6 +21,7 @@ import socket
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +29,9 @@ from typing import Any, NamedTuple, Protocol
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.http_parser import RawResponseMessage
 from aiohttp.payload import Payload
 from multidict import CIMultiDict
 from yarl import URL
@@ -40,6 +49,11 @@ FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
 """Seconds before a request is repeated by `retry_until_answered`."""
 _RETRIES = 3
 _LARGE = 2**20
+_BUSY, _FAILURE = 429, 500
+_ESTABLISHED = b"\1"
+"""`tcpi_state` of an open connection, the first byte of `struct tcp_info` (Linux, `linux/tcp.h` and `net/tcp_states.h`)."""
+_sockets: weakref.WeakValueDictionary[int, socket.socket] = weakref.WeakValueDictionary()
+"""Sockets by file descriptor, until their connection is made."""
 _SEGMENTED_FROM = 2**16
 """Bytes. Copying a body up to this size is faster than writing its segments one by one (docs/performance.md)."""
 _REMIND_SECONDS = 60.0
@@ -113,8 +127,47 @@ class _Request(aiohttp.ClientRequest):
 
     _skip_auto_headers = CIMultiDict[None]((name, None) for name in ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"))
 
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        """See `ClientRequest.send`.
+
+        Raises:
+            _ClosedError: the other side has closed the connection.
+        """
+        if isinstance(conn.protocol, _Connection) and not conn.protocol.is_open:
+            raise _ClosedError
+        return await super().send(conn)
+
     def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
         """Add no headers."""
+
+
+class _Connection(ResponseHandler):
+    """aiohttp's connection, which knows whether the other side has closed it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._socket: socket.socket | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Find the socket: uvloop does not give it to a protocol."""
+        super().connection_made(transport)
+        self._socket = _sockets.pop(transport.get_extra_info("socket").fileno(), None)
+
+    async def read(self) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
+        """Read the head of an answer. The connection is not kept after one that servers often close it after."""
+        message, payload = await super().read()
+        if message.code == _BUSY or message.code >= _FAILURE:
+            self.force_close()
+        return message, payload
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other side has not closed the connection, as far as the kernel knows now."""
+        return self._socket is None or self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) == _ESTABLISHED
+
+
+class _ClosedError(aiohttp.ServerDisconnectedError):
+    """A kept connection was closed; nothing of the request was sent."""
 
 
 class Upstream:
@@ -138,8 +191,11 @@ class Upstream:
 
     async def open(self) -> None:
         """Open the pool, in the running event loop."""
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
+        # aiohttp (3.14) has no public way to set the class of connections
+        connector._factory = partial(_Connection, asyncio.get_running_loop())  # type: ignore[assignment]  # noqa: SLF001
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -179,7 +235,7 @@ class Upstream:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
         if self._session.closed:
-            raise EngineError(f"the engine at {self.url} was removed", reached=False)
+            raise EngineError("the engine was removed", private=self.url, reached=False)
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})
         if self._authorization:
@@ -187,13 +243,16 @@ class Upstream:
             sent["Authorization"] = self._authorization
         if isinstance(body, bytes) and len(body) > _LARGE:
             body = io.BytesIO(body)  # written in blocks, so that other calls can run in between
-        try:
-            return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
-            cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
-            raise self._unreachable(cause, str(cause or why)) from why
-        except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} gave no answer: {_described(why)}") from why
+        while True:
+            try:
+                return await self._session.request(method, url, headers=sent, data=body, allow_redirects=False)
+            except _ClosedError:
+                log.debug("engine %s: a kept connection was closed: another one is used", self.url)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
+                cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
+                raise self._unreachable(cause, str(cause or why)) from why
+            except (aiohttp.ClientError, TimeoutError) as why:
+                raise EngineError("the engine gave no answer", private=f"{self.url}: {_described(why)}") from why
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """Post JSON (bytes unchanged, anything else encoded) and read the complete answer.
@@ -211,6 +270,11 @@ class Upstream:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
         return await self._complete(await self._send("GET", path, None, None))
+
+    def without_address(self, url: str) -> str:
+        """Return the path and query of a URL of this engine, so that they lead to the proxy; other URLs unchanged."""
+        given, own = URL(url), URL(self.url)
+        return given.raw_path_qs if given.absolute and given.origin() == own.origin() else url
 
     async def connect(self) -> None:
         """Open a connection and close it without a request, to test whether a server is listening.
@@ -234,14 +298,14 @@ class Upstream:
         if short and time.monotonic() - self._warned > _REMIND_SECONDS:
             self._warned = time.monotonic()
             log.error("OUT OF FILE DESCRIPTORS: cannot connect to the engine at %s; raise the limit of open files (ulimit -n)", self.url)
-        return EngineError(f"the engine at {self.url} cannot be reached: {described}", reached=False)
+        return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
 
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
                 return EngineResponse(response.status, await response.read(), response.headers)
         except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError(f"the engine at {self.url} broke off its answer: {_described(why)}") from why
+            raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
 
 
 async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
@@ -267,6 +331,7 @@ async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) ->
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     made = socket.socket(*address[:3])
     keep_alive(made)
+    _sockets[made.fileno()] = made
     return made
 
 

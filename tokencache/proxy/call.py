@@ -33,6 +33,7 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
 from tokencache.engine.drivers.base import Driver, ParsedCompletion
 from tokencache.engine.image_names import ImageNames
@@ -41,7 +42,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, EngineError, HarnessError
+from tokencache.errors import NOT_NOW, EngineError, HarnessError, UnexpectedAnswerError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -59,7 +60,7 @@ from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
-_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
+_OK, _REDIRECT, _LOWEST_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 200, 300, 400, 502, 503
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
 _ENDED_EARLY = "the engine's stream ended before the reply did"
@@ -555,16 +556,31 @@ class CallAttempt:
         self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in differences]
 
     async def _pass_refusal(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Send an engine's error to the client; nothing was sampled."""
+        """Send an engine's error to the client; nothing was sampled.
+
+        Raises:
+            EngineError: the answer is no error either.
+        """
         body = await self._read(answer)
         if body is None:
             return web.Response()
+        if answer.status < _LOWEST_ERROR:
+            unexpected = UnexpectedAnswerError(answer.status)
+            sampled = _OK < answer.status < _REDIRECT and bool(body)  # its body may hold sampled tokens
+            await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED, str(unexpected))
+            raise unexpected
         if self._exchange.token_ids and self._driver.is_overflow(answer.status, body):
             return await self._answer_overflow(answer.status, body)
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
             return await self._response.fail(answer.status, parse_engine_error(answer.status, body)[0])
-        return whole_response(answer, body if self._exchange.refuse is None else self._exchange.refuse(answer.status, body))
+        if self._exchange.refuse is not None:
+            body = self._exchange.refuse(answer.status, body)
+        elif body.lstrip()[:1] != b"{":  # not the engine's error: the page of a gateway
+            body = CHAT_DIALECT.error(answer.status, *parse_engine_error(answer.status, body))
+        response = whole_response(answer, body)
+        response.headers["Content-Type"] = "application/json"
+        return response
 
     async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
         """Answer a prompt that is too long with an empty reply; nothing was sampled."""
@@ -646,17 +662,19 @@ class CallAttempt:
         if broke is None and delivery.client_left:  # it will not receive the held part
             broke = ABORTED, CLIENT_LEFT
         cut = broke is not None
-        if broke is None and not reply.finished and not reply.error:
+        ended_early = not reply.finished and not reply.error
+        if broke is None and ended_early:
             broke = BROKE, _ENDED_EARLY
-            if self._exchange.refuse is not None and not delivery.ended:  # a translated stream must not look complete
-                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)
         if broke is not None:
+            if ended_early and broke[0] == BROKE and self._exchange.refuse is not None and not delivery.ended:
+                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)  # a translated stream must not look complete
+                cut = False
             outcome.broke, outcome.detail = broke
         try:
             async with self._response.keep_alive():
                 await self._record()
         except StoreError as why:  # the head was sent, so send the error in the stream, like an engine
-            held, cut = self._exchange.encoder.error(_UNAVAILABLE, f"the store failed: {why}"), False
+            held, cut = self._exchange.encoder.error(_UNAVAILABLE, why.client_message), False
         return await self._response.finish(held, cut=cut)
 
     # Continue a reply that the engine broke off
@@ -688,7 +706,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check()
+                continuation.check(outcome.model.capability if outcome.model is not None else None)
                 async with self._response.keep_alive():
                     answer = await self._next_piece(continuation)
                 try:
@@ -725,7 +743,7 @@ class CallAttempt:
                 return await self._drop()
             self._outcome.broke, self._outcome.detail = BROKE, why
             await self._record()
-            raise EngineError(f"the engine broke off its reply, and it cannot be continued: {why}")
+            raise EngineError("the engine broke off its reply, and it cannot be continued", private=why)
         try:
             body = await gathered.body(self._chat, derender, self._derender_request())
         except EngineError as why:
@@ -745,7 +763,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check()
+                continuation.check(outcome.model.capability if outcome.model is not None else None)
                 check = continuation.prompt_check()
                 answer = await self._next_piece(continuation)
                 reply.reopen()

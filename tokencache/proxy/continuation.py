@@ -30,6 +30,7 @@ from tokencache.dialects.json_io import member, value_of
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
+from tokencache.engine.figures import judge, wrong_prompt
 from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice, Reply
 
@@ -115,7 +116,7 @@ def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int, own_li
             beginning.
         own_limit: the engine's own limit for a request without one; 0 if there is none.
     """
-    changed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": False}}
+    changed: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     changed |= {name: limit - sampled for name, limit in limits_of(fields).items()}
     if own_limit:
         changed["max_tokens"] = own_limit - sampled
@@ -184,6 +185,7 @@ class Continuation:
         self.pieces: list[ReplyPiece] = []
         self._request = self._engine = ""
         self._own_limit: int | None = None
+        self._counts = False
         self.differs = False
         self.broke = ""
 
@@ -202,8 +204,8 @@ class Continuation:
         self.pieces.append(ReplyPiece(self._request, self._engine, start, len(self.sampled), ended))
         return self.pieces[-1]
 
-    def check(self) -> None:
-        """Check that the reply can go on.
+    def check(self, capability: Capability | None) -> None:
+        """Check that the reply can go on; `capability` is that of the engine that broke it off.
 
         Raises:
             ContinuationError: it cannot.
@@ -211,7 +213,13 @@ class Continuation:
         choice = self._reply.choices.get(0)
         if choice is None or not choice.ids or not self._reply.prompt.known:
             raise ContinuationError("no token had arrived")
-        if len(choice.ids) != len(choice.logprobs):
+        if why := wrong_prompt(self._reply):
+            raise ContinuationError(why)
+        self._counts = capability is not None and capability.counts
+        finding = judge(self._reply, capability.vocabulary if capability is not None else 0)[0]
+        if finding.hole is not None:
+            raise ContinuationError(f"not all of its ids are certain: {finding.detail or finding.hole}")
+        if finding.no_logprobs:
             raise ContinuationError("the engine returned no log probabilities")
         if len(self.pieces) >= MOST_PIECES:
             raise ContinuationError(f"it was broken off {MOST_PIECES} times")
@@ -300,7 +308,7 @@ class Continuation:
             ContinuationError: the engine used another prompt.
         """
         words = _Words(self._derender, request, self._reply)
-        piece, waiting = Reply(), _Sampled([], [])
+        piece, waiting, start = Reply(), _Sampled([], []), len(self.sampled)
         try:
             if answer is not None:
                 async for chunk in self._middle_chunks(words, piece, answer, waiting):
@@ -315,6 +323,9 @@ class Continuation:
         finally:
             if waiting.ids:  # without their words: nothing that was sampled is lost
                 self._reply.add(self._chunk({}, waiting))
+            finding = judge(piece, must_count=self._counts and piece.finished and not piece.aborted).get(0)
+            if finding is not None and finding.hole is not None:
+                self._reply.choices[0].doubt_after(start + finding.tokens, finding.detail or finding.hole)
             self._reply.choices[0].versions = piece.versions(0) if piece.choices else []
             self.differs = words.differs
 
@@ -327,8 +338,8 @@ class Continuation:
         due = loop.time() + WORDS_SECONDS
         async for data in events_of(answer):
             self._take(piece, data, packed, waiting)
-            if piece.finished or piece.error:
-                return
+            if piece.error:
+                return  # a finished piece is read to its end: its usage follows
             if waiting.ids and loop.time() >= due:
                 yield self._chunk(await words.add(waiting.ids), waiting)
                 due = loop.time() + WORDS_SECONDS
@@ -337,6 +348,8 @@ class Continuation:
     def _take(piece: Reply, data: bytes, packed: bytes, waiting: _Sampled) -> None:
         data = piece.without_experts(data)
         brief = piece.add(data)
+        if piece.unreadable:
+            raise ContinuationError("the engine sent an event that cannot be read")
         _check_prompt(piece, packed)  # before anything is taken: what was sampled after another prompt does not belong to the reply
         for choice in msgspec.json.decode(brief, type=_PieceChunk).choices:
             waiting.ids.extend(choice.token_ids or ())
@@ -444,12 +457,13 @@ def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
 
 async def events_of(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Read the data of a stream's events up to its end, however it ends: a lost connection is an end without a finish reason."""
-    splitter = EventSplitter()
+    splitter, ended = EventSplitter(), False
     try:
         async for part in answer.content.iter_any():
             for event in splitter.feed(part):
                 data = data_of(event)
-                if data is not None and data != DONE:
+                ended = ended or data == DONE  # what follows is not part of the reply
+                if data is not None and not ended:
                     yield data
     except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
         return

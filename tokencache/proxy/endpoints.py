@@ -43,6 +43,7 @@ from tokencache.dialects.probes import model_list
 from tokencache.dialects.registry import credential_headers, use_bearer
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
+from tokencache.engine.routes import SAMPLES_NOTHING
 from tokencache.errors import EngineError, HarnessError, TokencacheError
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
@@ -63,11 +64,10 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 log = logging.getLogger(__name__)
 
 _UNAVAILABLE = 503
+_LOWEST_REFUSAL, _LOWEST_FAILURE = 400, 500
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _MODELS = ("GET", "/v1/models")
-_UNRECORDED = ("POST", "/inference/v1/generate")
-"""This route samples tokens, and no dialect records it. Within a session it causes an incident that is a hole."""
 _FOR_TENANTS = frozenset({_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
 """The engine's routes that a tenant's session may use in addition to model calls: they neither sample nor change anything (vLLM 0.32)."""
 
@@ -105,7 +105,7 @@ class SessionRequest(NamedTuple):
         session: the session's name.
         origin: where the session was named, and the path at the engine.
         settings: the settings of the session, as far as this process knows.
-        route: its path without session, harness and query.
+        route: its path without session, harness and query, in the spelling in which it is served (`session_url.spellings`).
         headers: the headers for the engine.
         harness: name of the harness, `""` if unknown.
         leniency: the rules that apply to the harness.
@@ -119,6 +119,12 @@ class SessionRequest(NamedTuple):
     headers: CIMultiDict[str]
     harness: str
     leniency: Leniency
+
+    @property
+    def path(self) -> str:
+        """The path at the engine, with the query, of a route that the proxy knows."""
+        _, question, query = self.origin.path.partition("?")
+        return f"{self.route}{question}{query}"
 
 
 class Endpoints:
@@ -198,9 +204,9 @@ class Endpoints:
             raise HarnessError(message, status=403, kind="permission_error")
         if method_and_route == _MODELS:
             return await self._list_models(asked)
-        if method_and_route == _UNRECORDED:
-            await self._note_unrecorded(asked, "generate", route)
-        return await relay_to(self._pool, session, request, origin.path, headers=headers)
+        if method_and_route in SAMPLES_NOTHING:
+            return await self._relay(asked)
+        return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
     async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
         body = await body_of(asked.request)
@@ -209,21 +215,20 @@ class Endpoints:
         self._apply(asked, call)
         call.replaced = self._pin(asked, call.fields)
         options = self._options
-        exchange = Exchange(asked.origin.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
+        exchange = Exchange(asked.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
         return await self._run(asked, call, exchange, body)
 
     async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
         """Serve a text completion in its own format. It is only relayed if it cannot be recorded correctly."""
-        body, path = await body_of(asked.request), asked.origin.path
+        body = await body_of(asked.request)
         completion = text_completions.read(body, served=self._served(asked))
         replaced = self._pin(asked, completion.fields)
         if completion.unrecorded:
             await self._check_settings(asked)
-            await self._note_unrecorded(asked, "completions", f"a text completion with {completion.unrecorded}")
-            sent = completion.for_engine()
-            return await relay_to(self._pool, asked.session, asked.request, path, headers=asked.headers, body=sent)
+            what = f"a text completion with {completion.unrecorded}"
+            return await self._relay_unrecorded(asked, what, body=completion.for_engine())
         encoder = text_completions.TextReplyEncoder(completion)
-        exchange = Exchange(path, asked.headers, encoder, self._options.keep_alive, body=completion.for_engine())
+        exchange = Exchange(asked.path, asked.headers, encoder, self._options.keep_alive, body=completion.for_engine())
         call = completion.as_chat()
         call.replaced = replaced
         return await self._run(asked, call, exchange, body)
@@ -286,6 +291,13 @@ class Endpoints:
         """
         return body if self._media is None else await self._media.written_in(asked.session, body)
 
+    async def _without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
+        """Return the body of a request that is relayed, as `_with_media`, if images are fetched; unchanged if it is not a JSON object."""
+        if self._media is None or asked.request.method != "POST":
+            return body
+        body = await body_of(asked.request) if body is None else body
+        return await self._with_media(asked, body) if body.lstrip()[:1] == b"{" else body
+
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
         try:
@@ -303,14 +315,14 @@ class Endpoints:
             if (found := await self._planner.next_prompt(asked.session, call)) is not None:
                 require_prefix(asked.session, call, found[0])
                 return web.Response(body=_tokenize_answer(*found), content_type="application/json")
-        return await relay_to(self._pool, asked.session, asked.request, asked.origin.path, headers=asked.headers, body=body)
+        return await self._relay(asked, body=body)
 
     async def _list_models(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the engine's own list, or with the models that the probe found if the engine has none (NeMo RL's worker)."""
         engine = self._engine(asked.session)
         await engine.model()
         if all(capability.lists_models for capability in engine.capabilities):
-            return await relay_to(self._pool, asked.session, asked.request, asked.origin.path, headers=asked.headers)
+            return await self._relay(asked)
         return web.Response(body=model_list(_models_of(engine)), content_type="application/json")
 
     def _engine(self, session: str) -> Engine:
@@ -319,7 +331,7 @@ class Endpoints:
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         response = Response(asked.request, call, exchange)
-        fingerprint = fingerprint_of(self._options.retries, asked.origin.path, asked.request.headers, body, asked.harness)
+        fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
         with metrics.IN_FLIGHT.track_inprogress():
             try:
@@ -336,7 +348,7 @@ class Endpoints:
                 if response.opened is None:
                     raise
                 status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
-                return await response.fail(status, f"the call was given up: {why}")
+                return await response.fail(status, f"the call was given up: {why.client_message}")
 
     async def _check_settings(self, asked: SessionRequest) -> None:
         """Check the settings of a request that begins no call. If the store fails, those that this process knows hold.
@@ -349,23 +361,44 @@ class Endpoints:
         except StoreError as why:
             log.warning("session %s: its settings cannot be read: %s", asked.session, why)
 
-    async def _note_unrecorded(self, asked: SessionRequest, dialect: str, what: str) -> None:
-        """Add an incident for a request that samples but is only relayed.
+    async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:
+        """Relay a request that samples nothing. Raises the errors of `relay_to` and `_with_media`."""
+        body = await self._without_addresses(asked, body)
+        return await relay_to(self._pool, asked.session, asked.request, asked.path, headers=asked.headers, body=body)
+
+    async def _relay_unrecorded(self, asked: SessionRequest, what: str, *, path: str = "", body: bytes | None = None) -> web.StreamResponse:
+        """Relay a request that may sample, and add an incident before the client receives an answer that may hold sampled tokens.
+
+        Args:
+            asked: the request.
+            what: what is relayed, for the incident.
+            path: the path at the engine, if the proxy does not know the route.
+            body: the body to send, if it is not the request's own.
 
         Raises:
             HarnessError: the session has a budget, and tokens that are not recorded cannot be counted.
             SessionFinishedError, SessionSealedError: the session accepts no calls.
             StoreError: the store failed and the policy is strict.
+            EngineError: see `relay_to`.
         """
         if asked.settings.budget.over(self._options.budget):
             raise HarnessError(f"{asked.route} is not recorded like this, and this session has a budget: its tokens could not be counted")
         try:
             await self._ledger.admit(asked.session)
         except (SessionFinishedError, SessionSealedError):
-            await self._ledger.note_late_call(asked.session, f"{dialect}, {asked.route}")
+            await self._ledger.note_late_call(asked.session, f"{asked.request.method} {asked.route[:80]}")
             raise
-        incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
-        await self._ledger.add_incidents(asked.session, [incident])
+
+        body = await self._without_addresses(asked, body)
+
+        async def note(status: int) -> None:
+            if not _LOWEST_REFUSAL <= status < _LOWEST_FAILURE:  # a refusal: nothing was sampled
+                incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
+                await self._ledger.add_incidents(asked.session, [incident])
+
+        return await relay_to(
+            self._pool, asked.session, asked.request, path or asked.path, headers=asked.headers, body=body, before_answer=note
+        )
 
     def _apply(self, asked: SessionRequest, call: ChatCall) -> None:
         """Set what the session and its harness decide about a call's history."""

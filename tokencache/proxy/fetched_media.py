@@ -5,13 +5,16 @@ engine, the record and the comparison of histories then have the same bytes, as 
 
 A harness may name any address, and the proxy is inside the network of the trainer. So every address to which a connection is made must be
 public, also after a redirect: the check is at the connection, not at the name, which may resolve to another address the next time.
+
+The engine is inside that network, too, so no address may reach it. What a request may have is decided on its decoded messages: texts, the
+bytes of media, and images by URL (`http`, `https`), which are fetched. Anything else that looks like an address is refused.
 """
 
 import asyncio
 import base64
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -19,7 +22,8 @@ import msgspec
 from cachetools import LRUCache
 from yarl import URL
 
-from tokencache.core.media import media_url
+from tokencache.dialects import json_io
+from tokencache.dialects.chat.vocabulary import is_text
 from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError
 
@@ -35,8 +39,10 @@ MEMORY = 256 * 2**20
 _OK = 200
 _SCHEMES = ("http://", "https://")
 _CHUNK = 64 * 1024
-_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "2002::/16", "2001::/32")))
-"""IPv6 addresses that stand for an IPv4 address: NAT64, 6to4 and Teredo."""
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""The IPv6 addresses that IANA allocates to networks; no others are public."""
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32")))
+"""Addresses among them that stand for an IPv4 address: 6to4 and Teredo."""
 Raw = msgspec.Raw
 
 
@@ -46,7 +52,7 @@ def is_public(address: str) -> bool:
     if isinstance(found, ipaddress.IPv6Address):
         if found.ipv4_mapped is not None:
             return is_public(str(found.ipv4_mapped))
-        if any(found in network for network in _TRANSLATED):
+        if found not in _GLOBAL_UNICAST or any(found in network for network in _TRANSLATED):
             return False
     return found.is_global and not found.is_multicast
 
@@ -65,21 +71,20 @@ class FetchedMedia:
             await self._http.close()
 
     async def written_in(self, session: str, body: bytes) -> bytes:
-        """Replace the URLs of images in a chat completions request by data URIs; a body that cannot be read is returned unchanged.
+        """Replace the URLs of images in a chat completions request by data URIs.
 
         Raises:
-            HarnessError: an image cannot be fetched.
+            HarnessError: the messages cannot be read, an image cannot be fetched, or another part has an address.
         """
-        if b"http" not in body or b"image_url" not in body:
-            return body
+        fields = fields_of(body)
         try:
-            fields = fields_of(body)
             messages = entries_of(fields.get("messages", Raw(b"[]")))
-            decoded = {index: msgspec.json.decode(raw) for index, raw in enumerate(messages) if b"image_url" in raw}
-        except (HarnessError, ValueError, RecursionError):
-            return body
-        parts = [part for message in decoded.values() for part in _parts(message)]
-        urls = dict.fromkeys(url for part in parts if (url := media_url(part)).lower().startswith(_SCHEMES))
+            decoded = {index: json_io.read(raw) for index, raw in enumerate(messages) if b"[" in raw}  # a content of parts is a list
+        except (ValueError, RecursionError):
+            raise HarnessError("'messages' must be a list of objects", param="messages") from None
+        conversations = [entry if isinstance(entry, list) else [entry] for entry in decoded.values()]  # a batch has a list of them
+        parts = [part for conversation in conversations for message in conversation for part in _parts(message)]
+        urls = dict.fromkeys(url for part in parts if (url := _address(part)))
         if not urls:
             return body
         if len(urls) > MOST_IMAGES:
@@ -91,7 +96,7 @@ class FetchedMedia:
         if refused is not None:
             raise refused
         for part in parts:
-            if (uri := found.get(media_url(part))) is not None:
+            if (uri := found.get(_address(part))) is not None:
                 named = part["image_url"]
                 part["image_url"] = {**named, "url": uri} if isinstance(named, dict) else uri
         rewritten = [Raw(msgspec.json.encode(decoded[index])) if index in decoded else Raw(raw) for index, raw in enumerate(messages)]
@@ -152,9 +157,53 @@ class FetchedMedia:
 
 
 def _parts(message: Any) -> list[dict[str, Any]]:
-    """Return the image parts of a decoded message."""
+    """Return the parts of a decoded message that are not plain text."""
     content = message.get("content") if isinstance(message, dict) else None
-    return [part for part in content if isinstance(part, dict) and part.get("type") == "image_url"] if isinstance(content, list) else []
+    return [part for part in content if isinstance(part, dict) and not is_text(part)] if isinstance(content, list) else []
+
+
+def _address(part: dict[str, Any]) -> str:
+    """Return the URL of an image that is to be fetched; `""` for a part without an address.
+
+    Raises:
+        HarnessError: the part has an address that is not fetched.
+    """
+    if not any(map(_is_address, _texts(part))):
+        return ""
+    named = part.get("image_url")
+    url = named.get("url") if isinstance(named, dict) else named
+    rest = {name: value for name, value in part.items() if name not in {"type", "image_url"}}
+    others = {name: value for name, value in named.items() if name != "url"} if isinstance(named, dict) else {}
+    if (
+        part.get("type") != "image_url"
+        or not isinstance(url, str)
+        or not url.lower().startswith(_SCHEMES)
+        or any(map(_is_address, _texts([rest, others])))
+    ):
+        raise HarnessError(
+            "with --fetch-media, the only addresses in messages are images by http or https: "
+            '{"type": "image_url", "image_url": {"url": "https://…"}}',
+            param="messages",
+        )
+    return url
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text in a part may be an address. Any text with a colon may: libraries ignore blanks and control characters in a scheme."""
+    return ":" in text and text[:5].lower() != "data:"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all strings in a decoded value."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str(text):
+                yield text
+            case list(items):
+                waiting.extend(items)
+            case dict(members):
+                waiting.extend(members.values())
 
 
 def _refusal(url: str, why: str) -> HarnessError:

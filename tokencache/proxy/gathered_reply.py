@@ -14,6 +14,7 @@ import msgspec
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine.derender import Derender, DerenderRequest
+from tokencache.engine.figures import judge
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.continuation import events_of
 
@@ -61,19 +62,23 @@ class GatheredReply:
         """Read a stream to its end, the whole reply's or that of a piece of it; `check` gets each chunk first.
 
         Returns:
-            How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete.
+            How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete. A reply whose ids are not all certain counts
+            as broken off, because its message would be made of them.
         """
         self._pieces += check is not None
         async for data in events_of(answer):
             if check is not None:
                 check(data)
             self._add(data)
-        if self.reply.finished and not self.reply.aborted:
+        if self.reply.finished and not self.reply.aborted and all(found.hole is None for found in judge(self.reply).values()):
             return ""
         return "abort" if self.reply.aborted else "error" if self.reply.error else "lost"
 
     def _add(self, data: bytes) -> None:
+        unreadable = self.reply.unreadable
         brief = self.reply.add(self.reply.without_experts(data))
+        if self.reply.unreadable > unreadable:
+            return
         self.first = self.first or brief
         fields = _FIELDS.decode(brief)
         self._head |= {name: fields[name] for name in _HEAD if name in fields}

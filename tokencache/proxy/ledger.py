@@ -18,6 +18,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from tokencache import metrics
+from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.proxy.media_record import MediaRecord
@@ -355,15 +356,13 @@ class Ledger:
         self._unsaved.setdefault(session, []).extend(incidents)
         metrics.UNSAVED.inc(len(incidents))
         if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._keep_saving())
+            self._saving = asyncio.create_task(
+                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._unsaved or self._open))
+            )
 
-    async def _keep_saving(self) -> None:
-        while self._unsaved or self._open:
-            await asyncio.sleep(RETRY_SECONDS)
-            try:
-                await self._save()
-            except StoreError:
-                continue
+    async def _try_to_save(self) -> None:
+        with contextlib.suppress(StoreError):
+            await self._save()
 
     async def _save(self) -> None:
         for session in list(self._unsaved):

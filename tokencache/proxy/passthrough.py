@@ -4,6 +4,8 @@ This serves all requests without a session, and the engine's routes that the pro
 single connection are removed.
 """
 
+from collections.abc import Awaitable, Callable
+
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
@@ -11,12 +13,13 @@ from multidict import CIMultiDict
 from tokencache import metrics
 from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream
-from tokencache.errors import EngineError
+from tokencache.errors import EngineError, UnexpectedAnswerError
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.request_body import KEPT, arriving
 from tokencache.proxy.response import open_response
 
 _FIRST_HOP = frozenset({"host", "expect"})
+_REDIRECTS = ("Location", "Content-Location")
 
 
 async def relay_to(
@@ -27,6 +30,7 @@ async def relay_to(
     *,
     headers: CIMultiDict[str] | None = None,
     body: bytes | None = None,
+    before_answer: Callable[[int], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
     """Relay a request to the first of a session's engines that accepts a connection; without a session the engines take turns.
 
@@ -37,36 +41,52 @@ async def relay_to(
         path: path and query at the engine.
         headers: headers to send instead of the request's own.
         body: body to send instead of the request's own, for example because it was read already.
+        before_answer: is given the answer's status before the client receives any of it. What it raises is raised here.
 
     Raises:
-        EngineError: no engine can be reached, or one failed after the request was sent. Nothing was sent to the client.
+        EngineError: no engine can be reached, one failed after the request was sent, or, in a session, the answer is neither success nor
+            error. Nothing was sent to the client.
     """
-    *others, last = pool.order(session)
-    for engine in others:
+    engines = pool.order(session)
+    for engine in engines:
         try:
-            return await _relay(request, engine.upstream, path, headers, body)
+            answer = await _send(request, engine.upstream, path, headers, body)
+            break
         except EngineError as why:
-            if why.reached:
+            if why.reached or engine is engines[-1]:
                 raise
             pool.mark_down(engine, why)
-    return await _relay(request, last.upstream, path, headers, body)
+    try:
+        if session is not None and UnexpectedAnswerError.is_one(answer.status):
+            raise UnexpectedAnswerError(answer.status)
+        if before_answer is not None:
+            await before_answer(answer.status)
+        return await _pass_back(request, answer, engine.upstream)
+    finally:
+        answer.close()
 
 
-async def _relay(
+async def _send(
     request: web.Request, upstream: Upstream, path: str, headers: CIMultiDict[str] | None, body: bytes | None
-) -> web.StreamResponse:
+) -> aiohttp.ClientResponse:
     sent = end_to_end_headers(request.headers, drop=_FIRST_HOP) if headers is None else headers
     if body is None and KEPT in request:
         body = request[KEPT]
     streamed = arriving(request) if body is None and request.body_exists else None
     answer = await upstream.send(request.method, path, headers=sent, body=streamed if body is None else body)
     metrics.RELAYED.labels(str(answer.status)).inc()
-    return await _pass_back(request, answer)
+    return answer
 
 
-async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Return an answer as it arrives; if it breaks off, close the client's connection too."""
+async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse, upstream: Upstream) -> web.StreamResponse:
+    """Return an answer as it arrives; if it breaks off, close the client's connection too.
+
+    A redirect to the engine's own address leads to the same path at the proxy: no client is sent past it.
+    """
     response = open_response(answer)
+    for name in _REDIRECTS:
+        if name in response.headers:
+            response.headers[name] = upstream.without_address(response.headers[name])
     try:
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
@@ -75,6 +95,4 @@ async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse) -> we
     except (aiohttp.ClientError, ConnectionResetError, TimeoutError):
         if request.transport is not None:
             request.transport.abort()
-    finally:
-        answer.close()
     return response

@@ -165,7 +165,7 @@ class Planner:
         except TemplateRefusedError as why:
             raise HarnessError(str(why)) from None
         except RenderError as why:
-            raise EngineError(f"the engine cannot render this: {why}") from None
+            raise EngineError("the engine cannot render this", private=str(why)) from None
 
     async def _plan(
         self, session: str, call: ChatCall, model: Model, keys: Sequence[bytes], hits: Sequence[list[Hit]], *, first: bool = False

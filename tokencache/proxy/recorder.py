@@ -23,12 +23,14 @@ from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, has
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
+from tokencache.engine.figures import Finding, judge, wrong_prompt
 from tokencache.engine.model import Model
+from tokencache.engine.probe import Capability
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.continuation import Continuation
 from tokencache.proxy.planner import Plan
-from tokencache.proxy.policy_version import UNREAD, PieceVersions, VersionReading, joined
+from tokencache.proxy.policy_version import NOTHING_KNOWN, UNREAD, PieceVersions, VersionReading, joined
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry
 
@@ -78,6 +80,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         continuation: continues a reply that an engine broke off; `None` if none did.
         ended: the versions of the pieces that have ended, each with its number of tokens.
         again: why a reply that an engine broke off is not continued.
+        uncertain: whether ids of the reply are in doubt (`engine.figures`); set by `record`.
     """
 
     session: str
@@ -101,6 +104,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     continuation: Continuation | None = None
     ended: list[tuple[PieceVersions, int]] = []
     again: str = ""
+    uncertain: bool = False
 
     async def end_piece(self, how: str) -> None:
         """Note how a piece of a reply has ended (`core.turn.ReplyPiece.ended`)."""
@@ -110,10 +114,16 @@ class Outcome(msgspec.Struct, kw_only=True):
         self.ended.append((self.weights.versions(self.reply.versions(0), piece.end - piece.start), piece.end - piece.start))
 
     def _versions(self, index: int, tokens: int) -> PieceVersions:
-        """The versions of a choice's tokens, over all pieces."""
-        known = sum(length for _, length in self.ended)
-        last = self.weights.versions(self.reply.versions(index), tokens - known)
-        return joined([*self.ended, (last, tokens - known)]) if self.ended else last
+        """The versions of a choice's tokens, over all pieces. Those of a piece that is not recorded as a whole are not known."""
+        left = tokens
+        pieces: list[tuple[PieceVersions, int]] = []
+        for piece, length in self.ended:
+            if length > left:
+                return joined([*pieces, (NOTHING_KNOWN, left)])
+            pieces.append((piece, length))
+            left -= length
+        last = self.weights.versions(self.reply.versions(index), left)
+        return joined([*pieces, (last, left)]) if pieces else last
 
     def _pieces(self, choice: Choice) -> tuple[ReplyPiece, ...]:
         """The pieces of a reply that was continued; none for any other."""
@@ -123,7 +133,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         pieces = self.continuation.pieces
         if pieces[-1].end < len(choice.ids):
             self.continuation.end_piece(choice.finish_reason or self.broke)
-        return tuple(pieces)
+        recorded = [piece for piece in pieces if piece.start < len(choice.ids)]
+        return tuple(msgspec.structs.replace(piece, end=min(piece.end, len(choice.ids))) for piece in recorded)
 
     def _continued(self, choice: Choice) -> bool:
         """Whether another request continued the reply."""
@@ -131,12 +142,18 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def whole(self) -> bool:
-        """Whether the reply is complete and readable."""
-        return not (self.broke or self.reply.error or self.reply.unreadable)
+        """Whether the reply is complete, and all its ids are certain."""
+        return not (self.broke or self.reply.error or self.reply.unreadable or self.uncertain)
 
     def record(self, prefixes: PrefixCache) -> Recorded:
         """Make the turns of the call, and its incidents, from its reply."""
+        capability = self.model.capability if self.model is not None else Capability("", "relay")
+        found = judge(self.reply, capability.vocabulary, must_count=capability.counts and self.whole)
+        wrong = wrong_prompt(self.reply)
+        self.uncertain = bool(wrong) or any(finding.hole is not None for finding in found.values())
         incidents = [*self.noted, *self._incidents()]
+        if wrong:
+            return Recorded([], [], [*incidents, self.incident(IncidentKind.INCONSISTENT_REPLY, wrong)])
         prompt = self._prompt()
         if prompt is None and (self.reply.refusal or (self.broke == DROPPED and not self.reply.choices)):
             return Recorded([], [], incidents)
@@ -148,7 +165,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         for index, choice in sorted(self.reply.choices.items()):
             if self.model is not None and self.whole:
                 self.model.observe(choice)
-            incidents += self._incidents_of(index, choice)
+            incidents += self._incidents_of(index, choice, found[index])
+            choice.keep(found[index].tokens, logprobs=not found[index].no_logprobs)
             if self.broke == DROPPED and not choice.ids:
                 continue
             entry, prefix = self._entry(self._own_prompt(choice) or prompt, index, choice, prefixes)
@@ -179,10 +197,12 @@ class Outcome(msgspec.Struct, kw_only=True):
             found.append(self.incident(IncidentKind.MISSING_CHOICES, f"{len(self.reply.choices)} of {self.reply.expected}"))
         return found
 
-    def _incidents_of(self, index: int, choice: Choice) -> list[Incident]:
+    def _incidents_of(self, index: int, choice: Choice, finding: Finding) -> list[Incident]:
         found = []
-        if len(choice.logprobs) != len(choice.ids):
-            found.append(self.incident(IncidentKind.NO_LOGPROBS, f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens"))
+        if finding.hole is not None and finding.hole is not IncidentKind.UNREADABLE_REPLY:  # that one is the whole reply's
+            found.append(self.incident(finding.hole, f"choice {index}: {finding.detail}"))
+        if finding.no_logprobs:
+            found.append(self.incident(IncidentKind.NO_LOGPROBS, finding.no_logprobs))
         if self.whole and choice.finish_reason == "abort":
             found.append(
                 self.incident(
@@ -241,7 +261,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
         versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
-        experts, experts_start = self.experts.get(index, ("", plan.routed))
+        experts, experts_start = ("", plan.routed) if self.uncertain else self.experts.get(index, ("", plan.routed))
         turn = Turn(
             id=secrets.token_hex(8),
             call=self.call_id,
@@ -341,13 +361,14 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def _cut_short(self, choice: Choice) -> bool:
         """Whether the client left during a text, so that it may send back the part that it received."""
-        return self.broke == ABORTED and not self.reply.error and not self.reply.unreadable and bool(choice.steps) and not choice.calls
+        return self.broke == ABORTED and not (self.reply.error or self.uncertain) and bool(choice.steps) and not choice.calls
 
     def _marks(self, prompt: "_Prompt", choice: Choice, versions: PieceVersions) -> tuple[str, ...]:
         marks = {
             self.broke: bool(self.broke),
             DROPPED: choice.finish_reason == "abort",
             TurnMark.NO_LOGPROBS: len(choice.logprobs) != len(choice.ids),
+            TurnMark.UNCERTAIN: self.uncertain,
             TurnMark.ENGINE_ERROR: bool(self.reply.error),
             TurnMark.MEDIA: bool(self.call.media),
             TurnMark.MEDIA_NOT_KEPT: not self.media_kept,

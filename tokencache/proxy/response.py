@@ -359,8 +359,8 @@ class ReplyForwarder:
             self._note_lost()
             if self.cut:
                 return b"", None
-            return self._release() + bytes(held) + (splitter.rest if self._as_is else b""), None
-        return b"" if self.cut else self._release() + bytes(held), broke
+            return self._release() + bytes(held) + self._encoder.rest() + (splitter.rest if self._as_is and not self.ended else b""), None
+        return b"" if self.cut else self._release() + bytes(held) + self._encoder.rest(), broke
 
     def _note_lost(self) -> None:
         """Note that the stream ended before the reply did, if the reply may be continued."""
@@ -393,9 +393,10 @@ class ReplyForwarder:
                         await response.write(shown)
                     except ConnectionResetError:
                         return bytes(held), (ABORTED, CLIENT_LEFT)
+        self._reply.trust_count()  # `chunks` compares the engine's
         if not self._finished:
             self.cut = "lost"
-        return bytes(held), None
+        return bytes(held) + self._encoder.rest(), None
 
     def give_up(self) -> bytes:
         """Return the end of a reply that was broken off and is not continued, as the engine sent it."""
@@ -411,7 +412,7 @@ class ReplyForwarder:
             else:
                 self._reply.give_back_message(data)
                 written.append(self._encode(data))
-        return b"".join(written)
+        return b"".join([*written, self._encoder.rest()])
 
     def _encode(self, data: bytes) -> bytes:
         shown = self._response.with_token_ids(data, self._reply)
@@ -449,12 +450,14 @@ class ReplyForwarder:
     def _read_event(self, event: bytes) -> bytes:
         """Parse one event, and return the client's bytes of it."""
         data = data_of(event)
-        if self.withheld:
-            return b""
+        if self.withheld or self.ended:
+            return b""  # what follows the end is not part of the reply
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
         if self.cut:
             self._cut_off.append(data)
+            if data != DONE:
+                self._reply.add_after_end(data)
             return b""
         if data == DONE:
             self._finished = self.ended = True

@@ -26,6 +26,7 @@ from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
+from cachetools import TTLCache
 
 from tokencache.core.session import SessionSettings
 from tokencache.dialects.json_io import fields_of
@@ -33,9 +34,12 @@ from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, check_name, split_harness, split_session
-from tokencache.store.base import Store
+from tokencache.store.base import Binding, Store, StoreError
 
 _ENCODER = msgspec.json.Encoder()
+REMEMBER_KEY_SECONDS = 3600.0
+"""How long after its last use a registered key is accepted while the store fails."""
+_MOST_KEYS = 65_536
 
 
 class Origin(NamedTuple):
@@ -166,6 +170,7 @@ class SessionFinder:
         self._header = header
         self.sources = sources
         self._registered_only = registered_only
+        self._used: TTLCache[str, Binding] = TTLCache(_MOST_KEYS, REMEMBER_KEY_SECONDS)
 
     async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
         """Find the session of a request.
@@ -177,14 +182,14 @@ class SessionFinder:
 
         Raises:
             HarnessError: the name is invalid (400), or the registered key is unknown or missing (401).
-            StoreError: the store does not answer.
+            StoreError: the store does not answer, and the registered key was not used here in the last hour.
         """
         in_path, path = split_session(raw_path)
         harness, path = split_harness(path)
         in_query, path = _key_of_query(path)
         key = _key(headers, in_query)
         if key.startswith(REGISTERED_KEY):
-            found = await self._store.binding_of_key(hash_key(key))
+            found = await self._binding(hash_key(key))
             if found is None:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
             return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
@@ -197,6 +202,21 @@ class SessionFinder:
         if session is None:
             return Origin(None, raw_path)
         return Origin(check_name(session), path, in_key is not None, harness or headers.get(HARNESS_HEADER, ""))
+
+    async def _binding(self, key: str) -> Binding | None:
+        """Return what a registered key selects. While the store fails, that is what it was at the key's last use."""
+        try:
+            found = await self._store.binding_of_key(key)
+        except StoreError:
+            found = self._used.get(key)
+            if found is None:
+                raise
+            return found
+        if found is None:
+            self._used.pop(key, None)
+        else:
+            self._used[key] = found
+        return found
 
 
 def _key_of_query(path: str) -> tuple[str, str]:

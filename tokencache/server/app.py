@@ -17,6 +17,7 @@ from tokencache.api.media import add_media_routes
 from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.api.weights import add_weight_routes, engine_weights
+from tokencache.background import failing, repeat
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.announced_weights import AnnouncedWeights
@@ -46,7 +47,7 @@ from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.server.routing import RequestRouter, send_errors
 from tokencache.store import StoreOptions, open_store
-from tokencache.store.base import Store, StoreError
+from tokencache.store.base import SECRET_BYTES, Store, StoreError
 from tokencache.wakeup import end
 
 
@@ -175,18 +176,23 @@ class Proxy:
             await opened.enter_async_context(self._calls.heartbeats())
             opened.push_async_callback(self.ledger.close)
             opened.push_async_callback(self._calls.close)
-            opened.push_async_callback(end, asyncio.create_task(self._keep_sharing_secret()))
+            opened.push_async_callback(end, asyncio.create_task(repeat("secret", self._try_to_share_secret, HEARTBEAT_SECONDS)))
             yield
 
     async def _share_secret(self) -> None:
-        """Use the store's secret, which all replicas share. If the store has lost it, write ours back: turns are found only with it."""
-        self._bodies.secret = await self.store.secret(self._bodies.secret)
+        """Use the store's secret, which all replicas share. If the store has lost it, write ours back: turns are found only with it.
 
-    async def _keep_sharing_secret(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            with contextlib.suppress(StoreError):
-                await self._share_secret()
+        Raises:
+            StoreError: the store failed, or what it has is no secret. Then ours stays.
+        """
+        held = await self.store.secret(self._bodies.secret)
+        if not isinstance(held, bytes) or len(held) != SECRET_BYTES:
+            raise StoreError(f"the secret of the deployment that the store has is damaged: it must be {SECRET_BYTES} bytes")
+        self._bodies.secret = held
+
+    async def _try_to_share_secret(self) -> None:
+        with contextlib.suppress(StoreError):
+            await self._share_secret()
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -207,6 +213,8 @@ class Proxy:
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         weights = [msgspec.to_builtins(engine_weights(self.weights.known, monitor)) for monitor in self.pool.monitors]
         found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store}
+        if tasks := failing():
+            found["failing_tasks"] = tasks
         return web.json_response(found, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:

@@ -4,7 +4,7 @@ A model call in a session goes to the proxy's endpoints. All other requests for 
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -21,7 +21,7 @@ from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import KEPT, body_of
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
 from tokencache.server.http_guard import check_head, check_path
-from tokencache.session_url import route_of
+from tokencache.session_url import route_of, spellings
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,7 @@ class RequestRouter:
     async def route(self, request: web.Request) -> web.StreamResponse:
         """Serve a request."""
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
-        route = route_of(path)
-        dialect = dialect_of(request.method, route, request.headers) if route != CHAT else None  # looking for one costs 10 µs
+        route, dialect = _find_route(request.method, route_of(path), request.headers)
         if dialect is not None:
             request[_DIALECT] = dialect  # from here on, errors have its form
         check_head(request, self._session_headers)
@@ -80,6 +79,18 @@ class RequestRouter:
             route,
             self._session_header,
         )
+
+
+def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[str, TranslatedDialect | None]:
+    """Return the route in the spelling in which it is served here, and its dialect; percent-decoded if it is not served here."""
+    if route == CHAT:  # looking for a dialect costs 10 µs
+        return route, None
+    for spelling in spellings(route):
+        if spelling in CHAT_ROUTES:
+            return spelling, None
+        if (dialect := dialect_of(method, spelling, headers)) is not None:
+            return spelling, dialect
+    return spelling, None
 
 
 @web.middleware

@@ -164,6 +164,8 @@ class StoreFullError(TokencacheError):
         return f"the store accepts no new sessions: {self}: {advice}"
 
 
+SECRET_BYTES = 32
+"""Length of the deployment's secret (`Store.secret`)."""
 REMEMBER_SECONDS = 3600
 """How long a store remembers at least what was removed from the queue."""
 Join = Literal["never", "orphaned", "any"]

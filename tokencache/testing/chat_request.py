@@ -212,6 +212,9 @@ def _check_sampling(body: Mapping[str, Any], vocabulary: int) -> None:
     if (top := body.get("top_logprobs") or 0) > _MAX_LOGPROBS:
         message = f"Requested sample logprobs of {top}, which is greater than max allowed: {_MAX_LOGPROBS}"
         raise senseless(message, "logprobs", top, by_engine=True)
+    if strange := [token for token in body.get("stop_token_ids") or () if not 0 <= token < vocabulary]:
+        message = f"token_id(s) {strange} in stop_token_ids contain out-of-vocab token ids. Vocabulary size: {vocabulary}"
+        raise senseless(message, "stop_token_ids", strange, by_engine=True)
     if (wanted := body.get("prompt_logprobs")) is not None:
         _check_prompt_logprobs(wanted, vocabulary, stream=bool(body.get("stream")))
     allowed = body.get("allowed_token_ids")

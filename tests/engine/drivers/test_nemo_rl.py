@@ -50,6 +50,7 @@ def test_a_reply_without_them_is_unchanged(body):
         {**TOKENS, "generation_log_probs": None},
         {name: TOKENS[name] for name in ("prompt_token_ids", "generation_token_ids")},
         {**TOKENS, "generation_log_probs": [-0.5]},
+        {**TOKENS, "generation_log_probs": [-0.5, -0.5, -0.7]},
     ],
 )
 def test_missing_log_probabilities_are_not_invented(message):

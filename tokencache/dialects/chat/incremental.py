@@ -196,13 +196,14 @@ class IncrementalParser:
         if _NAME in rest:  # a second member of that name, or some text: parse the whole body
             return None
         try:
-            following = _FIELDS.decode(b'{"messages":[' + rest)
+            following = fields_of(b'{"messages":[' + rest)
             listed = following["messages"]
             new = [bytes(entry) for entry in _LIST.decode(listed)]
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, HarnessError):
             return None
         added = find_spans(body, new, at + comma)
-        if comma != bool(new) or added is None:
+        repeated = cached.leading.keys() & following.keys() != {"messages"}  # parsing the whole body refuses it
+        if comma != bool(new) or added is None or repeated:
             return None
         end = at + comma + len(listed) - 1
         fields = {**cached.leading, **following, "messages": Raw(view[cached.start : end])}

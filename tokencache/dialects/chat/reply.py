@@ -20,6 +20,7 @@ from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.completion_reader import PACKED, hide_tokens
 from tokencache.dialects.sse import DONE, event_of
+from tokencache.dialects.stream_usage import HiddenUsage
 
 Raw = msgspec.Raw
 
@@ -54,23 +55,32 @@ class HiddenMembers:
 
 
 class PassthroughEncoder(ReplyEncoder):
-    """Base of the reply encoders of chat and text completions."""
+    """Base of the reply encoders of chat and text completions; `fields` are the members of the client's request."""
+
+    def __init__(self, fields: Mapping[str, Raw]) -> None:
+        self._usage = HiddenUsage(fields)
+
+    def rest(self) -> bytes:
+        """See `ReplyEncoder.rest`."""
+        return self._usage.rest()
 
     def end(self) -> bytes:
         """See `ReplyEncoder.end`."""
-        return event_of(DONE)
+        return self.rest() + event_of(DONE)
 
     def error(self, status: int, message: str) -> bytes:
         """See `ReplyEncoder.error`; written as vLLM 0.32 does."""
         kind = "store_error" if status == _UNAVAILABLE else "upstream_error"
         error = {"message": message, "type": kind, "param": None, "code": status}
-        return event_of(msgspec.json.encode({"error": error})) + event_of(DONE)
+        return self.rest() + event_of(msgspec.json.encode({"error": error})) + event_of(DONE)
 
 
 class ChatReplyEncoder(PassthroughEncoder):
     """Passes on the engine's own bytes, without the members that this client did not request."""
 
     def __init__(self, call: ChatCall) -> None:
+        super().__init__(call.fields)
+        self._choices = call.n
         self._prompt = call.shows_ids
         # vLLM itself omits ids and log probabilities if reasoning is hidden (0.26 and later).
         self._ids = call.shows_ids and call.shows_reasoning
@@ -88,12 +98,17 @@ class ChatReplyEncoder(PassthroughEncoder):
         shown = data if self._shows_all(data) else self._hide(data, "delta")
         if shown is None:
             return b""
-        return event if shown is data else event_of(shown)
+        return self._usage.present(event if shown is data else event_of(shown), shown)
 
     @property
     def chunk_unparsed(self) -> Callable[[bytes], bytes | None] | None:
         """See `ReplyEncoder.chunk_unparsed`; `None` for a client that requested ids, log probabilities or hidden reasoning."""
-        return hide_tokens if self._reasoning and not (self._prompt or self._ids or self._logprobs) else None
+        if not self._reasoning or self._prompt or self._ids or self._logprobs:
+            return None
+        return hide_tokens if self._choices == 1 else self._hide_unless_waiting
+
+    def _hide_unless_waiting(self, event: bytes) -> bytes | None:
+        return None if self._usage.keeps_back else hide_tokens(event)
 
     def _shows_all(self, data: bytes) -> bool:
         return self._ids and self._logprobs and not self._hidden.found(data)

@@ -19,7 +19,7 @@ from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, value_of
+from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -31,8 +31,11 @@ SAMPLING = (
 )  # fmt: skip
 """Members that are recorded with the turn as its sampling parameters."""
 
-_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix")
-"""Members of `kv_transfer_params` that replace the prompt: vLLM's, and those of the plugin for prompts with images and prefixes by hash."""
+_EXTRAS = ("kv_transfer_params", "vllm_xargs")
+_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix", gym.PREFIX)
+"""Members of `_EXTRAS` that replace the prompt: vLLM's, those of the plugin for images and for prefixes by hash, and its exact prefix."""
+_READ_INSIDE = (*_EXTRAS, "stream_options", "chat_template_kwargs")
+"""Members whose own members the proxy reads, and that the engine gets as they are written."""
 
 
 class ChatCall(msgspec.Struct):
@@ -171,12 +174,7 @@ def read_chat(
     tools = fields.get("tools")
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
-    transfer = member(fields, "kv_transfer_params", (dict,), {})
-    if (name := next((name for name in _EXACT_PROMPTS if transfer.get(name) is not None), None)) is not None:
-        raise HarnessError(
-            f"'kv_transfer_params.{name}' cannot be set within a session: the proxy supplies the exact ids",
-            param=f"kv_transfer_params.{name}",
-        )
+    _refuse_prompts(fields)
     model = resolve_model(fields, served)
     call = ChatCall(
         fields=fields,
@@ -215,6 +213,22 @@ def read_chat(
     call.plain = _plain_reason(call)
     parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
+
+
+def _refuse_prompts(fields: dict[str, Raw]) -> None:
+    """Check that a request does not supply ids of its own, and that the engine reads each member that is read here in the same way.
+
+    Raises:
+        HarnessError: it has ids, or gives a member twice.
+    """
+    for name in _READ_INSIDE:
+        if name in fields:
+            refuse_repeated(bytes(fields[name]))
+    for extras in _EXTRAS:
+        given = member(fields, extras, (dict,), {})
+        if (prompt := next((name for name in _EXACT_PROMPTS if given.get(name) is not None), None)) is not None:
+            place = f"{extras}.{prompt}"
+            raise HarnessError(f"{place!r} cannot be set within a session: the proxy supplies the exact ids", param=place)
 
 
 def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:

@@ -28,6 +28,14 @@ _MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 _CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
 _ENCODER = msgspec.json.Encoder()
 _NULL, _NO_ARGUMENTS = Raw(b"null"), Raw(b'"{}"')
+_MEDIA_MEMBERS = frozenset(
+    {
+        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    }
+)
+"""A part with one of these members, even if it is null, is media for vLLM, whatever its type: it then ignores supplied ids. With a `uuid`,
+it reads the member and not the text (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 
 
@@ -122,9 +130,16 @@ def with_media_identities(entry: Any) -> Any:
     return {**entry, "content": parts}
 
 
+def is_text(part: Any) -> bool:
+    """Whether a decoded content part is only text for the engine."""
+    return _text_of(part) is not None
+
+
 def _text_of(part: Any) -> str | None:
-    """Return the text of a content part; `None` if it is not text."""
-    kind = part.get("type") if isinstance(part, dict) else None
+    """Return the text of a content part; `None` if it is not text, or if the engine may read something else in it."""
+    if not isinstance(part, dict) or not _MEDIA_MEMBERS.isdisjoint(part) or part.get("uuid") is not None:
+        return None
+    kind = part.get("type")
     name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(name) if name is not None else None
     return text if isinstance(text, str) else None

@@ -113,11 +113,14 @@ def ids_from_messages(body: bytes) -> bytes:
 
 
 def _as_chat_logprobs(sampled: Raw, logprobs: Raw) -> Raw:
+    """Write log probabilities as a chat completion has them; `null` if there are none, or not as many as ids."""
     if bytes(logprobs) == b"null":
         return _NULL
-    tokens = msgspec.json.decode(sampled, type=list[int])
+    tokens, values = msgspec.json.decode(sampled, type=list[int]), _NUMBERS.decode(logprobs)
+    if len(tokens) != len(values):
+        return _NULL
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-        for token, value in zip(tokens, _NUMBERS.decode(logprobs), strict=False)
+        for token, value in zip(tokens, values, strict=True)
     ]
     return Raw(_ENCODER.encode({"content": content}))

@@ -6,6 +6,7 @@ text, tokenized again by `/tokenize`; set the finish reason of tool calls; keep 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from multidict import CIMultiDict
 
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
-from tokencache.engine.upstream import EngineClient
+from tokencache.engine.upstream import EngineClient, retry_until_answered
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -26,6 +27,17 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
+
+
+class _TextLogprobs(msgspec.Struct):
+    """The log probabilities of a text completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+_TEXT_LOGPROBS = msgspec.json.Decoder(_TextLogprobs)
 
 
 class ReplacedChat(NamedTuple):
@@ -56,7 +68,7 @@ async def parse_completion(derender: Derender, request: ReplacedChat, body: byte
         await _fill(derender, messages, request, choices, visible)
     except EngineError as why:
         messages = [dict(_NO_MESSAGE) for _ in choices]
-        error, temporary = str(why), why.passing
+        error, temporary = why.client_message, why.passing
     return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
 
 
@@ -98,7 +110,8 @@ async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[i
         if bytes(text) in {b"null", b'""'}:
             return []
         body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
-        decoded = (await request.upstream.post("/tokenize", _ENCODER.encode(body), request.headers)).json()
+        send = partial(request.upstream.post, "/tokenize", _ENCODER.encode(body), request.headers)
+        decoded = (await retry_until_answered(send)).json()
         if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
             raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
         return list(decoded["tokens"])
@@ -139,19 +152,22 @@ def _chat_completion(
 def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
     """Write log probabilities as a chat completion has them, with up to `most` alternatives per token (-1: all).
 
-    Those of `/inference/v1/generate` are written so already.
+    Those of `/inference/v1/generate` are written so already. `None` if there are none, or if they cannot be read.
     """
-    found = msgspec.json.decode(raw)
-    if not found or "content" in found:
-        return dict(found) if found else None
-    others = found.get("top_logprobs") or [None] * len(found["tokens"])
-    return {
-        "content": [
-            {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
-            for token, value, top in zip(found["tokens"], found["token_logprobs"], others, strict=False)
-        ]
-    }
+    try:
+        if "content" in (members := _FIELDS.decode(raw)):
+            return dict(members)
+        found = _TEXT_LOGPROBS.decode(raw)
+        others = found.top_logprobs or [None] * len(found.tokens)
+        return {
+            "content": [
+                {**_entry(token, value), "top_logprobs": [_entry(*one) for one in list((top or {}).items())[: most if most >= 0 else None]]}
+                for token, value, top in zip(found.tokens, found.token_logprobs, others, strict=True)
+            ]
+        }
+    except (ValueError, RecursionError):
+        return None
 
 
-def _entry(token: str, value: float) -> dict[str, Any]:
+def _entry(token: str, value: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "surrogatepass"))}

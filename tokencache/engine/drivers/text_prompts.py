@@ -148,9 +148,8 @@ class TextPrompts(Vllm):
 
     async def _ask_parser(self, upstream: EngineClient, path: str, body: bytes, headers: CIMultiDict[str] | None) -> EngineResponse:
         """Post to the parser, or to the engine if there is none; only the engine gets the harness's own headers."""
-        if self._parser is None:
-            return await upstream.post(path, body, headers)
-        return await retry_until_answered(partial(self._parser.post, path, body))
+        own = partial(upstream.post, path, body, headers)
+        return await retry_until_answered(own if self._parser is None else partial(self._parser.post, path, body))
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""

@@ -17,6 +17,7 @@ from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.image_prompts import ImagePrompts
@@ -69,7 +70,9 @@ class Vllm(Driver):
 
     def _members(self, call: ChatCall) -> dict[str, Raw]:
         fields = members_with_ids(call)
-        return fields if self.streams else _whole(fields)
+        if not self.streams:
+            return _whole(fields)
+        return with_usage(fields) if call.stream else fields
 
     def _write_named(self, call: ChatCall, name: PromptName) -> bytes:
         """Write a request that names its prompt. If the engine does not render, one message stands for all (`engine.prefixes`)."""

@@ -4,6 +4,7 @@ The engine's own rendering is the reference for every other renderer. `/tokenize
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
-from tokencache.engine.upstream import EngineClient
+from tokencache.engine.upstream import EngineClient, retry_until_answered
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
@@ -80,7 +81,7 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await self._engine.post(self.route, body)
+            answer = await retry_until_answered(partial(self._engine.post, self.route, body))
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != _OK:
@@ -96,7 +97,8 @@ class EngineRenderer:
     async def read(self, model: str, packed: bytes) -> str:
         """See `TextRenderer.read`; uses the engine's `/detokenize`."""
         try:
-            answer = await self._engine.post("/detokenize", {"model": model, "tokens": ids.unpack(packed)})
+            body = {"model": model, "tokens": ids.unpack(packed)}
+            answer = await retry_until_answered(partial(self._engine.post, "/detokenize", body))
             return msgspec.json.decode(answer.body, type=_Detokenized).prompt
         except Exception as why:
             raise RenderError(f"/detokenize: {why}") from why

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from tokencache import metrics
+from tokencache.background import repeat
 from tokencache.backoff import delays
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
@@ -164,20 +165,18 @@ class CallsInFlight:
             log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
             return _Ended(())
         except asyncio.CancelledError:
-            self._ledger.detach(asyncio.create_task(self._give_up(session, duplicate.call)))
+            self._ledger.detach(asyncio.create_task(self._mark_wanted(session, duplicate.call, given_up=True)))
             raise
         finally:
             await end(wanting)
 
     async def _keep_wanting(self, session: str, call: str) -> None:
-        while self._grace:
-            await asyncio.sleep(self._grace / 3)  # well within the grace period
-            with contextlib.suppress(StoreError):
-                await self._store.mark_wanted(session, call)
+        if self._grace:
+            await repeat("wanted", lambda: self._mark_wanted(session, call), self._grace / 3)  # well within the grace period
 
-    async def _give_up(self, session: str, call: str) -> None:
+    async def _mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
         with contextlib.suppress(StoreError):
-            await self._store.mark_wanted(session, call, given_up=True)
+            await self._store.mark_wanted(session, call, given_up=given_up)
 
     async def _watched_end(self, session: str, epoch: str, duplicate: OpenCall, key: bytes) -> _Ended:
         """Wait until a call has ended; its turns are found under `key`. All retries that wait for a call share one task.
@@ -276,21 +275,18 @@ class CallsInFlight:
     @contextlib.asynccontextmanager
     async def heartbeats(self) -> AsyncIterator[None]:
         """Write this replica's heartbeat while the context is open."""
-        with contextlib.suppress(StoreError):
-            await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
-        heartbeat = asyncio.create_task(self._keep_beating())
+        await self._beat()
+        heartbeat = asyncio.create_task(repeat("heartbeat", self._beat, HEARTBEAT_SECONDS))
         try:
             yield
         finally:
             await end(heartbeat, *self._watched.values())
 
-    async def _keep_beating(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            try:
-                await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
-            except StoreError as why:
-                log.debug("replica %s: no heartbeat written: %s", self._ledger.replica, why)
+    async def _beat(self) -> None:
+        try:
+            await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
+        except StoreError as why:
+            log.debug("replica %s: no heartbeat written: %s", self._ledger.replica, why)
 
 
 async def _log_failure(task: _Task) -> None:

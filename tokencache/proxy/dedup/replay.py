@@ -24,7 +24,7 @@ from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED
 from tokencache.proxy.response import Response
 from tokencache.store.base import Store, StoreError
 
-_NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR})
+_NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR, TurnMark.UNCERTAIN})
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:

@@ -1,8 +1,7 @@
 """The queue of finished sessions in a file. `store.FileStore` contains it."""
 
 import sqlite3
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
 from tokencache.store.encoding import text, untext
@@ -18,6 +17,7 @@ class FileQueue:
 
     reader: Worker
     writer: Worker
+    now: Callable[[], float]
 
     @writes
     def offer(self, db: sqlite3.Connection, session: str, epoch: str, at: float) -> None:
@@ -28,7 +28,7 @@ class FileQueue:
 
     @reads
     def queue(self, db: sqlite3.Connection) -> list[QueueEntry]:
-        now = time.time()
+        now = self.now()
         return [
             QueueEntry(untext(session), epoch, at, delivery, consumer, until, attempt, leased=until > now)
             for session, epoch, at, delivery, consumer, until, attempt in db.execute(
@@ -43,7 +43,7 @@ class FileQueue:
 
     @writes
     def lease(self, db: sqlite3.Connection, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
-        now = time.time()
+        now = self.now()
         former = set()
         for session in sessions:
             entry = db.execute("SELECT delivery, until FROM queue WHERE session = ?", (text(session),)).fetchone()
@@ -63,7 +63,7 @@ class FileQueue:
     def extend(self, db: sqlite3.Connection, delivery: str, seconds: float) -> bool:
         known = _known(db, delivery)
         if known:
-            db.execute(f"UPDATE queue SET until = ? WHERE {_PARTS}", (time.time() + seconds, delivery, delivery))  # noqa: S608
+            db.execute(f"UPDATE queue SET until = ? WHERE {_PARTS}", (self.now() + seconds, delivery, delivery))  # noqa: S608
         return known
 
     @writes
@@ -76,7 +76,7 @@ class FileQueue:
 
     @writes
     def remove(self, db: sqlite3.Connection, delivery: str) -> RemoveOutcome:
-        now = time.time()
+        now = self.now()
         if not _known(db, delivery):
             before = db.execute("SELECT 1 FROM removed_deliveries WHERE delivery = ?", (delivery,)).fetchone()
             return RemoveOutcome.REPEATED if before else RemoveOutcome.EXPIRED

@@ -1,5 +1,7 @@
 """The file store: each operation is a transaction."""
 
+import asyncio
+import logging
 import os
 import secrets
 import sqlite3
@@ -43,9 +45,24 @@ from tokencache.store.file.operations import reads, writes
 from tokencache.store.file.queue import FileQueue
 from tokencache.store.file.worker import Worker
 
+log = logging.getLogger(__name__)
+
 PAGE = 1000
+_LOOKS, _LOOK_SECONDS = 20, 0.05
+"""How often, and how far apart, an empty file is looked at."""
+CLOCK_TOLERANCE = 10.0
+"""Least difference, in seconds, between this process's clock and that of the file system that counts."""
 _RENEW_BELOW = 0.99
 """The time to live of a binding is renewed if less than this share of it is left."""
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether there is a file, and it has no bytes."""
+    return path.is_file() and not path.stat().st_size
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def read_path(url: str) -> Path:
@@ -91,14 +108,17 @@ class FileStore(FileQueue):
         self._path = read_path(url)
         self._ttl, self._tombstone = ttl_seconds, tombstone_seconds
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
+        self._ahead = 0.0
         self.writer = Worker(self._path, timeout_seconds, writes=True)
         self.reader = Worker(self._path, timeout_seconds, writes=False)
 
     async def open(self) -> None:
+        await self._check_not_truncated()
         try:
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
         except OSError as why:
             raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
+        self._ahead = self._measure_clock()
         try:
             await self.writer.open()
             await self._create_tables()
@@ -107,6 +127,54 @@ class FileStore(FileQueue):
         except BaseException:
             await self.close()
             raise
+
+    async def _check_not_truncated(self) -> None:
+        """Report a file without content: a new store begins in it.
+
+        Raises:
+            StoreError: SQLite's log beside it shows that it had content.
+        """
+        for _ in range(_LOOKS):
+            if not _is_empty(self._path):
+                return
+            await asyncio.sleep(_LOOK_SECONDS)  # another worker may be making it
+        log_file = Path(f"{self._path}-wal")
+        if _has_content(log_file):
+            raise StoreError(
+                f"file: {self._path} was truncated: it is empty, and {log_file.name} beside it is not. Restore it, or remove both to begin "
+                "anew"
+            )
+        log.warning("file: %s was there and is empty: a new store begins in it. If it had sessions, they are lost", self._path)
+
+    def _measure_clock(self) -> float:
+        """Compare this process's clock with that of the file system, which all processes with this file share.
+
+        If they differ, times to live are measured with the latter: otherwise a process whose clock is wrong would delete the sessions of
+        the others.
+
+        Returns:
+            The seconds by which the clock of this process is ahead; 0 if that is too little to matter.
+        """
+        before = time.time()
+        try:
+            os.utime(self._path)  # the file system fills in its own time
+            ahead = before - self._path.stat().st_mtime
+        except OSError:  # the file belongs to another user
+            return 0.0
+        if abs(ahead) < CLOCK_TOLERANCE:
+            return 0.0
+        log.warning(
+            "file: THE CLOCK IS WRONG: this process's clock is %.0f s %s that of the file system of %s. The store uses the file system's; "
+            "set the clock",
+            abs(ahead),
+            "ahead of" if ahead > 0 else "behind",
+            self._path,
+        )
+        return ahead
+
+    def now(self) -> float:
+        """Return the time by the clock that all processes with this file share, Unix time in seconds."""
+        return time.time() - self._ahead
 
     async def close(self) -> None:
         await self.reader.close()
@@ -144,7 +212,7 @@ class FileStore(FileQueue):
         exist_ok: bool = False,
         adopt: bool = False,
     ) -> bool:
-        held = _find(db, session)
+        held = self._find(db, session)
         if held is None:
             self._check_capacity(db)
             db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
@@ -162,7 +230,7 @@ class FileStore(FileQueue):
 
     @reads
     def settings(self, db: sqlite3.Connection, session: str) -> SessionSettings | None:
-        held = _find(db, session)
+        held = self._find(db, session)
         return _settings(held) if held else None
 
     @writes
@@ -178,9 +246,9 @@ class FileStore(FileQueue):
         join: Join = "never",
         settings: bytes = b"",
     ) -> BeginResult:
-        held = _find(db, session)
+        held = self._find(db, session)
         if held is None:
-            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone():
+            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), self.now())).fetchone():
                 raise SessionDeletedError(session)
             self._check_capacity(db)
         elif held["sealed"]:
@@ -193,7 +261,7 @@ class FileStore(FileQueue):
         number, name = held["id"], text(call)
         known = db.execute("SELECT 1 FROM calls WHERE session = ? AND call = ?", (number, name)).fetchone()
         duplicate = None if known or not fingerprint else _join(db, number, fingerprint, join)
-        begun, now = held["begun"] + (known is None and duplicate is None), time.time()
+        begun, now = held["begun"] + (known is None and duplicate is None), self.now()
         if duplicate is None:
             db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, name))
             db.execute(
@@ -222,24 +290,24 @@ class FileStore(FileQueue):
 
     @writes
     def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
-        now = time.time()
+        now = self.now()
         db.execute("DELETE FROM replicas WHERE expires <= ?", (now,))
         db.execute("INSERT OR REPLACE INTO replicas VALUES (?, ?)", (text(replica), now + seconds))
 
     @reads
     def live_replicas(self, db: sqlite3.Connection, replicas: Sequence[str]) -> set[str]:
-        alive = {untext(name) for (name,) in db.execute("SELECT replica FROM replicas WHERE expires > ?", (time.time(),))}
+        alive = {untext(name) for (name,) in db.execute("SELECT replica FROM replicas WHERE expires > ?", (self.now(),))}
         return alive & set(replicas)
 
     @reads
     def find(self, db: sqlite3.Connection, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        held = _find(db, session)
+        held = self._find(db, session)
         with decoding(session):
             return _hits(db, held["id"], keys, early=False) if held else [[] for _ in keys]
 
     @reads
     def prefix(self, db: sqlite3.Connection, session: str, turn: str) -> Prefix:
-        held = _find(db, session)
+        held = self._find(db, session)
         with decoding(session):
             return unpack_prefix(turn, _line(db, held["id"], turn) if held else ())
 
@@ -260,17 +328,17 @@ class FileStore(FileQueue):
             _add(db, number, entry)
         for name, data in documents.items():
             db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (number, text(name), data))
-        _end(db, number, call, incidents)
+        _end(db, number, call, incidents, self.now())
 
     @writes
     def settle(self, db: sqlite3.Connection, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        _end(db, self._use_epoch(db, session, epoch), call, incidents)
+        _end(db, self._use_epoch(db, session, epoch), call, incidents, self.now())
 
     @writes
     def add_incidents(self, db: sqlite3.Connection, session: str, incidents: Sequence[Incident]) -> None:
         held = self._use(db, session)
         if held is None:
-            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone():
+            if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), self.now())).fetchone():
                 return
             held = self._create(db, session, SessionSettings(), Labels())
         _add_incidents(db, held["id"], incidents)
@@ -292,41 +360,43 @@ class FileStore(FileQueue):
         except UnicodeDecodeError:
             raise CursorError("it is not a cursor of this store") from None
         found = db.execute(
-            "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?", (cursor, time.time(), limit)
+            "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?", (cursor, self.now(), limit)
         ).fetchall()
         return Page([_info(db, held) for held in found], found[-1]["name"] if len(found) == limit else b"")
 
     @reads
     def states(self, db: sqlite3.Connection, sessions: Sequence[str]) -> list[SessionInfo | None]:
-        return [_info(db, held) if held else None for held in (_find(db, session) for session in sessions)]
+        return [_info(db, held) if held else None for held in (self._find(db, session) for session in sessions)]
 
     @reads
     def session(self, db: sqlite3.Connection, session: str) -> SessionInfo | None:
-        held = _find(db, session)
+        held = self._find(db, session)
         return _info(db, held) if held else None
 
     @reads
     def turns(self, db: sqlite3.Connection, session: str) -> list[Turn]:
-        held = _find(db, session)
+        held = self._find(db, session)
         with decoding(session):
             found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
             return [unpack(record, Turn) for (record,) in found]
 
     @reads
     def tokens(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        found = {turn: _tokens(db, session, turn) for turn in turns}
+        held = self._find(db, session)
+        found = {turn: _tokens(db, held, turn) for turn in turns}
         with decoding(session):
             return {turn: unpack_tokens(row["ids"], row["logprobs"]).tokens for turn, row in found.items()}
 
     @reads
     def contexts(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        return {turn: _tokens(db, session, turn)["context"] for turn in turns}
+        held = self._find(db, session)
+        return {turn: _tokens(db, held, turn)["context"] for turn in turns}
 
     @writes
     def finish(self, db: sqlite3.Connection, session: str) -> bool:
         held = self._use(db, session)
         if held is not None:
-            db.execute("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (time.time(), held["id"]))
+            db.execute("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (self.now(), held["id"]))
         return held is not None
 
     @writes
@@ -347,7 +417,7 @@ class FileStore(FileQueue):
 
     @writes
     def set_labels(self, db: sqlite3.Connection, session: str, changes: LabelChanges) -> bool:
-        held = _find(db, session)
+        held = self._find(db, session)
         if held is not None:
             self._set_labels(db, held, changes)
         return held is not None
@@ -367,7 +437,7 @@ class FileStore(FileQueue):
 
     @reads
     def rewards(self, db: sqlite3.Connection, session: str) -> list[Reward]:
-        held = _find(db, session)
+        held = self._find(db, session)
         with decoding(session):
             found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
             return [unpack(record, Reward) for (record,) in found]
@@ -375,12 +445,12 @@ class FileStore(FileQueue):
     @writes
     def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
         name = text(session)
-        held = _find(db, session)
+        held = self._find(db, session)
         db.execute("DELETE FROM sessions WHERE name = ?", (name,))
         if reuse:
             db.execute("DELETE FROM tombstones WHERE name = ?", (name,))
         elif held is not None:
-            db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, time.time() + self._tombstone))
+            db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, self.now() + self._tombstone))
         return held is not None
 
     @writes
@@ -389,14 +459,14 @@ class FileStore(FileQueue):
 
     @reads
     def documents(self, db: sqlite3.Connection, session: str, names: Sequence[str]) -> list[bytes | None]:
-        held = _find(db, session)
+        held = self._find(db, session)
         number = held["id"] if held else 0
         found = [db.execute("SELECT data FROM documents WHERE session = ? AND name = ?", (number, text(name))).fetchone() for name in names]
         return [row and row["data"] for row in found]
 
     @writes
     def delete_document(self, db: sqlite3.Connection, session: str, name: str) -> bool:
-        held = _find(db, session)
+        held = self._find(db, session)
         number = held["id"] if held else 0
         return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", (number, text(name))).rowcount > 0
 
@@ -413,39 +483,39 @@ class FileStore(FileQueue):
 
     @reads
     def media(self, db: sqlite3.Connection, session: str, sha256: str) -> tuple[str, bytes] | None:
-        held = _find(db, session)
+        held = self._find(db, session)
         number = held["id"] if held else 0
         row = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", (number, sha256)).fetchone()
         return (untext(row["media_type"]), row["data"]) if row else None
 
     @reads
     def stored_media(self, db: sqlite3.Connection, session: str) -> list[StoredMedium]:
-        held = _find(db, session)
+        held = self._find(db, session)
         number = held["id"] if held else 0
         found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", (number,))
         return [StoredMedium(sha256, untext(media_type), size) for sha256, media_type, size in found]
 
     @writes
     def bind_key(self, db: sqlite3.Connection, key: str, binding: Binding) -> None:
-        now = time.time()
+        now = self.now()
         db.execute("DELETE FROM bindings WHERE expires <= ?", (now,))
         db.execute("INSERT OR REPLACE INTO bindings VALUES (?, ?, ?)", (key, pack(binding), now + self._ttl))
 
     async def binding_of_key(self, key: str) -> Binding | None:
         found = await self._binding(key)
-        if found is not None and found[1] < time.time() + _RENEW_BELOW * self._ttl:  # not at each call, because it is a write
+        if found is not None and found[1] < self.now() + _RENEW_BELOW * self._ttl:  # not at each call, because it is a write
             await self._renew_binding(key)
         return found and found[0]
 
     @reads
     def _binding(self, db: sqlite3.Connection, key: str) -> tuple[Binding, float] | None:
-        row = db.execute("SELECT record, expires FROM bindings WHERE key = ? AND expires > ?", (key, time.time())).fetchone()
+        row = db.execute("SELECT record, expires FROM bindings WHERE key = ? AND expires > ?", (key, self.now())).fetchone()
         with decoding(key):
             return (unpack(row["record"], Binding), row["expires"]) if row else None
 
     @writes
     def _renew_binding(self, db: sqlite3.Connection, key: str) -> None:
-        db.execute("UPDATE bindings SET expires = ? WHERE key = ?", (time.time() + self._ttl, key))
+        db.execute("UPDATE bindings SET expires = ? WHERE key = ?", (self.now() + self._ttl, key))
 
     @writes
     def unbind_key(self, db: sqlite3.Connection, key: str) -> bool:
@@ -493,9 +563,10 @@ class FileStore(FileQueue):
 
     def _delete_expired(self, db: sqlite3.Connection) -> None:
         """Delete what has expired, and the entries of the queue that are void since then."""
-        now = time.time()
+        now = self.now()
         db.execute("DELETE FROM tombstones WHERE expires <= ?", (now,))
-        if db.execute("DELETE FROM sessions WHERE expires <= ?", (now,)).rowcount:
+        if expired := db.execute("DELETE FROM sessions WHERE expires <= ?", (now,)).rowcount:
+            log.info("file: %d sessions have expired and are deleted: they were not used for %g s", expired, self._ttl)
             db.execute(
                 "DELETE FROM queue WHERE at < ? AND until <= ? AND NOT EXISTS "
                 "(SELECT 1 FROM sessions WHERE sessions.name = queue.session AND sessions.epoch = queue.epoch)",
@@ -503,7 +574,7 @@ class FileStore(FileQueue):
             )
 
     def _create(self, db: sqlite3.Connection, session: str, settings: SessionSettings, labels: Labels) -> sqlite3.Row:
-        now, name = time.time(), text(session)
+        now, name = self.now(), text(session)
         db.execute("DELETE FROM sessions WHERE name = ?", (name,))  # it may be there and have expired
         created: sqlite3.Row = db.execute(
             "INSERT INTO sessions (name, epoch, created, used, expires, digest, settings, labels) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
@@ -522,17 +593,22 @@ class FileStore(FileQueue):
         return created
 
     def _renew(self, db: sqlite3.Connection, number: int) -> None:
-        db.execute("UPDATE sessions SET expires = ? WHERE id = ?", (time.time() + self._ttl, number))
+        db.execute("UPDATE sessions SET expires = ? WHERE id = ?", (self.now() + self._ttl, number))
+
+    def _find(self, db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
+        live = "SELECT * FROM sessions WHERE name = ? AND expires > ?"
+        found: sqlite3.Row | None = db.execute(live, (text(session), self.now())).fetchone()
+        return found
 
     def _use(self, db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
         """Look up a session, and renew its time to live."""
-        held = _find(db, session)
+        held = self._find(db, session)
         if held is not None:
             self._renew(db, held["id"])
         return held
 
     def _use_epoch(self, db: sqlite3.Connection, session: str, epoch: str) -> int:
-        held = _find(db, session)
+        held = self._find(db, session)
         if held is None or held["epoch"] != epoch:
             raise SessionGoneError(session)
         self._renew(db, held["id"])
@@ -550,11 +626,6 @@ def decoding(session: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as why:
         raise StoreError(f"file: the data of session {session} is damaged: {why}") from None
-
-
-def _find(db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
-    found: sqlite3.Row | None = db.execute("SELECT * FROM sessions WHERE name = ? AND expires > ?", (text(session), time.time())).fetchone()
-    return found
 
 
 def _settings(held: sqlite3.Row) -> SessionSettings:
@@ -620,8 +691,7 @@ def _hits(db: sqlite3.Connection, number: int, keys: Sequence[bytes], *, early: 
     return found
 
 
-def _tokens(db: sqlite3.Connection, session: str, turn: str) -> sqlite3.Row:
-    held = _find(db, session)
+def _tokens(db: sqlite3.Connection, held: sqlite3.Row | None, turn: str) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(
         "SELECT ids, logprobs, context FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?",
         (held["id"] if held else 0, text(turn)),
@@ -657,10 +727,10 @@ def _add(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     db.execute("UPDATE sessions SET sampled = sampled + ? WHERE id = ?", (turn.completion_tokens, number))
 
 
-def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident]) -> None:
+def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident], now: float) -> None:
     """Close a call."""
     db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, text(call)))
-    db.execute("UPDATE sessions SET used = ?, turns = (SELECT count(*) FROM turns WHERE session = id) WHERE id = ?", (time.time(), number))
+    db.execute("UPDATE sessions SET used = ?, turns = (SELECT count(*) FROM turns WHERE session = id) WHERE id = ?", (now, number))
     _add_incidents(db, number, incidents)
 
 

@@ -4,6 +4,7 @@
 `url`          reads the store's URL: a server, Sentinels or a cluster
 `connections`  connects to it
 `retries`      sends operations within a time limit, and retries where that is safe; `timeouts` limits the time
+`answers`      checks the form of each answer
 `capacity`     decides whether new sessions may begin
 `scripts`      the Lua scripts of sessions; `queue_scripts` those of the queue, and its keys
 `fields`       names of keys and fields, and what they contain

@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
 from redis import exceptions
 
+from tokencache.background import repeat
 from tokencache.store.base import StoreError
+from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
 from tokencache.wakeup import end
@@ -65,7 +66,7 @@ class CapacityWatch:
         evicting = await self.check()
         if evicting and not self._may_evict:
             raise StoreError(f"redis: {evicting}. {_ADVICE}")
-        self._task = asyncio.create_task(self._watch())
+        self._task = asyncio.create_task(repeat("store-capacity", self._try_to_check, SECONDS))
 
     async def close(self) -> None:
         """Stop watching."""
@@ -90,11 +91,9 @@ class CapacityWatch:
                 self.full = f"there are {self._sessions} sessions, and --max-sessions is {self._max_sessions}"
         return evicting
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(SECONDS)
-            with contextlib.suppress(StoreError):
-                await self.check()
+    async def _try_to_check(self) -> None:
+        with contextlib.suppress(StoreError):
+            await self.check()
 
     async def _info(self, run: Run) -> dict[str, Any]:
         reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
@@ -107,9 +106,9 @@ class CapacityWatch:
         return {}
 
     def _over(self, memory: dict[str, Any]) -> str:
-        limit = int(memory.get("maxmemory", 0))
+        limit = _figure(memory, "maxmemory")
         allowed = self._max_bytes or int(limit * _SAFE)
-        used = int(memory.get("used_memory", 0)) - int(memory.get("mem_not_counted_for_evict", 0))
+        used = _figure(memory, "used_memory") - _figure(memory, "mem_not_counted_for_evict")
         if not allowed or used < allowed:
             return ""
         rule = f"--max-store-bytes is {allowed}" if self._max_bytes else f"the limit is nine tenths of its maxmemory, {limit}"
@@ -140,16 +139,28 @@ class CapacityWatch:
             log.warning(message)
 
 
+def _figure(memory: dict[str, Any], name: str) -> int:
+    """Return a figure of the report; 0 if it has none.
+
+    Raises:
+        StoreError: it is no number.
+    """
+    value = memory.get(name, 0)
+    if not isinstance(value, int):
+        raise StoreError(f"redis: capacity: the server answered something else than a number for {name}")
+    return value
+
+
 def _evicts(memory: dict[str, Any]) -> str:
     policy = str(memory.get("maxmemory_policy", "noeviction"))
-    if not int(memory.get("maxmemory", 0)) or policy == "noeviction":
+    if not _figure(memory, "maxmemory") or policy == "noeviction":
         return ""
     return f"its maxmemory-policy is {policy}: when its memory is full it deletes sessions that are in use"
 
 
-def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool) -> Awaitable[Any]:
+async def scan(run: Run, cursor: int, pattern: bytes, count: int, _lost: bool) -> Any:
     """Read a page of about `count` session keys that match a pattern, without tombstones: the next cursor, and the keys."""
-    return run("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "hash")
+    return check("SCAN", await run("SCAN", cursor, "MATCH", pattern, "COUNT", count, "TYPE", "hash"))
 
 
 async def run_id(run: Run, _lost: bool) -> bytes:
@@ -158,13 +169,13 @@ async def run_id(run: Run, _lost: bool) -> bytes:
     return str(reply.get("run_id", "")).encode() if isinstance(reply, dict) else b""
 
 
-def _size(run: Run, _lost: bool) -> Awaitable[Any]:
-    return run("DBSIZE")
+async def _size(run: Run, _lost: bool) -> Any:
+    return check("DBSIZE", await run("DBSIZE"))
 
 
 async def _info(run: Run, section: str) -> Any:
     try:
-        return await run("INFO", section)
+        return check("INFO", await run("INFO", section))
     except exceptions.ResponseError as why:
         if isinstance(why, exceptions.NoPermissionError) or "unknown command" in str(why):
             return str(why)

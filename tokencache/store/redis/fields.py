@@ -125,6 +125,8 @@ def unpack_calls(packed: bytes) -> tuple[OpenCall, ...]:
     calls = []
     while packed:
         flags, fingerprint, replica, named = (int(packed[start:stop]) for start, stop in ((17, 18), (18, 23), (23, 28), (28, _CALL_HEAD)))
+        if min(fingerprint, replica, named) < 0:
+            raise ValueError("an open call has a negative length")
         ends = _CALL_HEAD + fingerprint, _CALL_HEAD + fingerprint + replica, _CALL_HEAD + fingerprint + replica + named
         calls.append(
             OpenCall(
@@ -202,5 +204,5 @@ def decoding(session: str) -> Iterator[None]:
     """Report values that cannot be decoded as damage of the session."""
     try:
         yield
-    except (ValueError, IndexError, TypeError) as why:
+    except (ValueError, IndexError, TypeError, AttributeError) as why:
         raise StoreError(f"redis: the data of session {session} is damaged: {why}") from None

@@ -21,6 +21,7 @@ from redis import exceptions
 
 from tokencache.backoff import delays
 from tokencache.store.base import StoreError
+from tokencache.store.redis.answers import WrongAnswerError
 from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, ConnectFailedError
 from tokencache.store.redis.timeouts import LoopTimeouts
 from tokencache.wakeup import end
@@ -114,6 +115,10 @@ class RetryingClient:
             if self._last_reply < started and not probing:  # no operation got a reply since then: the server does not respond
                 self._probe = asyncio.create_task(self._probe_until_reply())
             self._fail(operation, f"no answer within {self.timeout:g} s{why}")
+        except (WrongAnswerError, ValueError, TypeError, AttributeError, LookupError) as error:
+            await self._backend.reset()  # the connection may be out of step: its next answers would be those to earlier commands
+            unreadable = f"the server answered something else than the client library can read ({type(error).__name__})"
+            self._fail(operation, str(error) if isinstance(error, WrongAnswerError) else unreadable)
         except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
             self._fail(operation, str(error) or type(error).__name__)
 

@@ -45,6 +45,7 @@ from tokencache.store.base import (
 )
 from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens
 from tokencache.store.redis import fields, queue_scripts, scripts
+from tokencache.store.redis.answers import check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
 from tokencache.store.redis.fields import decoding, document_field, media_field, turn_field
@@ -247,7 +248,8 @@ class RedisStore:
         if not replicas:
             return set()
         held = await self._command("live_replicas", "MGET", *map(self._keys.replica, replicas))
-        return {replica for replica, heartbeat in zip(replicas, held, strict=True) if heartbeat is not None}
+        with decoding("of the replicas"):
+            return {replica for replica, heartbeat in zip(replicas, held, strict=True) if heartbeat is not None}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         reply = await self._script("find", scripts.FIND, [self._keys.session(session)], *pack_keys(keys))
@@ -348,7 +350,8 @@ class RedisStore:
         reply = await self._script("contexts", scripts.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < len(turns):
             raise KeyError(turns[len(reply)])
-        return dict(zip(turns, reply, strict=True))
+        with decoding(session):
+            return dict(zip(turns, reply, strict=True))
 
     async def finish(self, session: str) -> bool:
         return bool(await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl))
@@ -361,6 +364,8 @@ class RedisStore:
             reply = await self._script("seal", scripts.SEAL, keys, self._ttl, cut, incident)
             if isinstance(reply, int):
                 return SealOutcome.SEALED if reply else SealOutcome.MISSING
+            if reply.decode() == cut:
+                raise StoreError("redis: seal: the server answered something else than what has changed")
             cut = reply.decode()
             if not force:
                 return SealOutcome.CALLS_IN_FLIGHT if cut.startswith("1") else SealOutcome.UNFINISHED
@@ -392,7 +397,8 @@ class RedisStore:
         if not names:
             return []
         reply = await self._script("documents", scripts.DOCUMENTS, [self._keys.session(session)], *map(document_field, names))
-        return list(reply) or [None] * len(names)
+        with decoding(session):
+            return [found for _, found in zip(names, reply or [None] * len(names), strict=True)]
 
     async def delete_document(self, session: str, name: str) -> bool:
         keys = [self._keys.session(session)]
@@ -486,9 +492,10 @@ class RedisStore:
         """Read the states of sessions in one round trip, or in two if a server has not seen the script."""
         keys = [self._keys.session(session) for session in sessions]
         try:
-            return await self._backend.batch([("EVALSHA", HASHES[scripts.SESSION], 1, key) for key in keys])
+            found = await self._backend.batch([("EVALSHA", HASHES[scripts.SESSION], 1, key) for key in keys])
         except exceptions.NoScriptError:
-            return await self._backend.batch([("EVAL", scripts.SESSION, 1, key) for key in keys])
+            found = await self._backend.batch([("EVAL", scripts.SESSION, 1, key) for key in keys])
+        return [check(scripts.SESSION, reply) for reply in found]
 
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
@@ -498,13 +505,17 @@ class RedisStore:
             raise (TurnLostError if ended else SessionGoneError)(session)
 
     async def _command(self, operation: str, *command: Argument, repeatable: bool = True) -> Any:
-        return await self._client.call(operation, lambda _: self._backend.run(*command), repeatable=repeatable)
+        return await self._client.call(operation, lambda _: self._run(*command), repeatable=repeatable)
+
+    async def _run(self, *command: Argument) -> Any:
+        return check(str(command[0]), await self._backend.run(*command))
 
     async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._send(script, keys, *args), repeatable=repeatable)
 
     async def _send(self, script: str, keys: Sequence[bytes], *args: Argument) -> Any:
         try:
-            return await self._backend.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
+            answer = await self._backend.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
         except exceptions.NoScriptError:
-            return await self._backend.run("EVAL", script, len(keys), *keys, *args)
+            answer = await self._backend.run("EVAL", script, len(keys), *keys, *args)
+        return check(script, answer)

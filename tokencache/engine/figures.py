@@ -1,0 +1,126 @@
+"""Decides what the figures of an engine's reply prove: which of its ids were certainly sampled, and whether they can be trained.
+
+An engine may be broken, and a gateway in front of it may lose, double, cut or move parts of a reply. So nothing is trusted because it
+arrived. `judge` compares the figures of a reply with each other, whole or streamed, from every driver. What is not certain is not recorded:
+
+==================================================  ==========================================================================
+figure                                              what follows if it is wrong
+==================================================  ==========================================================================
+ids beside text, calls or log probabilities         without them: the hole `no-token-ids`, and none is recorded
+each id is in the model's vocabulary                the hole `inconsistent-reply`, and none is recorded
+the number of ids is the one in `usage`             the same; up to the last right number if each event has a `usage`
+`usage` is there, if the engine has it when probed  the same
+nothing is sampled after a choice's finish reason   the same
+the choices are those that were requested           the same
+every event can be read                             the hole `unreadable-reply`; the ids before that event are recorded
+the length of the prompt is the one in `usage`      the hole `inconsistent-reply`, and no turn is recorded
+as many log probabilities as ids in each event      the ids get loss mask 0, and the mark and incident `no-logprobs`
+a log probability is a number, and not above 0      the same
+==================================================  ==========================================================================
+
+What no figure shows: an id in place of another of the vocabulary, as many ids lost as doubled, events in another order if their parts stay
+together, an index that names another requested choice. vLLM numbers its events only with `continuous_usage_stats`. The proxy does not
+request that, because with a reasoning parser vLLM (0.32, `chat_completion/serving.py`) then counts all tokens of a reply again for each
+event. Of a reply that was broken off there is no final `usage`, so its number of ids is not checked.
+"""
+
+import math
+from typing import NamedTuple
+
+from tokencache.core.incidents import IncidentKind
+from tokencache.engine.reply import Choice, Reply
+
+ABOVE_ALL_IDS = 2**31
+"""No vocabulary has this id: ids are stored as int32 (`core.ids`)."""
+_ROUNDING = 1e-4
+"""A log probability may be this far above 0: `logits - max - log(sum)` is computed with float32 values."""
+
+
+class Finding(NamedTuple):
+    """What the figures of one choice prove.
+
+    Attributes:
+        tokens: the number of ids, from the first one, that are certain.
+        hole: the kind of the hole if these are not all ids; otherwise `None`.
+        detail: what is wrong, in words.
+        no_logprobs: why the log probabilities cannot be trained, in words; `""` if they can.
+    """
+
+    tokens: int
+    hole: IncidentKind | None = None
+    detail: str = ""
+    no_logprobs: str = ""
+
+
+def judge(reply: Reply, vocabulary: int = 0, *, must_count: bool = False) -> dict[int, Finding]:
+    """Judge all choices of a reply.
+
+    Args:
+        reply: the reply, as far as it arrived.
+        vocabulary: the number of ids that the model has; 0 if unknown.
+        must_count: whether the reply is complete, and the engine counts the tokens of its replies: then a reply without a count is wrong.
+    """
+    wrong = _wrong_as_a_whole(reply) or ("the engine did not count its tokens" if must_count and not reply.counts else "")
+    return {index: _judge(choice, reply, wrong, vocabulary or ABOVE_ALL_IDS) for index, choice in reply.choices.items()}
+
+
+def wrong_prompt(reply: Reply) -> str:
+    """Return why the reported prompts of a reply are not certain, in words; `""` if they are."""
+    own = [choice.prompt for _, choice in sorted(reply.choices.items())]
+    if any(own):
+        return _wrong_prompts(own, reply)
+    counted = reply.prompt_counted
+    if counted is None or reply.prompt.agreed or reply.prompt.packed is None or counted == reply.prompt.tokens:
+        return ""
+    return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
+
+
+def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
+    """As `wrong_prompt`, for a text completion: the choices of one prompt follow each other, and each has the ids of the prompt."""
+    if not all(own):
+        return "not all choices have the ids of their prompt"
+    if not reply.prompt_counted or len(own) != reply.expected:
+        return ""
+    tokens = sum(prompt.count(b",") + 1 for prompt in own)
+    each, rest = divmod(tokens, reply.prompt_counted)
+    if rest or not each or any(own[n] != own[n - n % each] for n in range(len(own))):
+        return f"the engine counts {reply.prompt_counted} prompt tokens, and reported {tokens} ids with its {len(own)} choices"
+    return ""
+
+
+def _wrong_as_a_whole(reply: Reply) -> str:
+    """Return why no id of a reply is certain, in words."""
+    strange = [index for index in reply.choices if not 0 <= index < reply.expected]
+    if strange:
+        return f"it has a choice {strange[0]}, and {reply.expected} were requested"
+    sampled = sum(choice.sampled for choice in reply.choices.values())
+    if reply.counted is not None and reply.counted != sampled:
+        return f"the engine counts {reply.counted} tokens, and reported {sampled} ids"
+    return ""
+
+
+def _judge(choice: Choice, reply: Reply, wrong: str, limit: int) -> Finding:
+    sampled = choice.ids
+    if not sampled and (choice.has_words or choice.logprobs or (choice.ended_by_a_token and 0 not in {reply.counted, choice.counted})):
+        return Finding(0, IncidentKind.NO_TOKEN_IDS, "the engine did not report the ids of the reply")
+    if sampled and not 0 <= min(sampled) <= max(sampled) < limit:
+        return Finding(0, IncidentKind.INCONSISTENT_REPLY, f"ids from {min(sampled)} to {max(sampled)}, of {limit} that are possible")
+    certain, hole, detail = len(sampled), None, ""
+    if choice.certain is not None:
+        certain, detail = choice.certain, choice.doubt
+        hole = IncidentKind.INCONSISTENT_REPLY if detail else IncidentKind.UNREADABLE_REPLY
+    elif wrong:
+        certain, hole, detail = len(sampled) - choice.sampled, IncidentKind.INCONSISTENT_REPLY, wrong
+    elif reply.counted is None and choice.counted not in {None, choice.sampled}:
+        certain, hole = len(sampled) - choice.sampled, IncidentKind.INCONSISTENT_REPLY
+        detail = f"the engine last counted {choice.counted} tokens, and reported {choice.sampled} ids"
+    return Finding(certain, hole, detail, _wrong_logprobs(choice, certain))
+
+
+def _wrong_logprobs(choice: Choice, certain: int) -> str:
+    values = choice.logprobs[:certain]
+    if len(choice.logprobs) != len(choice.ids) or not choice.aligned:
+        return f"{len(choice.logprobs)} log probabilities for {len(choice.ids)} tokens" if certain else ""
+    if not math.isfinite(sum(values)):
+        return "a log probability is not a number"
+    return f"a log probability is {max(values):.6g}" if values and max(values) > _ROUNDING else ""
