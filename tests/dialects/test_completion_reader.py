@@ -7,6 +7,8 @@ import pytest
 from tokencache.dialects.base import parse_engine_error
 from tokencache.dialects.completion_reader import read_completion
 
+NO_MESSAGE = "the engine, or a server before it, answered 502 without a message"
+
 
 @pytest.mark.parametrize(
     ("error", "fault"),

@@ -175,3 +175,29 @@ async def test_a_client_that_leaves_before_the_last_text_has_not_received_the_wh
         first, second = await rig.turns()
         assert "aborted" in first["marks"]
         assert (second["match"], second["forgiven"].count("interrupted")) in {("continue", 1), ("resplice", 1)}
+
+
+WRITE = '<tool_call>\n{"name": "write", "arguments": {"content": "%sx"}}\n</tool_call>'
+LONG = {
+    "id": ["<think>\nr\n</think>\n\n" + WRITE % "", "<think>\nok\n</think>\n\nDone."],
+    "open": ["<think>\nr\n</think>\n\nGo " + "<think>" * 2000 + WRITE % "", "<think>\nok\n</think>\n\nDone."],
+    "blank": ["<think>\nr\n</think>\n\n" + WRITE % (" " * 10_000), "<think>\nok\n</think>\n\nDone."],
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+async def test_a_long_repetition_that_no_rule_explains_is_refused_as_a_short_one(case):
+    """The work is counted in `tests/core/test_linear_work.py`."""
+    async with proxied(SimulatedEngine(episodes=LONG)) as rig:
+        asked = [user(f"EPISODE:{case}")]
+        said = echo(await rig.say("s", asked, tools=TOOLS))
+        if case == "id":
+            said["tool_calls"][0]["id"] = "a" * 20_000 + "-"
+        else:
+            said.pop("reasoning", None)
+            said["content"] = said["content"][:100] + " [cut]" if said["content"] else None
+            said["tool_calls"][0]["function"]["arguments"] = '{"content": "[cut]"}'
+        await rig.say("s", [*asked, said, *results(said)], tools=TOOLS)
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"]) == (("continue", "") if case == "id" else ("plain", "foreign-reply"))
+        await rig.check()

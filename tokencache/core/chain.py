@@ -123,18 +123,18 @@ def build_conversation(
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
-    calls = next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ())
+    answered = _places(next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ()))
     first_places = dict(known.first_places)
     for place, message in enumerate(messages, len(known.messages)):
         for name in _features(message, asked="user" in first_places):
             first_places.setdefault(name, place)
     for message, own, exact in zip(messages, digests, exacts, strict=True):
         if message.role == "assistant":
-            calls = message.calls
+            answered = _places(message.calls)
             chain.append(_link(chain[-1], message, own))
             written_chain.append(xxhash.xxh3_128_digest(written_chain[-1] + exact))
         else:
-            chain.append(_link(chain[-1], message, exact, calls))
+            chain.append(_link(chain[-1], message, exact, answered))
             written_chain.append(written_chain[-1])
     return Conversation(
         messages=(*known.messages, *messages),
@@ -165,18 +165,21 @@ def keyed_hash(secret: bytes, data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
-def _link(previous: bytes, message: Message, own: bytes, calls: tuple[ToolCall, ...] = ()) -> bytes:
-    """Extend a chain by one message with the digest `own`; `calls` are those of the last assistant message before it."""
+_NO_CALLS: Mapping[str, int] = MappingProxyType({})
+
+
+def _places(calls: Sequence[ToolCall]) -> Mapping[str, int]:
+    """Map the ids of a reply's calls to their numbers, an id that is there twice to the first."""
+    return {call.id: n for n, call in reversed([*enumerate(calls)])} if calls else _NO_CALLS
+
+
+def _link(previous: bytes, message: Message, own: bytes, answered: Mapping[str, int] = _NO_CALLS) -> bytes:
+    """Extend a chain by one message with the digest `own`; `answered` are the calls of the last assistant message before it (`_places`)."""
     if message.role != "tool":
         return xxhash.xxh3_128_digest(previous + own)
-    return xxhash.xxh3_128_digest(previous + own + _answered(message.answers or "", calls))
-
-
-def _answered(answers: str, calls: tuple[ToolCall, ...]) -> bytes:
-    for n, call in enumerate(calls):
-        if call.id == answers:
-            return b"call:%d" % n
-    return b"id:" + answers.encode("utf-8", "surrogatepass")
+    name = message.answers or ""
+    call = b"call:%d" % answered[name] if name in answered else b"id:" + name.encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_128_digest(previous + own + call)
 
 
 # Look-up keys: one byte for the kind (the table above), and a hash of 16 bytes.

@@ -192,11 +192,15 @@ def _settle(
         settled: list[tuple[int, _Found]] = []
         taken = set(inside)
         before = len(given_up)
+        names = {place: {found.hit.turn.id for found in candidates} for place, candidates in certain}
+        claimed_by: dict[str, list[int]] = {}
+        for place, own in names.items():
+            for name in own:
+                claimed_by.setdefault(name, []).append(place)
         for place, candidates in certain:
-            names = {found.hit.turn.id for found in candidates}
-            rivals = [own for _, others in certain if names & (own := {found.hit.turn.id for found in others})]
+            rivals = {rival for name in names[place] for rival in claimed_by[name]}
             free = [found for found in candidates if found.hit.turn.id not in taken]
-            if not free or len(rivals) > len(set().union(*rivals) - inside):
+            if not free or len(rivals) > len(set().union(*(names[rival] for rival in rivals)) - inside):
                 given_up.add(place)
                 continue
             taken.add(free[0].hit.turn.id)
@@ -245,8 +249,8 @@ class _Surroundings(NamedTuple):
         """
         if not at_least and evidence.split_preceding_hash(turn.before).messages != self.preceding.messages:
             return False
-        before = reversed(self.conversation.messages[: self.place])
-        since = next((n for n, message in enumerate(before) if message.role == "assistant"), self.place)
+        messages = self.conversation.messages
+        since = next((n for n in range(self.place) if messages[self.place - 1 - n].role == "assistant"), self.place)
         reply_place = turn.messages - since - 1
         if reply_place < 0 or self.last is None:
             return False if reply_place < 0 else None

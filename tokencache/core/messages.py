@@ -37,7 +37,7 @@ BLANK = (
 )
 """The characters that `str.strip()` removes, and U+FEFF, which JavaScript's `trim()` removes too."""
 
-_INLINE_THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_INLINE_THINK = re.compile(r"\s*+<think>(.*?)</think>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SORTED = msgspec.json.Encoder(order="sorted")
 _VERSION = b"tc1"
@@ -94,6 +94,12 @@ def split_think(content: str | None) -> tuple[str, str]:
     if inline is None:
         return "", text.strip(BLANK)
     return inline[1].strip(BLANK), text[inline.end() :].strip(BLANK)
+
+
+def inline_end(content: str) -> int:
+    """Return where the leading inline reasoning of a text ends; 0 if it has none."""
+    inline = _INLINE_THINK.match(content)
+    return inline.end() if inline is not None else 0
 
 
 def digest(message: Message) -> bytes:

@@ -20,18 +20,20 @@ recognized, because nothing shows how much of a call the harness kept.
 """
 
 import re
+import string
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from tokencache.core import ids
-from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, split_think
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, inline_end, split_think
 from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings
 from tokencache.core.turn import Turn
 
 INTERRUPTED = "interrupted"
 """The name of the rule for an echo that is only the beginning of a reply."""
 
-_RANDOM = re.compile(r"[0-9A-Za-z]{8,}$")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_SHORTEST_RANDOM = 8
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 Kind = Literal["same", "equivalent", "rewritten", "foreign"]
@@ -60,8 +62,15 @@ def safe_id(name: str) -> str:
 
 def is_unique(name: str) -> bool:
     """Whether a call's id looks random. Other ids (`functions.bash:0`) number the calls, and a harness may do the same."""
-    drawn = _RANDOM.search(name)
-    return drawn is not None and any(map(str.isdigit, drawn[0]))
+    drawn = _split_random(name)[1]
+    return any(map(str.isdigit, drawn))
+
+
+def _split_random(name: str) -> tuple[str, str]:
+    """Split a call's id into its scheme and the random letters and digits at its end, `""` if there are too few."""
+    name = name.removesuffix("\n")
+    scheme = name.rstrip(_ALPHANUMERIC)
+    return (scheme, name[len(scheme) :]) if len(name) - len(scheme) >= _SHORTEST_RANDOM else (name, "")
 
 
 def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
@@ -124,10 +133,8 @@ def _foreign(served: Message, echoed: Message) -> Verdict:
 
 def _same_scheme(ours: str, theirs: str) -> bool:
     """Whether `theirs` also looks like an id issued here. Then it belongs to another call, and is not a rewritten form of `ours`."""
-    one, other = _RANDOM.search(ours), _RANDOM.search(theirs)
-    if one is None or other is None:
-        return False
-    return ours[: one.start()] == theirs[: other.start()] and len(one[0]) == len(other[0])
+    (scheme, drawn), (other_scheme, other_drawn) = _split_random(ours), _split_random(theirs)
+    return bool(drawn) and scheme == other_scheme and len(drawn) == len(other_drawn)
 
 
 def _judge_call(ours: ToolCall, theirs: ToolCall, leniency: Leniency) -> Rules | None:
@@ -218,12 +225,14 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     """
     if not leniency.allows(INTERRUPTED):
         return None
-    beginnings = _beginnings(turn, echoed)
+    cuts = _cuts_of(turn, echoed)
     member = "content" if echoed.text else "reasoning"
-    found = [both for both in beginnings if getattr(both[1], member) == getattr(echoed, member)] or beginnings
+    length = _exact_length(getattr(turn.served, member), getattr(echoed, member))
+    found = [cut for cut in cuts if getattr(cut, member) == length] or cuts
     if len(found) != 1:
         return None
-    ((cut, message),) = found
+    (cut,) = found
+    message = _up_to(turn.served, cut)
     verdict = judge(message, echoed, leniency)
     if not verdict.supplied:
         return None
@@ -234,16 +243,38 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
 
 def may_be_delivered(turn: Turn, echoed: Message) -> bool:
     """Whether an echo may be a beginning of an aborted turn's reply, certain or not."""
-    return bool(_beginnings(turn, echoed))
+    return bool(_cuts_of(turn, echoed))
 
 
-def _beginnings(turn: Turn, echoed: Message) -> list[tuple[Cut, Message]]:
-    """Return the beginnings of an aborted turn's reply that equal an echo, apart from whitespace."""
+def _cuts_of(turn: Turn, echoed: Message) -> list[Cut]:
+    """Return the cuts up to which an aborted turn's reply equals an echo, apart from whitespace.
+
+    A reply has a cut for each event, so the text is not cut for each of them.
+    """
     if turn.served.calls or echoed.calls or not (echoed.text or echoed.thought):
         return []
-    cuts = [cut for cut in unpack_cuts(turn.cuts) if (cut.content if echoed.text else not cut.content and cut.reasoning)]
-    beginnings = [(cut, _up_to(turn.served, cut)) for cut in cuts]
-    return [both for both in beginnings if both[1].text == echoed.text and (echoed.text or both[1].thought == echoed.thought)]
+    cuts = unpack_cuts(turn.cuts)
+    if not echoed.text:
+        thoughts = _lengths(turn.served.reasoning or "", 0, echoed.thought)
+        return [cut for cut in cuts if not cut.content and cut.reasoning in thoughts]
+    content = turn.served.content or ""
+    inline = inline_end(content)  # up to here, the beginning of a thought is text
+    unclosed, texts = _lengths(content, 0, echoed.text), _lengths(content, inline, echoed.text)
+    return [cut for cut in cuts if cut.content in (texts if cut.content >= inline else unclosed)]
+
+
+def _lengths(text: str, start: int, wanted: str) -> range:
+    """Return the lengths to which a text can be cut so that it has exactly these words after `start`, apart from whitespace around them."""
+    begin = len(text) - len(text[start:].lstrip(BLANK))
+    if not text.startswith(wanted, begin):
+        return range(0)
+    end = begin + len(wanted)
+    return range(end, len(text) - len(text[end:].lstrip(BLANK)) + 1)
+
+
+def _exact_length(text: str | None, beginning: str | None) -> int:
+    """Return the length of the beginning of a text; 0 if it is none."""
+    return len(beginning) if text and beginning and text.startswith(beginning) else 0
 
 
 def _up_to(served: Message, cut: Cut) -> Message:

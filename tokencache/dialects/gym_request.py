@@ -56,7 +56,7 @@ _STREAM = frozenset({"stream", "stream_options"})
 _OWN = _STREAM | {PREFIX}
 """Members that the proxy reads itself."""
 _AUDIO = ("audio_data", "audio_path", "audio_paths")
-_THINK = re.compile(r"(\s*)<think>(.*?)</think>", re.DOTALL)
+_THINK = re.compile(r"(\s*+)<think>(.*?)</think>", re.DOTALL)
 _SYSTEM = frozenset({"system", "developer"})
 _FIELDS = msgspec.json.Decoder(Fields)
 _ENCODER = msgspec.json.Encoder()

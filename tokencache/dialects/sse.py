@@ -15,15 +15,19 @@ class EventSplitter:
     """Collects bytes and returns complete events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Add bytes; yields each event that is complete now, with the blank line that ends it."""
         scanned = max(0, len(self._rest) - 3)  # an end may have begun in the last three bytes
-        whole, at = self._rest + data, 0
-        if b"\r" in whole:
+        self._rest += (
+            data if self._rest else b""
+        )  # an event may arrive in many pieces, so what has arrived is neither copied nor searched again
+        whole: bytes | bytearray = self._rest or data
+        at = 0
+        if whole.find(b"\r", scanned) >= 0:
             for end in _END.finditer(whole, scanned):
-                yield whole[at : end.end()]
+                yield bytes(whole[at : end.end()])
                 at = end.end()
         else:  # what vLLM sends: in the hundreds of KB of an echoed prompt, searching for one byte is 100 times faster than for two
             found = whole.find(b"\n", scanned)
@@ -31,15 +35,18 @@ class EventSplitter:
                 after = found + 1
                 if whole[after : after + 1] == b"\n":
                     after += 1
-                    yield whole[at:after]
+                    yield bytes(whole[at:after])
                     at = after
                 found = whole.find(b"\n", after)
-        self._rest = whole[at:]
+        if whole is data:
+            self._rest += data[at:]
+        else:
+            del self._rest[:at]
 
     @property
     def rest(self) -> bytes:
         """Bytes of an incomplete event."""
-        return self._rest
+        return bytes(self._rest)
 
 
 def data_of(event: bytes) -> bytes | None:

@@ -139,6 +139,19 @@ _LOGPROBS = msgspec.json.Decoder(Logprobs)
 _METADATA = msgspec.json.Decoder(_WeightMetadata)
 
 
+class CallPieces:
+    """A tool call as it arrives: the pieces of its name and arguments, which are joined once."""
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.names: list[str] = []
+        self.arguments: list[str] = []
+
+    def whole(self) -> ToolCall:
+        """Return the call as far as it has arrived."""
+        return ToolCall(self.id, "".join(self.names), "".join(self.arguments))
+
+
 class Choice:
     """One choice of a reply: sampled ids, their log probabilities, and the message.
 
@@ -157,7 +170,7 @@ class Choice:
         self.logprobs: list[float] = []
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: dict[int, list[str]] = {}
+        self.calls: dict[int, CallPieces] = {}
         self.steps: list[tuple[int, int, int, int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -213,7 +226,7 @@ class Choice:
             "assistant",
             content="".join(self.content) or None,
             reasoning=("".join(self.reasoning) or None) if with_reasoning else None,
-            calls=tuple(ToolCall(*self.calls[i]) for i in sorted(self.calls)),
+            calls=tuple(self.calls[i].whole() for i in sorted(self.calls)),
         )
 
     def replace_message(self, message: ReplyMessage) -> None:
@@ -271,10 +284,10 @@ class Choice:
             self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
         if message.tool_calls:
             for index, call in message.calls():
-                parts = self.calls.setdefault(index, ["", "", ""])
-                parts[0] = call.id or parts[0]
-                parts[1] += call.name
-                parts[2] += call.arguments
+                pieces = self.calls.setdefault(index, CallPieces())
+                pieces.id = call.id or pieces.id
+                pieces.names.append(call.name)
+                pieces.arguments.append(call.arguments)
 
     def take_back(self, message: ReplyMessage) -> None:
         """Remove the delta that was added last."""
@@ -286,9 +299,10 @@ class Choice:
         if content or thought:
             self.steps.pop()
         for index, call in reversed([*message.calls()]):  # one delta may have several parts of a call
-            parts = self.calls[index]
-            parts[1], parts[2] = parts[1].removesuffix(call.name), parts[2].removesuffix(call.arguments)
-            if call.id and not (parts[1] or parts[2]):
+            pieces = self.calls[index]
+            pieces.names.pop()
+            pieces.arguments.pop()
+            if call.id and not (any(pieces.names) or any(pieces.arguments)):
                 del self.calls[index]
 
 

@@ -30,7 +30,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from tokencache.core import ids
@@ -54,7 +53,17 @@ from tokencache.store.base import Store, StoreError
 log = logging.getLogger(__name__)
 
 _JSON = json.JSONDecoder()
+_WORD = re.compile(r"\w")
+_OBJECT = re.compile(r'\{\s*+["}]')
 _NOTHING = ReturnedIdFragments(b"", b"")
+_LONGEST_NAME = 256
+"""Characters of a tool's name; ids are not proven for a call with a longer one."""
+_ROUGHLY_LINEAR = 16
+"""The JSON in a text is normalized only if it can be read in so many passes over the text: nested objects may each be read."""
+_FEW = 10_000
+"""Characters that are read in any case."""
+_FEWER = 64
+"""Counting lines is at least that many times faster than parsing, by character."""
 _MOST_LISTED = 8
 """Maximum number of messages that an incident lists."""
 
@@ -223,7 +232,17 @@ def _is_shown(call: ToolCall, sampled: str) -> bool:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         return False
-    return isinstance(arguments, dict) and re.search(rf"(?<!\w){re.escape(call.name)}(?!\w)", sampled) is not None
+    return isinstance(arguments, dict) and _has_word(sampled, call.name)
+
+
+def _has_word(text: str, name: str) -> bool:
+    """Whether a text has a name without letters, digits or `_` on either side."""
+    at = text.find(name) if len(name) <= _LONGEST_NAME else -1
+    while at >= 0:
+        if not _WORD.match(text[at - 1 : at]) and not _WORD.match(text, at + len(name)):
+            return True
+        at = text.find(name, at + 1)
+    return False
 
 
 def _without_stop(generation: bytes, model: Model) -> bytes:
@@ -267,13 +286,21 @@ def _plain(text: str, message: Message) -> str:
     own = message.text if message.calls and text.startswith(message.text) else ""
     wanted = {canonical_arguments(call.arguments) for call in message.calls}
     parts, rest, at = [own], text[len(own) :].strip(BLANK), 0
-    while wanted and (start := rest.find("{", at)) >= 0:
-        end = start + 1
-        with suppress(ValueError, RecursionError):
+    left = _FEW + _ROUGHLY_LINEAR * len(rest)
+    while wanted and left > 0 and (found := _OBJECT.search(rest, at)):
+        start = found.start()
+        end = after = start + 1
+        try:
             value, after = _JSON.raw_decode(rest, start)
             if not wanted.isdisjoint(map(canonical_json, (value, *value.values()))):
                 parts.append(rest[at:start] + canonical_json(value).decode())
                 at = end = after
+        except json.JSONDecodeError as why:
+            left -= start // _FEWER  # the error counts the lines before it
+            after = len(rest) if why.msg.startswith("Unterminated") else why.pos  # such a string was read to the end of the text
+        except (ValueError, RecursionError):
+            after = len(rest)
+        left -= after - start
         parts.append(rest[at:end])
         at = end
     return "".join([*parts, rest[at:]])

@@ -444,14 +444,17 @@ def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
         if len(has) > len(had):
             delta[name] = has[len(had) :]
     calls = []
-    for index, (name, function, arguments) in sorted(made.calls.items()):
-        known = received.calls.get(index)
-        if known is None:
-            calls.append({"index": index, "id": name, "type": "function", "function": {"name": function, "arguments": arguments}})
-        elif known[1] != function or not (arguments.startswith(known[2]) or known[2].startswith(arguments)):
+    for index in sorted(made.calls):
+        call = made.calls[index].whole()
+        if index not in received.calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"index": index, "id": call.id, "type": "function", "function": function})
+            continue
+        known = received.calls[index].whole()
+        if known.name != call.name or not (call.arguments.startswith(known.arguments) or known.arguments.startswith(call.arguments)):
             return None
-        elif len(arguments) > len(known[2]):
-            calls.append({"index": index, "function": {"arguments": arguments[len(known[2]) :]}})
+        if len(call.arguments) > len(known.arguments):
+            calls.append({"index": index, "function": {"arguments": call.arguments[len(known.arguments) :]}})
     return {**delta, "tool_calls": calls} if calls else delta
 
 

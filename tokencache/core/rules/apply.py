@@ -1,7 +1,6 @@
 """Applies harness rules to served replies, and finds the rules that explain a changed tool call."""
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -23,15 +22,13 @@ def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tu
     for rule in rules:
         if rule.rewrites_reply is not None and (message := rule.rewrites_reply(served)) is not None:
             yield (rule.name,), message
-    able = [(rule.name, rule.rewrites_text) for rule in rules if rule.rewrites_text is not None] if served.text else []
-    for n in range(1, len(able) + 1):
-        for chosen in combinations(able, n):
-            text, changes = served.text, True
-            for _, rewrite in chosen:
-                before, text = text, rewrite(text)
-                changes = changes and text != before
-            if changes:
-                yield tuple(name for name, _ in chosen), msgspec.structs.replace(served, content=text)
+    forms: list[tuple[tuple[int, ...], str]] = [((), served.text)] if served.text else []
+    for place, rule in enumerate(rules):
+        if rule.rewrites_text is not None:  # a rule that changes nothing is not tried together with others
+            changed = [((*places, place), text, rule.rewrites_text(text)) for places, text in forms]
+            forms += [(places, after) for places, before, after in changed if after != before]
+    for places, text in sorted(forms[1:], key=lambda form: (len(form[0]), form[0])):
+        yield tuple(rules[place].name for place in places), msgspec.structs.replace(served, content=text)
 
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:

@@ -20,7 +20,7 @@ from tokencache.core.rules.truncated_json import NotTruncatedJsonError, complete
 
 _CAPTURED = "recorded traffic"
 
-_MARKUP = re.compile(r"<(think|tool_call)>.*?</\1>", re.DOTALL)
+_MARKUP = re.compile(r"<(think|tool_call)>")
 _SECRET = re.compile(
     r"(?<![\w-])(?:(?:sk|tvly|pypi|fc|hsk)-[\w-]{10,}|(?:gh[opusr]|github_pat|hf|npm|gsk|r8|sk|exa|dop_v1)_\w{10,}|pplx-[A-Za-z0-9]{10,}"
     r"|xox[baprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{30,}|AKIA[A-Z0-9]{16}|SG\.[\w-]{10,})(?![\w-])",
@@ -28,8 +28,7 @@ _SECRET = re.compile(
 )
 _SHORT_SECRET = 18
 _MARKER = re.compile(r"<(?=\|[^\s<>|\"\u200b-\u200d\u2060\ufeff]{1,64}\|>)")
-_CD = re.compile(r"""cd (?:'[^']*'|"[^"$`\\]*"|(?:[^\s'"\\;&|<>()$`]|\\.)+) && """)
-_LINE_END = re.compile(r"[ \t]+(?=\n|$)")
+_CD = re.compile(r"""cd (?:'[^']*'|"[^"$`\\]*"|(?:[^\s'"\\;&|<>()$`]|\\.)++) && """)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _OPENHANDS = "_openhands_malformed_tool_call"
 
@@ -47,7 +46,18 @@ def parse_object(arguments: str, default: Any = None) -> Any:
 
 
 def _remove_markup(text: str) -> str:
-    return _MARKUP.sub("", text).strip(BLANK)
+    kept, at, unclosed = [], 0, set[str]()
+    for opening in _MARKUP.finditer(text):
+        closing = opening[0].replace("<", "</")
+        if opening.start() < at or closing in unclosed:
+            continue
+        end = text.find(closing, opening.end())
+        if end < 0:
+            unclosed.add(closing)  # searched for only once
+        else:
+            kept.append(text[at : opening.start()])
+            at = end + len(closing)
+    return "".join([*kept, text[at:]]).strip(BLANK)
 
 
 def _mask_secrets(text: str) -> str:
@@ -144,11 +154,14 @@ def _coerced(_: str, __: str, ours: Any, theirs: Any) -> bool:
         return ours == ("true" if theirs else "false")
     if not isinstance(theirs, int | float) or _NUMBER.fullmatch(ours) is None:
         return False
-    return canonical_json(json.loads(ours)) == canonical_json(theirs)
+    try:
+        return canonical_json(json.loads(ours)) == canonical_json(theirs)
+    except ValueError:  # an integer of thousands of digits, which Python does not convert
+        return False
 
 
 def _trailing_blanks(_: str, member: str, ours: Any, theirs: Any) -> bool:
-    return member == "content" and isinstance(ours, str) and _LINE_END.sub("", ours) == theirs
+    return member == "content" and isinstance(ours, str) and "\n".join(line.rstrip(" \t") for line in ours.split("\n")) == theirs
 
 
 def _default_inserted(tool: str, member: str, ours: Any, theirs: Any) -> bool:

@@ -3,18 +3,22 @@
 If a reply reaches its token limit inside a call, the arguments look like `{"command": "ls -1 && echo cu`. A harness can complete them in
 only one way: it drops an incomplete end (a key without a value, half an escape, half a number or word), and closes open strings, lists and
 objects. It adds nothing.
+
+The text is scanned once, and only a few ends are tried (`_ends`), so the work is linear in its length.
 """
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+_MARK = re.compile(r'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)
+"""A string, whose group is empty if it has no end, or a bracket."""
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{0,3})?")
-"""An end that may be dropped inside a string."""
-_HALF_MEMBER = re.compile(r""",?\s*(?:"(?:[^"\\]|\\.)*+(?:\\|"\s*:?\s*)?)?(?:[-+.\w]*)?""", re.DOTALL)
-"""An end that may be dropped outside a string: a comma, a key, a part of a number or word."""
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][-+]?[0-9]++)?|true|false|null|NaN|-?Infinity")
+"""The longest number or word of JSON."""
 _MAX_DROPPED = 256
-"""Maximum length of an incomplete end, in characters."""
+"""Dropped ends are shorter than this, in characters."""
 
 
 class NotTruncatedJsonError(ValueError):
@@ -28,15 +32,21 @@ def complete_json(text: str) -> dict[str, Any]:
         NotTruncatedJsonError: the text is not such a beginning.
     """
     text = text.rstrip()
-    if not text.lstrip().startswith("{"):
-        raise NotTruncatedJsonError(text[:20])
-    for end in range(len(text), max(0, len(text) - _MAX_DROPPED), -1):
-        closing = _closing(text[:end])
-        half = _HALF_ESCAPE if closing[:1] == '"' else _HALF_MEMBER
-        if not closing or (end < len(text) and not half.fullmatch(text, end)):
-            continue
+    brackets: list[str] = []
+    last: re.Match[str] | None = None
+    for mark in _MARK.finditer(text) if text.lstrip().startswith("{") else ():
+        if mark[0][0] == '"':
+            last = mark
+        elif mark[0] in "[{":
+            brackets.append("]" if mark[0] == "[" else "}")
+        elif not brackets or brackets.pop() != mark[0]:
+            raise NotTruncatedJsonError(text[:20])
+    closing = "".join(reversed(brackets))
+    for end, quote in _ends(text, last):
+        if end <= len(text) - _MAX_DROPPED or not closing:
+            break
         try:
-            value = json.loads(text[:end] + closing)
+            value = json.loads(text[:end] + quote + closing)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
@@ -44,21 +54,36 @@ def complete_json(text: str) -> dict[str, Any]:
     raise NotTruncatedJsonError(text[:20])
 
 
-def _closing(text: str) -> str:
-    """Return the quotes, brackets and braces that close everything open at the end of a text; `""` if nothing is open."""
-    stack: list[str] = []
-    quoted = False
-    at = 0
-    while at < len(text):
-        char = text[at]
-        if quoted:
-            at += char == "\\"
-            quoted = char != '"'
-        elif char == '"':
-            quoted = True
-        elif char in "[{":
-            stack.append("]" if char == "[" else "}")
-        elif char in "]}" and (not stack or stack.pop() != char):
-            return ""
-        at += 1
-    return ('"' if quoted else "") + "".join(reversed(stack))
+def _ends(text: str, last: re.Match[str] | None) -> Iterator[tuple[int, str]]:
+    """Yield the ends to which a text may be cut, the last one first, with the quote that closes an open string; `last` is the last string.
+
+    What is dropped: half an escape; or a comma, a key, and a part of a number or word, of which each may be missing.
+    """
+    at = len(text)
+    if last is not None and not last[1]:
+        yield at, '"'
+        yield from ((end, '"') for end in range(at - 1, max(at - 6, last.start()), -1) if _HALF_ESCAPE.fullmatch(text, end))
+        at = last.start()
+    else:
+        at = _skip(text, at, lambda char: char.isalnum() or char in "-+._")
+        if scalar := _SCALAR.match(text, at):
+            yield scalar.end(), ""
+        yield at, ""
+        at = _skip(text, at, str.isspace)
+        colon = text.endswith(":", 0, at)
+        key = _skip(text, at - colon, str.isspace)
+        if last is not None and last.end() == key:
+            yield at, ""
+            at = last.start()
+    yield at, ""
+    at = _skip(text, at, str.isspace)
+    yield at, ""
+    if text.endswith(",", 0, at):
+        yield at - 1, ""
+
+
+def _skip(text: str, end: int, accepts: Callable[[str], bool]) -> int:
+    """Return where the characters before `end` that are accepted begin."""
+    while end and accepts(text[end - 1]):
+        end -= 1
+    return end

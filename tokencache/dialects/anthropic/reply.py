@@ -38,6 +38,7 @@ class _Block:
     def __init__(self, index: int, kind: str) -> None:
         self.index, self.kind = index, kind
         self.arguments: list[str] = []
+        self._read, self._complete = 0, False  # how many pieces of them were parsed, and with which result
         # The hundreds of deltas of a block differ only in their last member: the bytes before it are written once.
         delta, member = _DELTAS[kind]
         self._head = _event("content_block_delta", index=index, delta={"type": delta, member: ""}).removesuffix(b'""' + _TAIL)
@@ -45,6 +46,13 @@ class _Block:
     def delta(self, text: str) -> bytes:
         """Write the event for the next piece of its text."""
         return self._head + json_io.write(text) + _TAIL
+
+    @property
+    def complete(self) -> bool:
+        """Whether the arguments are complete JSON; they are not parsed again before more of them arrive."""
+        if len(self.arguments) > self._read:
+            self._read, self._complete = len(self.arguments), is_json("".join(self.arguments))
+        return self._complete
 
 
 class AnthropicReplyEncoder(ReplyEncoder):
@@ -184,7 +192,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
         block = self._calls.get(number)
         if block is None:
             # If the arguments of an earlier call are incomplete, the engine will continue them later: that block stays open.
-            if not (self._open and self._open[-1].kind == "tool_use") or all(is_json("".join(b.arguments)) for b in self._open):
+            if not (self._open and self._open[-1].kind == "tool_use") or all(block.complete for block in self._open):
                 self._close(out)
             block = self._calls[number] = _Block(self._blocks, "tool_use")
             self._begin(block, {"id": call.id or "", "name": call.name, "input": {}}, out)

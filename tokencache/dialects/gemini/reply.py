@@ -42,8 +42,8 @@ class GeminiReplyEncoder(ReplyEncoder):
         self._id = ""
         self._around = b"", b""
         """The bytes before and after the parts. They are the same in every response except the last."""
-        self._call: list[str] | None = None
-        """The incomplete call: number, id, name, arguments."""
+        self._call: tuple[str, list[str], list[str], list[str]] | None = None
+        """The incomplete call: number, ids, and the pieces of its name and of its arguments."""
         self._unsigned = {_TEXT, _CALL}
         self._malformed = ""
         self._reason: str | None = None
@@ -89,7 +89,7 @@ class GeminiReplyEncoder(ReplyEncoder):
         if kind == b"arguments":
             if self._call is None or self._call[0] != str(call):
                 return None
-            self._call[3] += text
+            self._call[3].append(text)
             return b""
         if not text or not self._id or self._call is not None or (not thought and _TEXT in self._unsigned):
             return None
@@ -161,17 +161,18 @@ class GeminiReplyEncoder(ReplyEncoder):
         """Add a piece to a call; returns the call before it if another one begins."""
         completed = [] if self._call is not None and self._call[0] == number else self._completed_call()
         if self._call is None:
-            self._call = [number, "", "", ""]
-        self._call[1] = call.id or self._call[1]
-        self._call[2] += call.name
-        self._call[3] += call.arguments
+            self._call = number, [], [], []
+        for pieces, piece in zip(self._call[1:], (call.id or "", call.name, call.arguments), strict=True):
+            if piece:
+                pieces.append(piece)
         return completed
 
     def _completed_call(self) -> list[dict[str, Any]]:
         """Return the current call as a part, if there is one, and end it."""
         if self._call is None:
             return []
-        _, call_id, name, arguments = self._call
+        _, call_ids, names, pieces = self._call
+        call_id, name, arguments = call_ids[-1] if call_ids else "", "".join(names), "".join(pieces)
         self._call = None
         args = object_of(arguments)
         if args is None:

@@ -31,6 +31,7 @@ Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSc
 others are translated, or left out if they constrain nothing. `parametersJsonSchema` and `responseJsonSchema` are JSON Schema already.
 """
 
+from collections import deque
 from typing import Any
 
 from tokencache.dialects import json_io
@@ -62,8 +63,10 @@ class Contents:
         """Where the thinking of a message with a handle was."""
         self._reply: dict[str, Any] | None = None
         """The model's message that its next contents belong to."""
-        self._open: list[tuple[str, str]] = []
-        """Calls without a response: name, id."""
+        self._open: dict[int, str] = {}
+        """The ids of the reply's calls without a response, by number."""
+        self._numbers: dict[tuple[str, str], deque[int]] = {}
+        """The numbers of the reply's calls with an id, and with a name."""
 
     def system(self, instruction: Any) -> None:
         """Add the system instruction: a string or a content.
@@ -99,7 +102,14 @@ class Contents:
             raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
 
     def close(self) -> None:
-        """Put thinking that was in a reply's text back into it."""
+        """Complete the model's messages, and put thinking that was in a reply's text back into it."""
+        for message in self.messages:
+            if message["role"] == "assistant":
+                message |= {name: "".join(message[name]) for name in ("content", "reasoning") if name in message}
+                if "tool_calls" not in message:
+                    message.setdefault("content", "")
+                elif message.get("content") == "":
+                    del message["content"]
         for at, mark in self._marks.items():
             self.messages[at] = folded(self.messages[at], mark)
 
@@ -112,7 +122,7 @@ class Contents:
         if self._reply is None or (handle is not None and self.handles.get(at, handle) != handle):
             self._reply = {"role": "assistant"}
             self.messages.append(self._reply)
-            self._open = []
+            self._open, self._numbers = {}, {}
             at += 1
         if handle is not None:
             self.handles[at], self._marks[at] = handle, mark
@@ -121,15 +131,11 @@ class Contents:
             if kind == "text":
                 thought = len(part.members) > 1 and part.flag("thought")  # most texts have no other member
                 name = "reasoning" if thought else "content"
-                self._reply[name] = self._reply.get(name, "") + (part.text("text") or "")
+                self._reply.setdefault(name, []).append(part.text("text") or "")
             elif kind == "functionCall":
                 self._call(self._reply, part)
             elif kind:
                 raise HarnessError(f"{part.path}: {kind!r} is not supported in a content of the model", param=part.path)
-        if "tool_calls" not in self._reply:
-            self._reply.setdefault("content", "")
-        elif self._reply.get("content") == "":
-            del self._reply["content"]
 
     def _call(self, reply: dict[str, Any], part: RequestObject) -> None:
         call = part.inner("functionCall")
@@ -140,7 +146,10 @@ class Contents:
             raise HarnessError(f"{call.at('name')} is missing", param=call.at("name"))
         args = call.inner("args")
         given = _own_id(call.text("id"), name) or f"call_{len(self.messages) - 1}_{len(self._open)}"
-        self._open.append((name, given))
+        number = len(reply.get("tool_calls", ()))
+        self._open[number] = given
+        for key in (("id", given), ("name", name)):
+            self._numbers.setdefault(key, deque()).append(number)
         function = {"name": name, "arguments": json_io.write(args.members if args is not None else {}).decode()}
         reply.setdefault("tool_calls", []).append({"id": given, "type": "function", "function": function})
 
@@ -174,10 +183,10 @@ class Contents:
     def _answered(self, response: RequestObject, name: str) -> str:
         """Return the id of the call that a response answers."""
         given = _own_id(response.text("id"), name)
-        for call in self._open:
-            if call[1] == given or (given is None and call[0] == name):
-                self._open.remove(call)
-                return call[1]
+        numbers = self._numbers.get(("name", name) if given is None else ("id", given), ())
+        while numbers:
+            if (call := self._open.pop(numbers.popleft(), None)) is not None:
+                return call
         return given or f"call_{len(self.messages)}"
 
 
@@ -330,7 +339,8 @@ def _tools(request: RequestObject) -> dict[str, Any]:
         _check_allowed(choice, mode, allowed, tools)
         if mode == "ANY" and len(allowed) == 1:
             return {"tools": tools, "tool_choice": {"type": "function", "function": {"name": allowed[0]}}}
-        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        names = set(allowed)
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
     match mode:
         case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
             return {"tools": tools}
@@ -416,8 +426,8 @@ def _inner(schema: RequestObject) -> dict[str, Any]:
     translated: dict[str, Any] = {}
     properties = schema.inner("properties")
     if properties is not None:
-        order = schema.texts("propertyOrdering")
-        names = [*(name for name in order if name in properties.members), *(name for name in properties.members if name not in order)]
+        order = [name for name in schema.texts("propertyOrdering") if name in properties.members]
+        names = dict.fromkeys([*order, *properties.members])
         translated["properties"] = {name: json_schema(entry(properties.members[name], properties.at(name))) for name in names}
     if (items := schema.inner("items")) is not None:
         translated["items"] = json_schema(items)

@@ -59,9 +59,11 @@ def _code(message: str, kind: str, param: str | None) -> str | None:
     return kind if kind == NO_PREVIOUS else None
 
 
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_UNITS = re.compile(r'(?:[^"\\]+|\\(?:[^u]|u[0-9a-fA-F]{4}))*')
+_OPENING = ("{", '"input"', ":", '"')
+_UNITS = re.compile(r'(?:[^"\\]++|\\(?:[^u]|u[0-9a-fA-F]{4}))*+')
 _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+_LONGEST_ESCAPE = 12
+"""Characters of a surrogate pair, the longest escape that is decoded as a whole."""
 
 
 def shim(name: str, tool: dict[str, Any], path: str) -> dict[str, Any]:
@@ -90,7 +92,8 @@ class FreeformInput:
         self._arguments: list[str] = []
         self._decoded: list[str] = []
         self._rest = ""  # characters that are not decoded yet
-        self._opened = self._closed = False
+        self._opening: tuple[str, ...] = _OPENING  # what precedes the input and has not arrived
+        self._closed = False  # whether no more of the input can be decoded
 
     def feed(self, piece: str) -> str:
         """Add a piece of the arguments; returns the text that it adds to the input."""
@@ -98,17 +101,19 @@ class FreeformInput:
         if self._closed:
             return ""
         self._rest += piece
-        if not self._opened:
-            opening = _OPENING.match(self._rest)
-            if opening is None:
+        while self._opening:
+            self._rest, token = self._rest.lstrip(), self._opening[0]
+            if not self._rest.startswith(token):
+                self._closed = not token.startswith(self._rest)
                 return ""
-            self._opened, self._rest = True, self._rest[opening.end() :]
+            self._opening, self._rest = self._opening[1:], self._rest[len(token) :]
         units = _UNITS.match(self._rest)
         whole = units[0] if units is not None else ""
         self._closed = self._rest[len(whole) : len(whole) + 1] == '"'
         if not self._closed:
             whole = _HALF.sub("", whole)  # the other half of a surrogate pair is missing
         self._rest = self._rest[len(whole) :]
+        self._closed = self._closed or len(self._rest) > _LONGEST_ESCAPE
         try:
             text = json_io.replace_surrogates(json.loads(f'"{whole}"', strict=False))
         except ValueError:  # an escape that JSON does not define
@@ -122,7 +127,7 @@ class FreeformInput:
         try:
             read = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
-            return "".join(self._decoded) if self._opened else arguments
+            return "".join(self._decoded) if not self._opening else arguments
         text = read.get("input") if isinstance(read, dict) else None
         return json_io.replace_surrogates(text) if isinstance(text, str) else arguments
 
@@ -201,11 +206,12 @@ def choose(offer: Offer, wanted: Any) -> ToolSelection:
         if not isinstance(allowed, list):
             raise HarnessError("'tool_choice.tools' must be a list", param="tool_choice")
         of_ours = [entry for entry in allowed if not isinstance(entry, dict) or str(entry.get("type")) not in offer.hosted]
-        flat = {_chosen(offer, entry) for entry in of_ours}
+        by_name = _by_name(offer)
+        flat = {_chosen(by_name, entry) for entry in of_ours}
         shown = [tool for tool in shown if tool["function"]["name"] in flat]
         mode = wanted.get("mode", "auto")
     if isinstance(mode, dict):
-        return ToolSelection(shown, {"type": "function", "function": {"name": _chosen(offer, mode)}})
+        return ToolSelection(shown, {"type": "function", "function": {"name": _chosen(_by_name(offer), mode)}})
     if not isinstance(mode, str) or mode not in {"auto", "none", "required"}:
         raise HarnessError("'tool_choice' must be 'auto', 'none', 'required' or an object", param="tool_choice")
     if not shown:
@@ -215,17 +221,24 @@ def choose(offer: Offer, wanted: Any) -> ToolSelection:
     return ToolSelection(shown, mode if mode != "auto" else None)
 
 
-def _chosen(offer: Offer, entry: Any) -> str:
+def _by_name(offer: Offer) -> dict[str, str]:
+    """Map each name of a tool, its flat name or the client's, to its flat name; `""` for a name that several tools have."""
+    found: dict[str, str] = {}
+    for flat, tool in offer.names.items():
+        found[tool.name] = "" if tool.name in found else flat
+    return found | {flat: flat for flat in offer.names}
+
+
+def _chosen(by_name: dict[str, str], entry: Any) -> str:
     """Return the flat name of a tool reference."""
     kind = entry.get("type") if isinstance(entry, dict) else entry
     if not isinstance(entry, dict) or not isinstance(kind, str) or kind not in {"function", "custom"}:
         raise HarnessError(f"'tool_choice': tools of type {kind!r} cannot be chosen here", param="tool_choice")
     name = entry.get("name")
-    found = [flat for flat, tool in offer.names.items() if isinstance(name, str) and name in {flat, tool.name}]
-    exact = [flat for flat in found if flat == name] or found
-    if len(exact) != 1:
+    flat = by_name.get(name) if isinstance(name, str) else None
+    if not flat:
         raise HarnessError(f"'tool_choice': {name!r} is not in 'tools', or is there more than once", param="tool_choice")
-    return exact[0]
+    return flat
 
 
 def _kind(tool: Any, path: str) -> str:
