@@ -42,7 +42,8 @@ def test_what_cannot_be_read(data):
         (b'{"message":"no","type":"X","param":null}', ("no", "X", None)),
         (b'{"error":{"message":"no","param":5}}', ("no", "upstream_error", None)),
         (b'{"detail":"Not Found"}', ('{"detail":"Not Found"}', "upstream_error", None)),
-        (b"", ("the engine answered 502", "upstream_error", None)),
+        (b"", (NO_MESSAGE, "upstream_error", None)),
+        (b"<html><h1>Bad gateway</h1></html>", (NO_MESSAGE, "upstream_error", None)),
         (b"\xff", ("\ufffd", "upstream_error", None)),
     ],
 )
