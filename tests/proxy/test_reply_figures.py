@@ -283,6 +283,18 @@ async def test_text_completions(both, stream):
     assert "inconsistent-reply" in kinds
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("damaged_too", [False, True])
+async def test_an_agent_that_gets_token_ids_gets_only_certain_ones(stream, damaged_too):
+    """It trains on them (NeMo Gym). In a stream they wait for the usage."""
+    async with spoilt(return_token_id_information=True) as (rig, gateway):
+        if damaged_too:
+            gateway.spoil = without(3) if stream else one(IDS, lambda ids: ids[1:])
+        got = await asked(rig, "s", stream=stream)
+        assert (b'"generation_token_ids":[' in got) != damaged_too
+        assert b'"finish_reason":"stop"' in got
+
+
 VALUES = "choices.0.logprobs.token_logprobs"
 
 

@@ -16,7 +16,7 @@ Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `_va
 NVIDIA-NeMo/Gym #1554 (which components may create them).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -138,13 +138,13 @@ def _fragment(raw: bytes | None) -> bytes:
     return packed[1:-1] if packed[:1] == b"[" else packed
 
 
-def with_tokens(data: bytes, prompt: bytes, choices: Mapping[int, _Choice]) -> bytes:
+def with_tokens(data: bytes, prompt: bytes, choices: Callable[[], Mapping[int, _Choice]]) -> bytes:
     """Add the ids of every choice that this completion, or chunk of one, finishes.
 
     Args:
         data: the completion's JSON.
         prompt: the raw JSON list of the prompt's ids, `b""` if the engine did not send them.
-        choices: what was collected so far. A choice whose ids or log probabilities are not all known gets none of the members.
+        choices: returns the choices whose ids and log probabilities are all certain. Any other gets none of the members.
 
     Returns:
         The JSON, the same object if nothing was added.
@@ -163,11 +163,11 @@ def with_tokens(data: bytes, prompt: bytes, choices: Mapping[int, _Choice]) -> b
     return _ENCODER.encode(fields)
 
 
-def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Mapping[int, _Choice]) -> bool:
+def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Callable[[], Mapping[int, _Choice]]) -> bool:
     """Put a choice's ids on its message or delta if it is finished and they are known."""
     if bytes(choice.get("finish_reason", _NULL)) == _NULL:
         return False
-    known = choices.get(_INDEX.decode(choice.get("index", b"0")))
+    known = choices().get(_INDEX.decode(choice.get("index", b"0")))
     part = "message" if "message" in choice else "delta"
     own = (known.prompt if known is not None else b"") or prompt
     if known is None or not own or part not in choice or len(known.logprobs) != len(known.ids):

@@ -52,16 +52,18 @@ class Finding(NamedTuple):
     no_logprobs: str = ""
 
 
-def judge(reply: Reply, vocabulary: int = 0, *, must_count: bool = False) -> dict[int, Finding]:
-    """Judge all choices of a reply.
+def judge(reply: Reply, *, whole: bool = False) -> dict[int, Finding]:
+    """Judge all choices of a reply, as far as it arrived; `whole` is whether it is complete, so that its usage must be there."""
+    wrong = _wrong_as_a_whole(reply) or ("the engine did not count its tokens" if whole and reply.must_count and not reply.counts else "")
+    return {index: _judge(choice, reply, wrong) for index, choice in reply.choices.items()}
 
-    Args:
-        reply: the reply, as far as it arrived.
-        vocabulary: the number of ids that the model has; 0 if unknown.
-        must_count: whether the reply is complete, and the engine counts the tokens of its replies: then a reply without a count is wrong.
-    """
-    wrong = _wrong_as_a_whole(reply) or ("the engine did not count its tokens" if must_count and not reply.counts else "")
-    return {index: _judge(choice, reply, wrong, vocabulary or ABOVE_ALL_IDS) for index, choice in reply.choices.items()}
+
+def certain_choices(reply: Reply) -> dict[int, Choice]:
+    """Return the choices of a complete reply whose ids and log probabilities are all certain, by their index."""
+    if wrong_prompt(reply):
+        return {}
+    found = judge(reply, whole=True)
+    return {index: choice for index, choice in reply.choices.items() if found[index].hole is None and not found[index].no_logprobs}
 
 
 def wrong_prompt(reply: Reply) -> str:
@@ -99,8 +101,8 @@ def _wrong_as_a_whole(reply: Reply) -> str:
     return ""
 
 
-def _judge(choice: Choice, reply: Reply, wrong: str, limit: int) -> Finding:
-    sampled = choice.ids
+def _judge(choice: Choice, reply: Reply, wrong: str) -> Finding:
+    sampled, limit = choice.ids, reply.vocabulary or ABOVE_ALL_IDS
     if not sampled and (choice.has_words or choice.logprobs or (choice.ended_by_a_token and 0 not in {reply.counted, choice.counted})):
         return Finding(0, IncidentKind.NO_TOKEN_IDS, "the engine did not report the ids of the reply")
     if sampled and not 0 <= min(sampled) <= max(sampled) < limit:

@@ -317,6 +317,8 @@ class Reply:
         unreadable: the number of chunks that could not be parsed.
         counted: the number of tokens of all choices that the engine counts for the last request; `None` if it has not counted them.
         prompt_counted: the same for the prompt.
+        vocabulary: the number of ids that the model has, 0 if unknown; set by the caller.
+        must_count: whether the engine counts the tokens of all its replies; set by the caller.
         version: the weight version in the reply's header, `""` if there is none.
     """
 
@@ -328,6 +330,7 @@ class Reply:
         self.unreadable = 0
         self.counted: int | None = None
         self.prompt_counted: int | None = None
+        self.vocabulary, self.must_count = 0, False
         self._continued = False
         self.version = ""
         self._choices: dict[int, Choice] = {}

@@ -499,6 +499,9 @@ class CallAttempt:
         """
         outcome, started = self._outcome, self._waiting_since or time.time()
         outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
+        if outcome.model is not None:
+            found = outcome.model.capability
+            self._reply.vocabulary, self._reply.must_count = found.vocabulary, found.counts
         metrics.BEFORE.observe(time.time() - started)
         if self._chat.required_prefix:
             require_prefix(self._session, self._chat, outcome.plan.prompt, outcome.plan.reason)
@@ -706,7 +709,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check(outcome.model.capability if outcome.model is not None else None)
+                continuation.check()
                 async with self._response.keep_alive():
                     answer = await self._next_piece(continuation)
                 try:
@@ -763,7 +766,7 @@ class CallAttempt:
             await outcome.end_piece(how)
             self._log_cut(how)
             try:
-                continuation.check(outcome.model.capability if outcome.model is not None else None)
+                continuation.check()
                 check = continuation.prompt_check()
                 answer = await self._next_piece(continuation)
                 reply.reopen()

@@ -185,7 +185,6 @@ class Continuation:
         self.pieces: list[ReplyPiece] = []
         self._request = self._engine = ""
         self._own_limit: int | None = None
-        self._counts = False
         self.differs = False
         self.broke = ""
 
@@ -204,8 +203,8 @@ class Continuation:
         self.pieces.append(ReplyPiece(self._request, self._engine, start, len(self.sampled), ended))
         return self.pieces[-1]
 
-    def check(self, capability: Capability | None) -> None:
-        """Check that the reply can go on; `capability` is that of the engine that broke it off.
+    def check(self) -> None:
+        """Check that the reply can go on.
 
         Raises:
             ContinuationError: it cannot.
@@ -215,8 +214,7 @@ class Continuation:
             raise ContinuationError("no token had arrived")
         if why := wrong_prompt(self._reply):
             raise ContinuationError(why)
-        self._counts = capability is not None and capability.counts
-        finding = judge(self._reply, capability.vocabulary if capability is not None else 0)[0]
+        finding = judge(self._reply)[0]
         if finding.hole is not None:
             raise ContinuationError(f"not all of its ids are certain: {finding.detail or finding.hole}")
         if finding.no_logprobs:
@@ -309,6 +307,7 @@ class Continuation:
         """
         words = _Words(self._derender, request, self._reply)
         piece, waiting, start = Reply(), _Sampled([], []), len(self.sampled)
+        piece.vocabulary, piece.must_count = self._reply.vocabulary, self._reply.must_count
         try:
             if answer is not None:
                 async for chunk in self._middle_chunks(words, piece, answer, waiting):
@@ -323,7 +322,7 @@ class Continuation:
         finally:
             if waiting.ids:  # without their words: nothing that was sampled is lost
                 self._reply.add(self._chunk({}, waiting))
-            finding = judge(piece, must_count=self._counts and piece.finished and not piece.aborted).get(0)
+            finding = judge(piece, whole=piece.finished and not piece.aborted).get(0)
             if finding is not None and finding.hole is not None:
                 self._reply.choices[0].doubt_after(start + finding.tokens, finding.detail or finding.hole)
             self._reply.choices[0].versions = piece.versions(0) if piece.choices else []

@@ -70,7 +70,7 @@ class GatheredReply:
             if check is not None:
                 check(data)
             self._add(data)
-        if self.reply.finished and not self.reply.aborted and all(found.hole is None for found in judge(self.reply).values()):
+        if self.reply.finished and not self.reply.aborted and all(found.hole is None for found in judge(self.reply, whole=True).values()):
             return ""
         return "abort" if self.reply.aborted else "error" if self.reply.error else "lost"
 

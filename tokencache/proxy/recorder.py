@@ -25,7 +25,6 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.engine.figures import Finding, judge, wrong_prompt
 from tokencache.engine.model import Model
-from tokencache.engine.probe import Capability
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.continuation import Continuation
@@ -147,8 +146,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def record(self, prefixes: PrefixCache) -> Recorded:
         """Make the turns of the call, and its incidents, from its reply."""
-        capability = self.model.capability if self.model is not None else Capability("", "relay")
-        found = judge(self.reply, capability.vocabulary, must_count=capability.counts and self.whole)
+        found = judge(self.reply, whole=self.whole)
         wrong = wrong_prompt(self.reply)
         self.uncertain = bool(wrong) or any(finding.hole is not None for finding in found.values())
         incidents = [*self.noted, *self._incidents()]

@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import aiohttp
@@ -29,6 +30,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import as_chunks, split_cut
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.figures import certain_choices
 from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
@@ -48,6 +50,7 @@ _MAX_UNSENT = 64 * 1024
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
 """The JSON in an event that contains only one line of data."""
 _NO_KEEP_ALIVE = contextlib.nullcontext()
+_FINISH = b'"finish_reason":"'
 
 Broken = tuple[str, str]
 """Why a reply was cut off: a `TurnMark`, and the detail in words."""
@@ -249,7 +252,7 @@ class Response:
 
     def with_token_ids(self, data: bytes, reply: Reply) -> bytes:
         """Add token ids to the messages of a chunk or a body, if this client receives them."""
-        return gym.with_tokens(data, reply.prompt.raw, reply.choices) if self.exchange.token_ids else data
+        return gym.with_tokens(data, reply.prompt.raw, partial(certain_choices, reply)) if self.exchange.token_ids else data
 
     def prompt_tokens(self, reply: Reply) -> int:
         """Count the prompt's tokens, for dialects that report them; 0 for chat, where the engine's own bytes contain the count."""
@@ -300,7 +303,8 @@ class ReplyForwarder:
         self.withheld: Literal["", "aborted", "overflow"] = ""
         self._finished = False  # whether the last choice is complete: the rest waits for the store
         self._silent = True  # whether nothing was sent since the last keep-alive interval
-        self._pending: list[tuple[bytes, bytes, int]] | None = []  # chunks that wait for the first sampled token; `None` after it
+        self._pending: list[tuple[bytes, bytes]] | None = []  # chunks that wait for the first sampled token; `None` after it
+        self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
         self._unread = None if self._token_ids else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
@@ -359,8 +363,8 @@ class ReplyForwarder:
             self._note_lost()
             if self.cut:
                 return b"", None
-            return self._release() + bytes(held) + self._encoder.rest() + (splitter.rest if self._as_is and not self.ended else b""), None
-        return b"" if self.cut else self._release() + bytes(held) + self._encoder.rest(), broke
+            return self._release() + bytes(held) + self._rest() + (splitter.rest if self._as_is and not self.ended else b""), None
+        return b"" if self.cut else self._release() + bytes(held) + self._rest(), broke
 
     def _note_lost(self) -> None:
         """Note that the stream ended before the reply did, if the reply may be continued."""
@@ -396,7 +400,7 @@ class ReplyForwarder:
         self._reply.trust_count()  # `chunks` compares the engine's
         if not self._finished:
             self.cut = "lost"
-        return bytes(held) + self._encoder.rest(), None
+        return bytes(held) + self._rest(), None
 
     def give_up(self) -> bytes:
         """Return the end of a reply that was broken off and is not continued, as the engine sent it."""
@@ -408,15 +412,24 @@ class ReplyForwarder:
         for data in self._cut_off:
             if data == DONE:
                 self.ended = True
-                written.append(self._encoder.end())
+                written.append(self._rest() + self._encoder.end())
             else:
                 self._reply.give_back_message(data)
-                written.append(self._encode(data))
-        return b"".join([*written, self._encoder.rest()])
+                written.append(self._encode(event_of(data), data))
+        return b"".join([*written, self._rest()])
 
-    def _encode(self, data: bytes) -> bytes:
-        shown = self._response.with_token_ids(data, self._reply)
-        return self._encoder.chunk(event_of(shown), shown, self._response.prompt_tokens(self._reply))
+    def _encode(self, event: bytes, data: bytes) -> bytes:
+        """Return the client's bytes of a chunk, unless it gets token ids when the reply is complete."""
+        if self._token_ids and (self._late or _FINISH in data):
+            self._late.append(data)
+            return b""
+        return self._encoder.chunk(event, data, self._response.prompt_tokens(self._reply))
+
+    def _rest(self) -> bytes:
+        """Return what waited for the end of the stream."""
+        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], []
+        count = self._response.prompt_tokens(self._reply)
+        return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
 
     def _pass_directly(self, event: bytes) -> bool:
         """Forward an event that can be parsed later; false if it must be parsed now, or if the client is slow."""
@@ -461,7 +474,7 @@ class ReplyForwarder:
             return b""
         if data == DONE:
             self._finished = self.ended = True
-            return self._release() + self._encoder.end()
+            return self._release() + self._rest() + self._encoder.end()
         return self._read_chunk(event, self._reply.without_experts(data))
 
     def _read_chunk(self, event: bytes, data: bytes) -> bytes:
@@ -475,11 +488,9 @@ class ReplyForwarder:
             self._cut_off.append(end)
             return self._show_tokens(tokens)
         self._finished = self._finished or self._reply.finished or bool(self._reply.error)
-        allowed = data if self._chat.shows_ids else brief
-        shown = self._response.with_token_ids(allowed, self._reply)
-        chunk = (event if shown is allowed else event_of(shown), shown, self._response.prompt_tokens(self._reply))
+        chunk = event, data if self._chat.shows_ids else brief
         if self._pending is None:
-            return self._encoder.chunk(*chunk)
+            return self._encode(*chunk)
         self._pending.append(chunk)
         if not (self._reply.begun or self._reply.error):
             return b""  # nothing was sampled yet, so the call can be made again
@@ -491,9 +502,8 @@ class ReplyForwarder:
         if not data:
             return b""
         if self._pending is None:
-            return self._encode(data)
-        shown = self._response.with_token_ids(data, self._reply)
-        self._pending.append((event_of(shown), shown, self._response.prompt_tokens(self._reply)))
+            return self._encode(event_of(data), data)
+        self._pending.append((event_of(data), data))
         return b""
 
     def _release(self) -> bytes:
@@ -502,7 +512,7 @@ class ReplyForwarder:
             return b""
         self._progress.show()
         pending, self._pending = self._pending, None
-        return b"".join([self._encoder.chunk(*chunk) for chunk in pending])
+        return b"".join([self._encode(*chunk) for chunk in pending])
 
     def _decide_whether_withheld(self) -> None:
         if self._pending is not None:

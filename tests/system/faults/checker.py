@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tokencache.testing import GroundTruthEntry, SimTokenizer
 
 _MARK = re.compile(r"#([\w.-]+-\d+)#")
-_CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted"})
+_CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted", "uncertain"})
 """Marks of turns that may contain only the beginning of what was sampled."""
 UNKNOWN = "unrecognised-reply"
 

@@ -20,6 +20,7 @@ from tokencache.dialects.completion_reader import read_completion
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.sse import EventSplitter, data_of
 from tokencache.engine.chunks import as_chunks
+from tokencache.engine.figures import judge, wrong_prompt
 from tokencache.engine.reply import Reply
 from tokencache.errors import HarnessError
 from tokencache.proxy.request_body import check_values
@@ -140,8 +141,10 @@ def reply(data: bytes) -> None:
     """Any output of an engine is parsed, or kept as unreadable, without an exception."""
     kept = Reply(1)
     kept.add(kept.without_experts(data))
+    judge(kept, whole=True)
+    wrong_prompt(kept)
     read_completion(data)
-    gym.with_tokens(data, b"[1]", kept.choices)
+    gym.with_tokens(data, b"[1]", lambda: kept.choices)
     gym.take_out(data)
     with contextlib.suppress(ValueError):
         as_chunks(data, {})
