@@ -579,8 +579,10 @@ class CallAttempt:
             return await self._response.fail(answer.status, parse_engine_error(answer.status, body)[0])
         if self._exchange.refuse is not None:
             body = self._exchange.refuse(answer.status, body)
-        elif body.lstrip()[:1] != b"{":  # not the engine's error: the page of a gateway
+        elif body.lstrip()[:1] == b"<":  # HTML, so it is not the engine's, but a gateway's
             body = CHAT_DIALECT.error(answer.status, *parse_engine_error(answer.status, body))
+        else:
+            return whole_response(answer, body)
         response = whole_response(answer, body)
         response.headers["Content-Type"] = "application/json"
         return response
