@@ -71,8 +71,7 @@ async def test_a_direct_client_would_have_seen_the_same(rig):
 
 @pytest.mark.parametrize("why", [{"echo": True}, {"use_beam_search": True}])
 async def test_what_cannot_be_recorded_truthfully_is_a_hole(rig, why):
-    await rig.proxy.engine.model()  # the probe has ended: it does not meet the fault
-    rig.engine.faults.append(Fault.answer(200, '{"choices": []}'))
+    rig.engine.faults.append(Fault.answer(200, '{"choices": []}', path=TEXT))
     async with rig.http.post(
         rig.url + TEXT, json={"model": "sim", "prompt": "Once", "max_tokens": 3, **why}, headers={HEADER: "s"}
     ) as said:
