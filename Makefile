@@ -17,8 +17,8 @@ HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openai-agents langgraph
-# A worker that has nothing left to do takes tests from another one. JOBS=4 sets the number of workers.
-JOBS ?= auto
+# One more than two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
+JOBS ?= 3
 # Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
 E2E_JOBS ?= 2
 # Folders of which all tests run, not only those that CONTRIBUTING.md calls the usual ones: WHOLE=tests/core,tests/proxy
@@ -53,7 +53,7 @@ $(STAMP): pyproject.toml requirements.lock
 	@# uv downloads in parallel and keeps what it has downloaded; --no-deps: the lock is complete
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
-	$(BIN)/uv pip install --python $(BIN)/python -q --compile-bytecode --no-deps --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -205,8 +205,7 @@ class Server(asyncio.Protocol):
         elif self.path == b"/tokenize":
             asked = _decode(body)
             ids = render(asked.messages, generation=asked.add_generation_prompt)
-            count = (len(ids) + 1) // _ID_BYTES
-            self._json(b'{"count":%d,"max_model_len":1048576,"tokens":[%s],"token_strs":null}' % (count, ids))
+            self._json(b'{"count":%d,"max_model_len":1048576,"tokens":[%s],"token_strs":null}' % (_count(ids), ids))
         elif self.path == b"/v1/models":
             self._json(msgspec.json.encode({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1 << 20}]}))
         elif self.path == b"/version":
@@ -240,14 +239,15 @@ class Server(asyncio.Protocol):
             return
         if b'"stream":true' in rest or b'"stream": true' in rest:
             first = b"[%s]" % prompt if wants_ids else b"null"
-            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first)
+            usage = _usage(_count(prompt), n) if b'"include_usage":true' in rest else b""
+            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first, usage)
             return
         reply = reply_of(n)
         self._json(
             b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
             b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":%s,'
             b'"finish_reason":"stop","stop_reason":null,"token_ids":%s,"routed_experts":null}],"service_tier":null,'
-            b'"system_fingerprint":"mock","usage":{"prompt_tokens":0,"total_tokens":0,"completion_tokens":%d},"prompt_logprobs":null,'
+            b'"system_fingerprint":"mock","usage":%s,"prompt_logprobs":null,'
             b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
             % (
                 number,
@@ -255,7 +255,7 @@ class Server(asyncio.Protocol):
                 reply.json_text,
                 reply.logprobs_json if wants_ids else b"null",
                 b"[%s]" % reply.json_ids if wants_ids else b"null",
-                n,
+                _usage(_count(prompt), n),
                 b"[%s]" % prompt if wants_ids else b"null",
             )
         )
@@ -271,9 +271,9 @@ class Server(asyncio.Protocol):
         self._json(
             b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
             b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},%s}],"service_tier":null,'
-            b'"system_fingerprint":"mock","usage":{"prompt_tokens":0,"total_tokens":0,"completion_tokens":%d},"prompt_logprobs":null,'
+            b'"system_fingerprint":"mock","usage":%s,"prompt_logprobs":null,'
             b'"prompt_token_ids":null%s,"prompt_text":null,"kv_transfer_params":null}'
-            % (number, number, reply.json_text, reply.packed_json, len(reply.ids), echo),
+            % (number, number, reply.json_text, reply.packed_json, _usage(len(prompt) // 4, len(reply.ids)), echo),
             more=b"x-tokencache-prompt: %s\r\n" % digest.encode(),
         )
 
@@ -290,7 +290,7 @@ class Server(asyncio.Protocol):
         }
         self._json(msgspec.json.encode({"model": MODEL, "choices": [choice], "prompt_token_ids": [START]}))
 
-    def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes) -> None:
+    def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes, usage: bytes) -> None:
         head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
         first = (
             head
@@ -304,7 +304,7 @@ class Server(asyncio.Protocol):
         if not pace_ms:
             for delta in deltas:
                 self.transport.write(_framed(head + delta))
-            self._end()
+            self._end(head, usage)
             return
         loop = asyncio.get_running_loop()
         begun, sent = loop.time(), 0
@@ -316,15 +316,25 @@ class Server(asyncio.Protocol):
             self.transport.write(_framed(head + deltas[sent]))
             sent += 1
             if sent == len(deltas):
-                self._end()
+                self._end(head, usage)
             else:
                 loop.call_at(begun + (sent + 1) * pace_ms / 1000, step)
 
         loop.call_at(begun + pace_ms / 1000, step)
 
-    def _end(self) -> None:
+    def _end(self, head: bytes, usage: bytes) -> None:
+        counted = head + b'],"usage":%s}\n\n' % usage if usage else b""
         last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
-        self.transport.write(_framed(last) + b"0\r\n\r\n")
+        self.transport.write(_framed(counted + last) + b"0\r\n\r\n")
+
+
+def _count(json_ids: bytes) -> int:
+    """How many ids a JSON list without its brackets has: all have as many digits."""
+    return (len(json_ids) + 1) // _ID_BYTES
+
+
+def _usage(prompt: int, reply: int) -> bytes:
+    return b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}' % (prompt, prompt + reply, reply)
 
 
 def _framed(data: bytes) -> bytes:

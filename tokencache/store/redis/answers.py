@@ -91,7 +91,7 @@ FORMS: dict[str, Form] = {
     scripts.MARK_WANTED: _YES_NO,
     scripts.FIND: ("pairs of a number and a string", _are_hits),
     scripts.PREFIX: _STRINGS,
-    scripts.COMMIT: _YES_NO,
+    scripts.COMMIT: _number(0, 1, 2),
     scripts.ADD_INCIDENTS: _YES_NO,
     scripts.SESSION: (
         "an empty list, or the state of a session",
