@@ -112,6 +112,19 @@ def fields_of(body: bytes) -> dict[str, Raw]:
     raise HarnessError("the request body must be a JSON object")
 
 
+def strict_fields(body: bytes) -> dict[str, Raw]:
+    """Return the members of a JSON object, each exactly as it is written in the body.
+
+    Raises:
+        ValueError: it is not an object in strict JSON, or it has a member twice.
+        RecursionError: it is nested too deeply.
+    """
+    fields = _FIELDS.decode(body)
+    if not _are_all(fields, body):
+        raise ValueError("a member is given twice")
+    return fields
+
+
 def _are_all(fields: dict[str, Raw], body: bytes) -> bool:
     """Whether an object has these members and no others, each of them once. `fields` are in the order of their first appearance."""
     at = 0

@@ -38,7 +38,7 @@ _EXACT, _ROUNDED = 1e-6, 1e-2
 """Tolerance for a log probability of 0, and for a sum of probabilities from a 16-bit model."""
 
 
-class Finding(NamedTuple):
+class KindFinding(NamedTuple):
     """The kind of log probabilities, and how it was identified, in words."""
 
     kind: LogprobKind
@@ -54,13 +54,13 @@ class _Token(msgspec.Struct):
     top_logprobs: list[_Alternative] = []
 
 
-async def find_logprob_kind(ask: AskChat, model: str, messages: Raw, tokens: tuple[int, int]) -> Finding:
+async def find_logprob_kind(ask: AskChat, model: str, messages: Raw, tokens: tuple[int, int]) -> KindFinding:
     """Identify an engine's log probabilities; `tokens` are any two ids of its vocabulary."""
     values = []
     for token in tokens:
         found = await _under_mask(ask, model, messages, token)
         if found is None:
-            return Finding("", "no log probability of a token that was the only one allowed")
+            return KindFinding("", "no log probability of a token that was the only one allowed")
         values.append(found)
     return judge(values)
 
@@ -84,20 +84,20 @@ async def _under_mask(ask: AskChat, model: str, messages: Raw, token: int) -> _T
     return found if choice.get("token_ids") == [token] else None  # an ignored mask proves nothing
 
 
-def judge(values: "list[_Token]") -> Finding:
+def judge(values: "list[_Token]") -> KindFinding:
     """Identify the kind from the values of two tokens, each sampled under a mask that allowed no other id."""
     if not all(value.top_logprobs for value in values):
-        return Finding("", "the engine reports only the sampled id, not the likeliest ids")
+        return KindFinding("", "the engine reports only the sampled id, not the likeliest ids")
     own = [value.logprob for value in values]
     shown = " and ".join(f"{value:.6g}" for value in own)
     likeliest = [[one.logprob for one in value.top_logprobs] for value in values]
     possible = [[logprob for logprob in logprobs if logprob > _IMPOSSIBLE] for logprobs in likeliest]
     if all(len(logprobs) <= 1 for logprobs in possible):
         if all(abs(value) <= _EXACT for value in own):
-            return Finding("processed", f"under a mask that allows one id: {shown}, and every other id is impossible")
-        return Finding("", f"{NONE}: under a mask that allows one id: {shown}, where only 0 is right (--logprobs-mode?)")
+            return KindFinding("processed", f"under a mask that allows one id: {shown}, and every other id is impossible")
+        return KindFinding("", f"{NONE}: under a mask that allows one id: {shown}, where only 0 is right (--logprobs-mode?)")
     tops = [max(logprobs) for logprobs in likeliest]
     in_range = max(*own, *tops) <= _ROUNDED and min(tops) >= _FAINTEST  # checked first: `math.exp` raises OverflowError above 709
     if not in_range or max(sum(map(math.exp, logprobs)) for logprobs in (own, *likeliest)) > 1 + _ROUNDED:
-        return Finding("", f"{NONE}: {shown}, the likeliest {tops[0]:.6g}: no distribution has these (--logprobs-mode?)")
-    return Finding("raw", f"under a mask that allows one id: {shown}, and other ids are as likely as without it")
+        return KindFinding("", f"{NONE}: {shown}, the likeliest {tops[0]:.6g}: no distribution has these (--logprobs-mode?)")
+    return KindFinding("raw", f"under a mask that allows one id: {shown}, and other ids are as likely as without it")

@@ -23,7 +23,7 @@ from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
-from tokencache.dialects.json_io import entries_of, fields_of
+from tokencache.dialects.json_io import entries_of, fields_of, strict_fields
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -196,10 +196,10 @@ class IncrementalParser:
         if _NAME in rest:  # a second member of that name, or some text: parse the whole body
             return None
         try:
-            following = fields_of(b'{"messages":[' + rest)
+            following = strict_fields(b'{"messages":[' + rest)
             listed = following["messages"]
             new = [bytes(entry) for entry in _LIST.decode(listed)]
-        except (ValueError, RecursionError, HarnessError):
+        except (ValueError, RecursionError):
             return None
         added = find_spans(body, new, at + comma)
         repeated = cached.leading.keys() & following.keys() != {"messages"}  # parsing the whole body refuses it
