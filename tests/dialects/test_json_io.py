@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tokencache.dialects import json_io
 from tokencache.dialects.json_io import bracketed, dotted
 from tokencache.errors import HarnessError
@@ -22,7 +23,7 @@ def clean(value):
     return json.loads(json_io.replace_surrogates(json.dumps(value, ensure_ascii=False)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(JSON)
 def test_whatever_python_writes_is_read(value):
     for text in (json.dumps(value), json.dumps(value).encode(), json.dumps(value, ensure_ascii=False)):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.store.conftest import OTHERS
+from tests.support.profiles import examples
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
@@ -185,7 +186,7 @@ async def run_steps(stores, steps):
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(STEPS, max_size=40))
 def test_operations_are_as_in_memory(request, kind, steps):
     async def run():
@@ -196,7 +197,7 @@ def test_operations_are_as_in_memory(request, kind, steps):
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(built=trees())
 def test_turns_are_as_in_memory(request, kind, built):
     async def run():

@@ -1,6 +1,10 @@
 """The settings of hypothesis for the whole suite: the same examples in every run, however slow the machine is."""
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+from tests.support.whole import WHOLE
 
 
 def load() -> None:
@@ -9,3 +13,8 @@ def load() -> None:
         "suite", derandomize=True, database=None, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("suite")
+
+
+def examples(whole: int) -> int:
+    """How many examples a test tries: a third of `whole`, unless a run has `--whole`."""
+    return whole if os.environ.get(WHOLE) else whole // 3

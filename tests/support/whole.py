@@ -4,12 +4,20 @@
 change touches.
 """
 
+import os
+
+WHOLE = "TOKENCACHE_TESTS_WHOLE"
+"""An environment variable: the folders of `--whole`, for tests that try more examples then (`profiles.examples`)."""
 LEFT_OUT = "left_out"
 """Where a worker reports how many tests it left out."""
 
 
 def add_options(parser):
     parser.addoption("--whole", default="", metavar="FOLDERS", help="folders, with commas between, whose tests marked `whole` run, too")
+
+
+def pytest_configure(config):
+    os.environ[WHOLE] = config.getoption("whole")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -19,7 +27,8 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         if hasattr(config, "workeroutput"):
             config.workeroutput[LEFT_OUT] = len(left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def _within(test, folders):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from tests.dialects.anthropic.kit import asked, read
+from tests.support.profiles import examples
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.routes import AnthropicDialect
 from tokencache.dialects.base import DirectReply, ModelCall, ServedModel, TokenCount
@@ -229,7 +230,7 @@ BODY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(BODY | ANY, st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 async def test_any_json_is_read_or_refused(body, path):
     sent = asked(json.dumps(body).encode("utf-8", "surrogatepass"), path=path)
@@ -242,7 +243,7 @@ async def test_any_json_is_read_or_refused(body, path):
         assert isinstance(json.loads(meaning.body)["messages"], list)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=60))
 async def test_any_bytes_are_refused(body):
     with pytest.raises(HarnessError):

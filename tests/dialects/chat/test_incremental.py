@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
@@ -44,7 +45,7 @@ def _seen(body: bytes, bodies: IncrementalParser, session: str):
     return (list(fields.items()), list(call.raw_messages), call.conversation, call.plain, call.media, call.malformed, call.model)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(LEADING, st.lists(ENTRY, max_size=3), CUT, BEHIND, st.booleans(), st.integers(0, 3)), min_size=2, max_size=6))
 def test_incremental_parsing_equals_parsing_the_whole(steps):
     bodies, history = IncrementalParser(), []

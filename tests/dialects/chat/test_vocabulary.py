@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.chat.vocabulary import MessageReader, with_reasoning, with_stand_ins
@@ -121,7 +122,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.booleans())
 def test_whatever_python_writes_is_kept(value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import HANDLE, STREAM, chat_of, chunks, completion, digests, merged, read, served
+from tests.support.profiles import examples
 from tokencache.core.messages import digest
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 
@@ -291,7 +292,7 @@ PIECES = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(PIECES, st.data())
 def test_any_stream_cut_anywhere_gives_the_same_turn(pieces, data):
     """Calls are numbered and cut as vLLM does it; what is echoed is the message that the engine said."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.gemini.kit import GENERATE, HANDLE, STREAM, chat_of, digests, read
+from tests.support.profiles import examples
 from tokencache.dialects.base import DirectReply, ModelCall, TokenCount
 from tokencache.dialects.gemini.routes import GeminiDialect
 from tokencache.errors import HarnessError
@@ -510,7 +511,7 @@ CONTENTS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "mod
 MORE = st.dictionaries(NAMES, JSON, max_size=5)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(MORE | st.builds(lambda contents, more: {**more, "contents": contents}, CONTENTS, MORE))
 def test_any_request_is_parsed_or_refused(body):
     for method in ("generateContent", "countTokens"):

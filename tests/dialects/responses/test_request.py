@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dialects.responses.kit import DIALECT, Session, digests
+from tests.support.profiles import examples
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
@@ -431,7 +432,7 @@ MOSTLY = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.sampled_from(["input", "tools", "tool_choice", "text", "reasoning", "include", "instructions", "store"]), MOSTLY))
 async def test_any_request_is_parsed_or_refused(members):
     meant = None
@@ -467,7 +468,7 @@ async def test_unusual_values(odd):
     assert "continue_final_message" not in chat_request
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(JSON)
 async def test_any_json_for_a_body(value):
     with pytest.raises(HarnessError):

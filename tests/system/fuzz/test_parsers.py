@@ -4,6 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tests.system.fuzz.targets import SEEDS, TARGETS
 
 ODD = [
@@ -33,7 +34,7 @@ def inputs(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_it_parses_or_refuses(name):
-    @settings(max_examples=250)
+    @settings(max_examples=examples(250))
     @given(data=inputs(name))
     @example(data=b"")
     @example(data=b"[" * 100_000)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.profiles import examples
 from tests.system.fuzz.kit import ASK, DIALECTS, answers, chunked, request, send
 from tests.system.fuzz.targets import SEEDS
 from tests.system.fuzz.test_parsers import inputs
 
-QUIETLY = settings(max_examples=120, suppress_health_check=list(HealthCheck))
+QUIETLY = settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
 LINES = [
     b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b"Content-Length: 5", b"Content-Length: 0",
     b"Transfer-Encoding: chunked", b"Connection: upgrade",
