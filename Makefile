@@ -29,7 +29,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
 	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
 # an engine may take minutes to start on a busy machine
-E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=900
+E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=900 -o run_limit=5000
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 # the frameworks' own warnings are not errors here
 INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=
