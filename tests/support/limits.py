@@ -24,6 +24,8 @@ RUN_MARK = "TOKENCACHE_TEST_RUN"
 """An environment variable that the workers and all processes which tests start inherit. It names the run."""
 SUMMARY_SECONDS = 60.0
 """How long a run that is interrupted has to end its workers and to print its summary."""
+AGAIN_SECONDS = 5.0
+"""Seconds between two interrupts of a run that goes on."""
 GRACE_SECONDS = 10.0
 """How long the processes that tests started have to end after the last test."""
 
@@ -35,7 +37,7 @@ class Limits:
         self.config = config
         self.is_worker = hasattr(config, "workerinput")
         self.ends_at = config.workerinput["run_ends_at"] if self.is_worker else time.monotonic() + float(config.getini("run_limit"))
-        self.exceeded = False
+        self.exceeded = self.interrupted = False
         self.left_over = []
         if not self.is_worker:
             self.run = os.environ[RUN_MARK] = uuid.uuid4().hex
@@ -46,7 +48,7 @@ class Limits:
 
     def pytest_sessionstart(self):
         if not self.is_worker:
-            _later(self.ends_at - time.monotonic() + 1, self._interrupt)
+            _later(self.ends_at - time.monotonic() + 1, self._end_run)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -73,10 +75,19 @@ class Limits:
             for command in self.left_over:
                 terminalreporter.write_line(command)
 
-    def _interrupt(self):
+    def pytest_keyboard_interrupt(self):
+        self.interrupted = True
+
+    def _end_run(self):
         self.exceeded = True
         _later(SUMMARY_SECONDS, self._end)
-        os.kill(os.getpid(), signal.SIGINT)
+        self._interrupt()
+
+    def _interrupt(self):
+        """Interrupt the run, and again if it goes on: code that handles any exception may have swallowed the interrupt."""
+        if not self.interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            _later(AGAIN_SECONDS, self._interrupt)
 
     def _end(self):
         """The last resort: this process does not react to an interrupt."""
