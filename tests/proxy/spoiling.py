@@ -1,18 +1,16 @@
 """A gateway between the proxy and an engine that spoils the engine's answers, and a check of what is recorded of them."""
 
-import contextlib
 import copy
 import json
 
-import aiohttp
 from aiohttp import web
 
-from tests.engine.listening import listening
+from tests.engine.intermediary import Intermediary
 
 SAMPLING = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 
 
-class SpoilingGateway:
+class SpoilingGateway(Intermediary):
     """Passes everything on. Answers to a session's requests that sample go through `spoil` once it is set.
 
     `spoil` gets the list of an answer's events, or its body as the only one, decoded where they are JSON; it returns the list to send.
@@ -20,16 +18,8 @@ class SpoilingGateway:
     """
 
     def __init__(self, upstream):
-        self.upstream = upstream
+        super().__init__(upstream)
         self.spoil = None
-
-    @contextlib.asynccontextmanager
-    async def serve(self):
-        """Serve on a free port; yields the base URL."""
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        async with aiohttp.ClientSession() as self._http, listening(app) as url:
-            yield url
 
     async def _pass(self, request):
         kept = {name: value for name, value in request.headers.items() if name.lower() not in {"host", "content-length"}}

@@ -4,6 +4,7 @@ import secrets
 
 import fakeredis
 import pytest
+from redis.asyncio import Redis
 
 from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
@@ -17,6 +18,23 @@ def redis_server():
     require("redis-server", find_binary())
     with RealRedis() as server:
         yield server
+
+
+@pytest.fixture
+async def redis(redis_server):
+    """A client of the real server, which is emptied."""
+    async with Redis.from_url(redis_server.url) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def emptied_redis_store(redis_server, redis):
+    """A store with the default settings on the real server, without data of other tests."""
+    made = RedisStore(redis_server.url)
+    await made.open()
+    yield made
+    await made.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from redis import exceptions
-from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 
 from tests.support.redis_server import RealRedis
@@ -33,18 +32,8 @@ WEEK = 7 * 86400 * 1000
 
 
 @pytest.fixture
-async def redis(redis_server):
-    async with Redis.from_url(redis_server.url) as client:
-        await client.flushall()
-        yield client
-
-
-@pytest.fixture
-async def store(redis_server, redis):
-    made = RedisStore(redis_server.url)
-    await made.open()
-    yield made
-    await made.close()
+def store(emptied_redis_store):
+    return emptied_redis_store
 
 
 @pytest.fixture

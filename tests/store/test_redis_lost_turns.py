@@ -2,30 +2,18 @@
 
 import pytest
 from redis import exceptions
-from redis.asyncio import Redis
 
 from tokencache.core.incidents import Incident
 from tokencache.store.base import TurnLostError
 from tokencache.store.conformance import build, record
-from tokencache.store.redis import RedisStore
 
 pytestmark = pytest.mark.redis
 SESSION = "tokencache:{s}"
 
 
 @pytest.fixture
-async def redis(redis_server):
-    async with Redis.from_url(redis_server.url) as client:
-        await client.flushall()
-        yield client
-
-
-@pytest.fixture
-async def store(redis_server, redis):
-    made = RedisStore(redis_server.url)
-    await made.open()
-    yield made
-    await made.close()
+def store(emptied_redis_store):
+    return emptied_redis_store
 
 
 @pytest.mark.parametrize("extends", [True, False], ids=["parent", "base"])

@@ -3,12 +3,11 @@
 import contextlib
 import json
 
-import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
-from tests.engine.listening import listening
+from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
 from tokencache.config import Settings
 from tokencache.engine.drivers.base import Driver
@@ -53,18 +52,12 @@ class ToyDriver(Driver):
         return {"messages": [msgspec.Raw(question)], "exact_prompt": prompt}
 
 
-class ToyEngine:
+class ToyEngine(Intermediary):
     """Gives the engine at `upstream` the routes and members of a toy engine."""
 
     def __init__(self, upstream):
-        self.upstream, self.prompts = upstream, []
-
-    @contextlib.asynccontextmanager
-    async def serve(self):
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        async with aiohttp.ClientSession() as self._http, listening(app) as url:
-            yield url
+        super().__init__(upstream)
+        self.prompts = []
 
     async def _pass(self, request):
         if request.path == "/tokenize":
