@@ -38,7 +38,7 @@ async def repeat(
     """Wait and run a step, again and again, until this task is cancelled.
 
     An exception of a step is logged with its traceback and counted, and the next step comes after a delay that grows with each failure in
-    a row. That includes a `CancelledError` that leaks from a library, when nobody has cancelled this task.
+    a row. That includes a `CancelledError` that leaks from a library although this task was not cancelled.
 
     Args:
         task: name of the task, for the metric and `/readyz`; one of few.

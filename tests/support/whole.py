@@ -1,7 +1,7 @@
 """Chooses what runs: all tests, or all but those that only repeat a kind in another combination (`@pytest.mark.whole`).
 
-`--whole tests/proxy,tests/core` runs the whole of these folders, `--whole tests` the whole of everything; `tests.changed` prints what a
-change touches.
+`--whole tests/proxy,tests/core` runs the whole of these folders, `--whole tests` the whole of everything. `tests.support.changed` prints
+what a change touches.
 """
 
 import os

@@ -178,7 +178,7 @@ class TranslatedDialect(Dialect, Protocol):
 def parse_engine_error(status: int, body: bytes) -> tuple[str, str, str | None]:
     """Parse an engine's error response, usually in OpenAI's shape: the message, type and `param` for `Dialect.error`.
 
-    A page of HTML comes from a server before the engine. It is no message, and may name addresses.
+    A server in front of the engine sends a page of HTML. It is not used as the message, because it may name addresses.
     """
     try:
         found = msgspec.json.decode(body)

@@ -21,7 +21,7 @@ a log probability is a number, and not above 0      the same
 What no figure shows: an id in place of another of the vocabulary, as many ids lost as doubled, events in another order if their parts stay
 together, an index that names another requested choice. vLLM numbers its events only with `continuous_usage_stats`. The proxy does not
 request that, because with a reasoning parser vLLM (0.32, `chat_completion/serving.py`) then counts all tokens of a reply again for each
-event. Of a reply that was broken off there is no final `usage`, so its number of ids is not checked.
+event. A reply that was broken off has no final `usage`, so its number of ids is not checked.
 """
 
 import math

@@ -562,7 +562,7 @@ class CallAttempt:
         """Send an engine's error to the client; nothing was sampled.
 
         Raises:
-            EngineError: the answer is no error either.
+            EngineError: the answer is neither a reply nor an error, for example a redirect.
         """
         body = await self._read(answer)
         if body is None:

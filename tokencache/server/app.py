@@ -183,7 +183,7 @@ class Proxy:
         """Use the store's secret, which all replicas share. If the store has lost it, write ours back: turns are found only with it.
 
         Raises:
-            StoreError: the store failed, or what it has is no secret. Then ours stays.
+            StoreError: the store failed, or holds an invalid secret. The current secret stays in use.
         """
         held = await self.store.secret(self._bodies.secret)
         if not isinstance(held, bytes) or len(held) != SECRET_BYTES:

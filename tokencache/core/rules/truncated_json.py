@@ -57,7 +57,7 @@ def complete_json(text: str) -> dict[str, Any]:
 def _ends(text: str, last: re.Match[str] | None) -> Iterator[tuple[int, str]]:
     """Yield the ends to which a text may be cut, the last one first, with the quote that closes an open string; `last` is the last string.
 
-    What is dropped: half an escape; or a comma, a key, and a part of a number or word, of which each may be missing.
+    It drops an incomplete escape at the end, or a trailing comma, key, and incomplete number or word; each of these is optional.
     """
     at = len(text)
     if last is not None and not last[1]:

@@ -56,13 +56,9 @@ _RENEW_BELOW = 0.99
 """The time to live of a binding is renewed if less than this share of it is left."""
 
 
-def _is_empty(path: Path) -> bool:
-    """Whether there is a file, and it has no bytes."""
-    return path.is_file() and not path.stat().st_size
-
-
-def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+def _size(path: Path) -> int | None:
+    """Return the size of a file in bytes; `None` if there is none."""
+    return path.stat().st_size if path.is_file() else None
 
 
 def read_path(url: str) -> Path:
@@ -135,11 +131,11 @@ class FileStore(FileQueue):
             StoreError: SQLite's log beside it shows that it had content.
         """
         for _ in range(_LOOKS):
-            if not _is_empty(self._path):
+            if _size(self._path) != 0:
                 return
             await asyncio.sleep(_LOOK_SECONDS)  # another worker may be making it
         log_file = Path(f"{self._path}-wal")
-        if _has_content(log_file):
+        if _size(log_file):
             raise StoreError(
                 f"file: {self._path} was truncated: it is empty, and {log_file.name} beside it is not. Restore it, or remove both to begin "
                 "anew"

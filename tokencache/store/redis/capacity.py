@@ -143,7 +143,7 @@ def _figure(memory: dict[str, Any], name: str) -> int:
     """Return a figure of the report; 0 if it has none.
 
     Raises:
-        StoreError: it is no number.
+        StoreError: the value is not a number.
     """
     value = memory.get(name, 0)
     if not isinstance(value, int):
