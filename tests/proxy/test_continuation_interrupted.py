@@ -51,13 +51,19 @@ async def cut(rig, *, stream=False, url=None, **headers):
     return call
 
 
-async def refused(rig):
-    """Wait until the engine has refused a continuation."""
+async def refused(rig, *, left=REFUSALS):
+    """Wait until the engine has refused a request, and fewer refusals than these are left."""
 
     async def some():
-        return len(rig.engine.faults) < REFUSALS
+        return len(rig.engine.faults) < left
 
     await until(some)
+
+
+async def announced(rig, version):
+    """Announce weights, and wait until no request is on its way that the proxy sent before."""
+    await announce(rig, version)
+    await refused(rig, left=len(rig.engine.faults) - 1)
 
 
 def resume(rig):
@@ -212,7 +218,7 @@ async def test_the_weights_change_while_the_reply_waits():
     async with proxied(engine, hold=PATIENCE) as rig:
         await announce(rig, 7)
         call = await cut(rig)
-        await announce(rig, 8)
+        await announced(rig, 8)
         resume(rig)
         assert said((await call)[1], stream=False) == EXPECTED
         turn = await whole_turn(rig)
@@ -229,7 +235,7 @@ async def test_the_weights_change_while_a_call_waits_for_its_first_engine():
         rig.engine.faults.extend([Fault.answer(503, "{}")] * (REFUSALS + 1))
         call = asyncio.create_task(send(rig, {"model": "sim", **ASK}))
         await refused(rig)
-        await announce(rig, 8)
+        await announced(rig, 8)
         resume(rig)
         assert (await call)[0] == 200
         turn, *_ = await recorded(rig)

@@ -19,14 +19,14 @@ class Work:
 
     def of(self, function: Callable[[], object]) -> int:
         """Count the work of a call."""
-        before = self.done
+        before, tracer, profiler = self.done, sys.gettrace(), sys.getprofile()  # coverage is a tracer, too
         sys.settrace(self._line)
         sys.setprofile(self._call)
         try:
             function()
         finally:
-            sys.setprofile(None)
-            sys.settrace(None)
+            sys.setprofile(profiler)
+            sys.settrace(tracer)
         return self.done - before
 
     def _line(self, *_: Any) -> Any:
