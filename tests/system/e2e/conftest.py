@@ -123,7 +123,7 @@ def vllm_server(servers, tokenizer):
     return servers.use(tokenizer)
 
 
-WEIGHTS_PACE = "0.01"
+WEIGHTS_PACE = 0.01
 """Seconds per token: a reply of some 300 is still being sampled when the engine is paused, even if the pause comes late."""
 
 
@@ -139,8 +139,8 @@ def weights_server(servers, tmp_path_factory):
         model = make_model(folder, tmp_path_factory.mktemp("model"))
         options = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--enable-scale-out"]
         workdir = tmp_path_factory.mktemp("vllm")
-        more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PACE": WEIGHTS_PACE}
-        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options, variables=more)
+        more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        made = VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=workdir, options=options, variables=more, pace=WEIGHTS_PACE)
         made.tokenizer_dir = folder
         return made
 

@@ -25,6 +25,8 @@ from tokencache.testing import build_tokenizer
 
 CUTS = 5
 STREAMS = 64
+PACE, SLOW_PACE = 0.01, 0.5
+"""Seconds of a step: usually, and until an engine is killed, so that no reply of 64 ends before that, however busy the machine is."""
 AT_ONCE = 32
 """Cut replies in progress at a time."""
 KINDS = {"chat": 42, "whole": 6, "messages": 8, "responses": 8}
@@ -45,11 +47,8 @@ def engines(servers, tmp_path_factory):
         for _ in range(2):
             folder = tmp_path_factory.mktemp("vllm")
             options = ["--enable-scale-out", "--max-num-seqs", str(STREAMS), "--max-num-batched-tokens", str(MAX_MODEL_LEN)]
-            more = {"VLLM_SERVER_DEV_MODE": "1", "PACE": "0.01"}
-            log = folder / "ground_truth.jsonl"
-            made.append(
-                VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, options=options, ground_truth=log, variables=more)
-            )
+            more = {"ground_truth": folder / "ground_truth.jsonl", "variables": {"VLLM_SERVER_DEV_MODE": "1"}, "pace": PACE}
+            made.append(VllmServer(model, EPISODES, max_model_len=MAX_MODEL_LEN, workdir=folder, options=options, **more))
         return all_started(*made)
 
     return servers.keep("two engines", start)
@@ -242,11 +241,14 @@ async def test_an_engine_is_killed_under_64_streams(engines, killed, fleet, figu
     chats = [harness for harness in harnesses.values() if harness.stream]
     expected = said(await fleet.harness("uncut", stream=True, tools=TOOLS).say("EPISODE:fleet").turn())
 
+    for engine in engines:
+        engine.set_pace(SLOW_PACE)
     calls = {session: asyncio.create_task(harness.turn()) for session, harness in harnesses.items()}
     calls |= {session: asyncio.create_task(agent.turn(session.partition("-")[0], stream=True)) for session, agent in agents.items()}
     await until_all_sample(fleet, engines, calls, chats)
     before = {chat.session: arrived(chat) for chat in chats}
     killed.kill()
+    engines[1].set_pace(PACE)
     replies = dict(zip(calls, await asyncio.gather(*calls.values()), strict=True))
     await asyncio.gather(*(agent.close() for agent in agents.values()))
 

@@ -15,8 +15,8 @@ After its last turn an episode repeats that turn. `{{seen:PATTERN}}` in a turn i
 the prompt, such as an id that a tool returned in this run. A turn with the character U+241F is tokenized piece by piece between these
 marks, and a piece that is one token stays one: `␟ Skin␟ny␟` is never the token of ` Skinny`.
 
-`$PACE` (seconds) is the minimum time of each step. A model this small samples thousands of tokens before a busy machine schedules
-the API server, so tests that act in the middle of a reply need it.
+The file that `$PACE` names holds the minimum time of each step in seconds; a test may write it anew. A model this small samples
+thousands of tokens before a busy machine schedules the API server, so tests that act in the middle of a reply need it.
 """
 
 import json
@@ -121,7 +121,7 @@ class ScriptedModel(LogitsProcessor):
         self.batch = {}  # index in the batch -> Line
         self.lines = OrderedDict()  # id of the request's list of sampled ids -> Line, for requests that leave the batch and return
         self.planned = 0
-        self.pace = float(os.environ.get("PACE", "0"))
+        self.pace = Path(os.environ["PACE"])
 
     def is_argmax_invariant(self):
         return False
@@ -189,8 +189,7 @@ class ScriptedModel(LogitsProcessor):
                 self.batch[source] = replaced
 
     def apply(self, logits):
-        if self.pace:
-            time.sleep(self.pace)
+        time.sleep(float(self.pace.read_text(encoding="ascii")))
         for index, line in self.batch.items():
             if line.free:
                 continue

@@ -58,6 +58,7 @@ class VllmServer:
         options=(),
         ground_truth=None,
         variables=None,
+        pace=0.0,
     ):
         self.model_dir = Path(model_dir).resolve()
         self.episodes = episodes or {}
@@ -72,6 +73,13 @@ class VllmServer:
         self.ground_truth = ground_truth  # a file: the engine logs every request's ids there, see ground_truth.py
         self.variables = variables or {}
         self.process = None
+        self.set_pace(pace)
+
+    def set_pace(self, seconds):
+        """Set the minimum time of each step of a scripted model, from its next step on."""
+        written = self.workdir / "pace.new"
+        written.write_text(str(seconds), encoding="ascii")
+        written.replace(self.workdir / "pace")
 
     def command(self):
         command = [str(self.venv / "bin/python"), str(HERE / "run_vllm.py"), self.starts]
@@ -88,6 +96,7 @@ class VllmServer:
         episodes.write_text(json.dumps(self.episodes), encoding="utf-8")
         return os.environ | {
             "EPISODES": str(episodes),
+            "PACE": str(self.workdir / "pace"),
             "GROUND_TRUTH": str(self.ground_truth),
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
