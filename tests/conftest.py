@@ -7,12 +7,15 @@ meanwhile.
 
 import contextlib
 import gc
+import os
 
 import pytest
 
 from tests.support import whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # more threads only cost CPU: each process that runs an engine trains its tokenizer
 
 with contextlib.suppress(ImportError):  # the interpreters of trainers do not have it
     from tests.support import profiles
