@@ -6,10 +6,16 @@ meanwhile.
 """
 
 import contextlib
+import gc
+import os
+
+import pytest
 
 from tests.support import whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # more threads only cost CPU: each process that runs an engine trains its tokenizer
 
 with contextlib.suppress(ImportError):  # the interpreters of trainers do not have it
     from tests.support import profiles
@@ -29,3 +35,15 @@ def pytest_configure(config):
     config.pluginmanager.register(Limits(config))
     if config.getoption("figures") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Figures())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without garbage collection, and exclude what was collected from it: a million objects, in each worker."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()

@@ -54,20 +54,23 @@ def modules() -> Iterator[str]:
             yield found.name
 
 
+def expressions(value: object) -> "list[re.Pattern[Any]]":
+    """The regular expressions that a variable holds, itself or in a tuple."""
+    return [held for held in (value if isinstance(value, tuple) else (value,)) if isinstance(held, re.Pattern)]
+
+
 def uses() -> list[Use]:
     """Every regular expression of these modules; one whose use is not seen counts as searched for."""
     how: dict[tuple[str, str], set[str]] = defaultdict(set)
     found: list[Use] = []
     for name in modules():
         module = importlib.import_module(name)
-        tree = ast.parse(Path(module.__file__ or "").read_text())
-        imported = {
-            alias.asname or alias.name: (node.module, alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]:
+        if not any(value is re or expressions(value) for value in vars(module).values()):
+            continue  # most modules: to parse them all would take seconds, in every worker
+        nodes = list(ast.walk(ast.parse(Path(module.__file__ or "").read_text())))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        imported = {alias.asname or alias.name: (node.module, alias.name) for node in imports for alias in node.names}
+        for call in [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]:
             method, owner = call.func.attr, call.func.value
             if method not in HOW or not isinstance(owner, ast.Name):
                 continue
@@ -78,9 +81,8 @@ def uses() -> list[Use]:
                 how[imported.get(owner.id, (name, owner.id))].add(HOW[method])
     for name in modules():
         for member, value in vars(importlib.import_module(name)).items():
-            listed = value if isinstance(value, tuple) else (value,)
-            own = [pattern for pattern in listed if isinstance(pattern, re.Pattern)]
-            found += [Use(f"{name}.{member}", pattern, way) for pattern in own for way in how[name, member] or {"search"}]
+            ways = how[name, member] or {"search"}
+            found += [Use(f"{name}.{member}", pattern, way) for pattern in expressions(value) for way in ways]
     for harness, adapter in load_all().items():
         if adapter.user_agent:
             found.append(Use(f"the user agent of {harness}", re.compile(adapter.user_agent), "search"))

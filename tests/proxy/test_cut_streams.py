@@ -83,8 +83,14 @@ async def episode(rig, session):
     return told
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "at its end"])
-@pytest.mark.parametrize("cut", [as_it_comes, byte_by_byte, in_pieces_of_37, within_the_blank_line])
+@pytest.mark.parametrize(
+    ("cut", "waits"),
+    [
+        pytest.param(cut, waits, id=f"{cut.__name__}-{'at its end' if waits else 'at once'}", marks=marks)
+        for cut in (as_it_comes, byte_by_byte, in_pieces_of_37, within_the_blank_line)
+        for waits, marks in ((False, ()), (True, pytest.mark.whole if cut is byte_by_byte else ()))  # the dearest
+    ],
+)
 async def test_however_a_stream_is_cut_it_is_the_same_stream(cut, waits):
     async with proxied() as straight:
         wanted = await episode(straight, "s")

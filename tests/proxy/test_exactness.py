@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.core.settings import _COMMON
 from tests.proxy.kit import EPISODES, TOOLS, Rig, echo, proxied, results, user
 from tests.proxy.traffic import Harness
+from tests.support.profiles import examples
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.images import media_parts
 
@@ -101,7 +102,13 @@ async def let_loose(engine: SimulatedEngine, seed: int, sessions: int, steps: in
     return matches, reasons, did
 
 
-@pytest.mark.parametrize("engine", [{}, {"chunk_tokens": 3, "strict_arguments": True}], ids=["token by token", "three at a time"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({}, id="token by token", marks=pytest.mark.whole),
+        pytest.param({"chunk_tokens": 3, "strict_arguments": True}, id="three at a time"),
+    ],
+)
 async def test_many_sessions_of_every_kind_of_traffic(engine):
     matches, reasons, did = await let_loose(SimulatedEngine(seed=3, drift=0.4, **engine), seed=11, sessions=8, steps=16)
     assert set(reasons) <= KNOWN, reasons
@@ -119,7 +126,7 @@ async def test_many_sessions_whose_prompts_are_named_by_a_hash():
     assert engine.prefixes.hits > 0.8 * matches["continue"], "branches and edited histories begin elsewhere"
 
 
-@hypothesis_settings(max_examples=6, **_COMMON)
+@hypothesis_settings(max_examples=examples(6), **_COMMON)
 @given(seed=st.integers(0, 10**6), drift=st.sampled_from([0.0, 0.2, 1.0]))
 def test_any_traffic(seed, drift):
     _, reasons, _ = asyncio.run(let_loose(SimulatedEngine(seed=seed, drift=drift), seed=seed, sessions=2, steps=10))

@@ -17,6 +17,7 @@ from tests.images import image
 from tests.proxy.kit import proxied
 from tests.proxy.test_exactness import KNOWN, assert_faithful, with_pixels
 from tests.proxy.traffic import Harness
+from tests.support.profiles import examples
 from tokencache.core.media import PlacedMedia
 from tokencache.testing import SimulatedEngine
 
@@ -117,7 +118,7 @@ async def test_many_sessions_with_images():
     assert min(did[act] for act in ("pictures", "evicted", "replaced", "prune")) >= 1, did
 
 
-@hypothesis_settings(max_examples=5, **_COMMON)
+@hypothesis_settings(max_examples=examples(6), **_COMMON)
 @given(seed=st.integers(0, 10**6), drift=st.sampled_from([0.0, 0.2, 1.0]))
 def test_any_traffic_with_images(seed, drift):
     _, reasons, _ = asyncio.run(let_loose(seed, sessions=2, steps=8, drift=drift))

@@ -13,6 +13,7 @@ import pytest
 
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, proxied, user
 from tests.proxy.test_several_engines import Fleet, serving
+from tests.support.pairwise import seeds
 from tokencache.core import ids
 from tokencache.core.weights import MIXED
 from tokencache.proxy import engine_retry
@@ -23,7 +24,7 @@ from tokencache.testing.ground_truth import GroundTruthEntry
 WEIGHTS = "/tokencache/v1/weights"
 MODES = ("abort", "keep", "wait", "none", "announced", "declared")
 TALK = "One, two, three, four, five, six, seven, eight. " * 6
-SEEDS = range(12)
+SEEDS = seeds(4, 12)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, echo, proxied, results, user
+from tests.support.pairwise import cases
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import read_chat
@@ -28,7 +29,13 @@ ASKS = {
     "n": [{}, {"n": 2}],
     "tools": [{}, {"tools": TOOLS}],
 }
-COMBINATIONS = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*ASKS.values())]
+
+
+def merged(parts):
+    return {k: v for part in parts for k, v in part.items()}
+
+
+COMBINATIONS = [merged(parts) for parts in itertools.product(*ASKS.values())]
 USAGE = {
     "whole": {},
     "stream": {"stream": True},
@@ -62,9 +69,13 @@ async def answer_of(rig, url, body, session=None):
         return answer.status, kept, MASKED.sub(b"*", await answer.read())
 
 
+PAIRS = [case.values for case in cases([*USAGE], *ASKS.values()) if not case.marks]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["pairs", "every combination"])
 @pytest.mark.parametrize("usage", USAGE)
-async def test_every_combination_is_what_a_direct_client_gets(rig, usage):
-    for n, asked in enumerate(COMBINATIONS):
+async def test_every_combination_is_what_a_direct_client_gets(rig, usage, every):
+    for n, asked in enumerate(COMBINATIONS if every else [merged(parts) for kind, *parts in PAIRS if kind == usage]):
         body = {"messages": [user("EPISODE:demo")], **asked, **USAGE[usage]}
         direct = await answer_of(rig, rig.up, body)
         assert await answer_of(rig, rig.url, body, f"s{n}") == direct, body

@@ -186,10 +186,17 @@ async def test_a_wrong_policy_registers_no_key(rig, policy, words):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [('{"top_p": 7}', "'top_p' must be"), ("{", "Expecting property name"), ("[1]", "valid dictionary")]
+    ("way", "given", "words"),
+    [
+        ("option", '{"top_p": 7}', "'top_p' must be"),
+        ("environment", "{", "Expecting property name"),
+        ("option", "[1]", "valid dictionary"),
+        pytest.param("environment", '{"top_p": 7}', "'top_p' must be", marks=pytest.mark.whole),
+        pytest.param("option", "{", "Expecting property name", marks=pytest.mark.whole),
+        pytest.param("environment", "[1]", "valid dictionary", marks=pytest.mark.whole),
+    ],
 )
-@pytest.mark.parametrize("way", ["option", "environment"])
-def test_a_wrong_policy_prevents_the_start(given, words, way):
+def test_a_wrong_policy_prevents_the_start(way, given, words):
     option, environment = (["--sampling", given], {}) if way == "option" else ([], {"TOKENCACHE_SAMPLING": given})
     command = [sys.executable, "-c", "from tokencache.cli import main; main()", "serve", "--port", "0", *option]
     ended = subprocess.run(

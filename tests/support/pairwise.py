@@ -1,4 +1,4 @@
-"""Products of parameters: every pair of values in each run, every combination in the whole run.
+"""Products of parameters, and seeds: every pair of values in each run, every combination in the whole run.
 
 A fault mostly needs one value, or two that meet. The cases that no pair of values needs are marked `whole`.
 """
@@ -15,6 +15,11 @@ def cases(*axes):
         pytest.param(*(axis[at] for axis, at in zip(axes, place, strict=True)), marks=() if place in needed else pytest.mark.whole)
         for place in itertools.product(*(range(len(axis)) for axis in axes))
     ]
+
+
+def seeds(usual, whole):
+    """The seeds 0 to `whole` of random campaigns of one kind; those from `usual` on are marked `whole`."""
+    return [pytest.param(seed, marks=() if seed < usual else pytest.mark.whole) for seed in range(whole)]
 
 
 def _needed(axes):

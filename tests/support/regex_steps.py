@@ -20,6 +20,7 @@ ENDS = ("", "\0", "-", "\n!")
 """Texts after the repetition, at which a match may fail."""
 _CANDIDATES = "a1 -_<>\"'\\/{}[]:,.|\n\tAZf@#$%&*()?=+\0é"
 _SPECIAL, _MOST_SPECIAL = "\"'\\<>{}: -&", 5
+_CHARACTERS = {op.LITERAL, op.NOT_LITERAL, op.IN, op.ANY}
 _REPEATS = {op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT}
 _ENDLESS = 100
 """A repetition of more than this counts as endless."""
@@ -66,32 +67,41 @@ class Steps:
 
     def _matches(self, text: str, at: int) -> Iterator[int]:
         self._text, self._groups = text, {}
-        return self._sequence(list(self._tree), 0, at)
+        return self._sequence(self._tree.data, 0, at)
 
     def _sequence(self, nodes: list[Any], place: int, at: int) -> Iterator[int]:
+        while place < len(nodes) and nodes[place][0] in _CHARACTERS:  # the usual case, without a generator
+            if not self._takes(nodes[place], at):
+                return
+            place, at = place + 1, at + 1
         if place == len(nodes):
             yield at
             return
         for end in self._node(nodes[place], at):
             yield from self._sequence(nodes, place + 1, end)
 
-    def _node(self, node: Any, at: int) -> Iterator[int]:  # noqa: C901, PLR0912 - a branch for each kind of node
+    def _step(self) -> None:
         self.taken += 1
         if self.taken > self.most:
             raise TooManyStepsError
+
+    def _takes(self, node: Any, at: int) -> bool:
+        """Whether a node for one character accepts the next one: a step."""
+        self._step()
+        return at < len(self._text) and self.accepts(node, self._text[at])
+
+    def _node(self, node: Any, at: int) -> Iterator[int]:  # noqa: C901, PLR0912 - a branch for each kind of node
+        self._step()
         kind, argument = node
-        if kind in {op.LITERAL, op.NOT_LITERAL, op.IN, op.ANY}:
-            if at < len(self._text) and self.accepts(node, self._text[at]):
-                yield at + 1
-        elif kind is op.BRANCH:
+        if kind is op.BRANCH:
             for alternative in argument[1]:
-                yield from self._sequence(list(alternative), 0, at)
+                yield from self._sequence(alternative.data, 0, at)
         elif kind is op.SUBPATTERN:
-            for end in self._sequence(list(argument[3]), 0, at):
+            for end in self._sequence(argument[3].data, 0, at):
                 self._groups[argument[0]] = self._text[at:end]
                 yield end
         elif kind is op.ATOMIC_GROUP:
-            yield from _first(self._sequence(list(argument), 0, at))
+            yield from _first(self._sequence(argument.data, 0, at))
         elif kind is op.POSSESSIVE_REPEAT:
             yield from _first(self._repeat(argument, at, greedy=True))
         elif kind in _REPEATS:
@@ -104,7 +114,7 @@ class Steps:
         elif kind in {op.ASSERT, op.ASSERT_NOT}:
             direction, inner = argument
             begin = at if direction > 0 else at - inner.getwidth()[0]
-            held = begin >= 0 and any(direction > 0 or end == at for end in self._sequence(list(inner), 0, begin))
+            held = begin >= 0 and any(direction > 0 or end == at for end in self._sequence(inner.data, 0, begin))
             if held is (kind is op.ASSERT):
                 yield at
         elif kind is op.AT:
@@ -115,12 +125,12 @@ class Steps:
 
     def _repeat(self, argument: Any, at: int, *, greedy: bool) -> Iterator[int]:
         low, high, body = argument
-        nodes = list(body)
-        if len(nodes) > 1 or nodes[0][0] not in {op.LITERAL, op.NOT_LITERAL, op.IN, op.ANY}:
+        nodes = body.data
+        if len(nodes) > 1 or nodes[0][0] not in _CHARACTERS:
             yield from self._repeat_group(nodes, low, high, at, greedy=greedy)
             return
         most = at
-        while greedy and most - at < high and next(self._node(nodes[0], most), None) is not None:
+        while greedy and most - at < high and self._takes(nodes[0], most):
             most += 1
         if greedy:
             for end in range(most, at + low - 1, -1):
@@ -132,7 +142,7 @@ class Steps:
             self.taken += 1
             if end - at >= low:
                 yield end
-            if next(self._node(nodes[0], end), None) is None:
+            if not self._takes(nodes[0], end):
                 return
             end += 1
 
@@ -206,7 +216,7 @@ class Steps:
         made = ""
         for node in nodes:
             kind, argument = node
-            if kind in {op.LITERAL, op.NOT_LITERAL, op.IN, op.ANY}:
+            if kind in _CHARACTERS:
                 made += chr(argument) if kind is op.LITERAL else next((char for char in _CANDIDATES if self.accepts(node, char)), "a")
             elif kind in _REPEATS:
                 made += self._sample(list(argument[2])) * max(argument[0], 1)

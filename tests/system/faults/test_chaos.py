@@ -13,7 +13,8 @@ pytestmark = needs("redis-server", find_binary())
 KINDS = ("proxy-killed", "redis-killed", "redis-frozen", "redis-cut-off", "engine-killed", "engine-no-done")
 
 
-@pytest.mark.parametrize("turns", [60, pytest.param(150, marks=pytest.mark.whole)])
+@pytest.mark.whole
+@pytest.mark.parametrize("turns", [60, 150])
 async def test_nothing_is_lost_and_nothing_is_false(tmp_path, turns):
     campaign = Campaign(turns=turns, seed=6, kinds=KINDS, between=6)
     found = await campaign.run(tmp_path)
