@@ -13,7 +13,7 @@ Only answers determine the level. A request without an answer ends the probe wit
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
-from tokencache.engine.upstream import AskChat, EngineResponse, Upstream, retry_until_answered
+from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
@@ -156,17 +156,18 @@ class ProbeRequests:
 
     async def get(self, path: str) -> EngineResponse:
         """See `Upstream.get`."""
-        return await self._answered(partial(self._upstream.get, path))
+        return await self.query(path)
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
-        """See `Upstream.post`."""
-        return await self._answered(partial(self._upstream.post, path, body, headers))
+        """See `Upstream.post`. Nothing that a probe samples is recorded, so this is repeated, too."""
+        return await self.query(path, body, headers)
 
-    async def _answered(self, send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
+    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """See `Upstream.query`."""
         if self.unanswered is not None:
             raise self.unanswered
         try:
-            answer = await retry_until_answered(send)
+            answer = await self._upstream.query(path, body, headers)
             if answer.status in NOT_NOW:
                 raise _refusal(answer)
         except EngineError as why:
