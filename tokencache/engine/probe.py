@@ -337,25 +337,27 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
         return _Supply("relay", why="the engine reports no token ids")
     wanted = used + used + ids.head(used, 1)
     body = {"model": model, **driver.probe_members(ASK, _REPLY, ids.unpack(wanted))}
+    refusal = ""
     try:
         echo = await chat_prompt_ids(ask, body, reply)
     except EngineError as why:
         if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
-        return _Supply(
-            "record", why=f"supplied ids are refused: {why}", model=reply.model, plain=used, counts=reply.prompt_counted is not None
-        )
+        echo, refusal = b"", f"supplied ids are refused: {why}"
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
+    found = _Supply("record", model=reply.model, plain=used, counts=reply.prompt_counted is not None)
     if echo == wanted or (driver.adds_tail and echo.startswith(wanted)):
-        return _Supply("exact", honoured=True, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
-    if wanted.endswith(echo):
+        return found._replace(level="exact", honoured=True)
+    if refusal:
+        why_not = refusal
+    elif wanted.endswith(echo):
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
-    return _Supply("record", why=why_not, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
+    return found._replace(why=why_not)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
