@@ -426,7 +426,7 @@ class CallAttempt:
         if self._begun is None or not self._budget:
             return ""
         begun = self._begun
-        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=time.time() - begun.created)
+        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""

@@ -163,7 +163,8 @@ else
   redis.call('HSET', session, 'used', time, 'begun', begun, 'open', without(open, name) .. head .. fingerprint .. ARGV[6] .. name)
 end
 redis.call('PEXPIRE', session, ARGV[1])
-return look_up({epoch, begun, tonumber(state[4] or 0), created, found}, 9, true)
+local age = string.format('%.6f', tonumber(time) - tonumber(created))
+return look_up({epoch, begun, tonumber(state[4] or 0), age, found}, 9, true)
 """
 )
 
