@@ -15,8 +15,23 @@ from types import MappingProxyType
 NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
-_SUCCESS, _REDIRECT, _ERROR = 200, 300, 400
+_SUCCESSES, _REFUSALS, _LOWEST_ERROR = range(200, 300), range(400, 500), 400
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+def is_success(status: int) -> bool:
+    """Whether a status code is that of a success (2xx, RFC 9110). Only 200 is that of a reply: vLLM sends no other one."""
+    return status in _SUCCESSES
+
+
+def is_refusal(status: int) -> bool:
+    """Whether a status code says that the request is refused (4xx, RFC 9110): nothing was sampled."""
+    return status in _REFUSALS
+
+
+def is_error(status: int) -> bool:
+    """Whether a status code is that of an error: of the request (4xx) or of the server (5xx)."""
+    return status >= _LOWEST_ERROR
 
 
 def extra_missing(what: str, extra: str, module: str | None) -> str:
@@ -104,21 +119,21 @@ class WeightsUpdatingError(EngineError):
 
 
 class UnexpectedAnswerError(EngineError):
-    """An engine, or a gateway before it, gave an answer that is neither success nor error, such as a redirect.
+    """An engine, or a gateway before it, gave an answer that is no reply and no error, such as a redirect or a 201.
 
     It is not passed on: a client that follows a redirect samples past the proxy.
     """
 
     def __init__(self, answered: int) -> None:
+        what = "a success, but not that of a reply (200)" if is_success(answered) else "neither success nor error"
         super().__init__(
-            f"the engine answered {answered}, which is neither success nor error: check the engine's URL (--upstream), and what stands "
-            "before the engine"
+            f"the engine answered {answered}, which is {what}: check the engine's URL (--upstream), and what stands before the engine"
         )
 
     @staticmethod
     def is_one(status: int) -> bool:
-        """Whether a status code is that of such an answer."""
-        return not _SUCCESS <= status < _REDIRECT and status < _ERROR
+        """Whether a status code is that of such an answer to a request that is relayed: there any success is passed on."""
+        return not is_success(status) and not is_error(status)
 
 
 def passing_cause(error: BaseException) -> EngineError | None:

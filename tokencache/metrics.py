@@ -87,6 +87,12 @@ PREFIX_BYTES_SAVED = Counter(
 BACKGROUND_FAILURES = Counter(
     "tokencache_background_failures", "Steps of background tasks that failed unexpectedly, and were repeated.", ["task"], registry=REGISTRY
 )
+CLOCK_STEPS = Counter(
+    "tokencache_clock_steps",
+    "Times that a clock was set by 10 seconds or more while the proxy ran: that of its system (or it was suspended), or that of Redis.",
+    ["clock"],
+    registry=REGISTRY,
+)
 WORKER_RESTARTS = Counter("tokencache_worker_restarts", "Workers restarted because one had died.", registry=REGISTRY)
 
 

@@ -162,6 +162,19 @@ async def test_an_engine_that_was_down_has_no_version_until_it_is_announced_agai
         assert [one["version"] for one in (await send("GET"))["engines"]] == ["7", "7"]
 
 
+async def test_an_engine_that_was_down_has_no_version_though_the_clock_was_set_back(monkeypatch):
+    """The replica that sees it down knew the version before, so the time of its clock does not count."""
+    real = time.time
+    async with replicas(SimulatedEngine(), SimulatedEngine()) as (send, urls):
+        for version in ("7", "8"):
+            await send("PUT", version=version)
+            with monkeypatch.context() as patch:
+                patch.setattr("time.time", lambda: real() - 3600)
+                send.proxies[0].pool.find(urls[1]).mark_down("it refused a connection")
+                known = await send("GET")
+            assert {one["url"]: one["version"] for one in known["engines"]} == {urls[0]: version, urls[1]: ""}
+
+
 async def test_a_version_is_not_announced_for_an_engine_that_is_down():
     async with contextlib.AsyncExitStack() as up:
         url = await up.enter_async_context(SimulatedEngine().serve())

@@ -102,7 +102,9 @@ async def test_an_engine_that_stops_honouring_ids(rig, stream):
     rig.engine.honours_ids = True
     await rig.say("s", [*messages, echo(message), *results(message)], tools=TOOLS)
     exported = await rig.check()
-    assert not any("engine-disagrees" in t["marks"] for s in exported["sequences"] for t in s["turns"] if t["match"] == "continue")
+    of_each = [[(t["match"], t["reason"], t["marks"]) for t in sequence["turns"]] for sequence in exported["sequences"]]
+    disagreed = [("plain", "engine-disagrees", ["engine-disagrees"])]
+    assert of_each == [[("root", "", []), ("continue", "engine-disagrees", [])], disagreed]  # the last turn continues the first
 
 
 async def test_an_engine_that_refuses_the_ids_gets_a_plain_call_and_is_probed_again(rig):

@@ -161,7 +161,7 @@ OTHER_SUCCESSES = [201, 204, 206]
         *(("/v1/models", status) for status in REDIRECTS),
     ],
 )
-async def test_an_answer_that_is_neither_success_nor_error(path, status):
+async def test_an_answer_that_is_no_reply_and_no_error(path, status):
     answers = {}
     async with before_engine(answers) as (rig, _, upstream):
         await rig.say("s", ASK["messages"])
@@ -172,6 +172,7 @@ async def test_an_answer_that_is_neither_success_nor_error(path, status):
         assert "Location" not in headers
         assert upstream.removeprefix("http://") not in text
         assert json.loads(text)["error"]["message"] == UnexpectedAnswerError(status).client_message
+        assert ("which is a success" in text) == (status in OTHER_SUCCESSES)
         assert (await rig.exported())["complete"] == (status not in {201, 206})  # their body may hold sampled tokens
 
 

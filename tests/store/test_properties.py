@@ -157,7 +157,7 @@ async def step(store, epochs, what, args, options):
                     session, call, [b"c1"], fingerprint=fingerprint, replica=f"r {call}", join=join, settings=used.digest
                 )
                 epochs[session, call] = begun.epoch
-                return replace(begun, epoch="", created=0.0, duplicate=begun.duplicate and replace(begun.duplicate, since=0.0))
+                return replace(begun, epoch="", age=0.0, duplicate=begun.duplicate and replace(begun.duplicate, since=0.0))
             case "commit" | "settle":
                 session, call = args
                 entries = [[build("a", keys=(b"c1",)).entry]] if what == "commit" else []

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.vllm_plugin.kit import MAX_MODEL_LEN, BadRequestError, Request, Server, TokenizeParams
-from tokencache.vllm_plugin.supplied_ids import take
+from tokencache.dialects.chat.vocabulary import _MEDIA_MEMBERS as MEMBERS_OF_THE_PROXY
+from tokencache.vllm_plugin.supplied_ids import _MEDIA_MEMBERS, take
 
 HI = [{"role": "user", "content": "Hi."}]
 TALK = [*HI, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Well?"}]
@@ -92,9 +93,15 @@ async def test_a_long_text_with_a_short_prefix(server):
         await server.prompt(talk)
 
 
+def test_proxy_and_plugin_know_the_same_media():
+    """The plugin cannot import the proxy's list: it runs within vLLM."""
+    assert _MEDIA_MEMBERS == MEMBERS_OF_THE_PROXY
+
+
 MEDIA = [
     {"type": "image_url", "image_url": {"url": "x"}},
     {"type": "text", "text": "x", "image_url": "y"},
+    {"type": "text", "text": "x", "video_embeds": None},
     {"type": "input_audio", "input_audio": {}},
     {"type": "something-new"},
     {"type": 5},

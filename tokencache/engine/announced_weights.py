@@ -57,6 +57,9 @@ class AnnouncedWeights:
     def __init__(self, pool: Pool, store: Store) -> None:
         self._pool, self._store = pool, store
         self._known = WeightsState()
+        self._falls: dict[
+            str, tuple[int, int]
+        ] = {}  # of each engine: the newest announcement, and its falls when this replica learned of it
         self._store_failed = False
         self.changed = Wakeup()
 
@@ -144,9 +147,17 @@ class AnnouncedWeights:
         return state
 
     def _started_later(self, state: WeightsState) -> list[str]:
-        """Return the engines that were down since their version was announced: another process may run there now."""
-        known = [(monitor, state.of(monitor.url)) for monitor in self._pool.monitors]
-        return [monitor.url for monitor, weights in known if weights.version and weights.at < monitor.gone_at]
+        """Return the engines that were down since their version was announced: another process may run there now.
+
+        If this replica knew the announcement before, the order is certain. Otherwise the clocks of the replicas decide.
+        """
+        found = []
+        for monitor in self._pool.monitors:
+            weights = state.of(monitor.url)
+            update, falls = self._falls.get(monitor.url, (0, 0))
+            if weights.version and (weights.at < monitor.gone_at or (weights.update == update and falls < monitor.falls)):
+                found.append(monitor.url)
+        return found
 
     async def silent(self, engines: Sequence[str]) -> list[str]:
         """Return the engines that do not answer now, of some or of all."""
@@ -158,6 +169,10 @@ class AnnouncedWeights:
         if state != self._known:
             self._known = state
             self.changed.notify()
+        for monitor in self._pool.monitors:
+            update = state.of(monitor.url).update
+            if self._falls.get(monitor.url, (0, 0))[0] != update:
+                self._falls[monitor.url] = update, monitor.falls
 
     def upstreams(self, engines: Sequence[str]) -> list[Upstream]:
         """Return the connections to some engines, or to all if none are named. Engines that are gone are left out."""

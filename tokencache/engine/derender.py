@@ -9,13 +9,12 @@ of the message. vLLM reads all earlier ids again each time, so ask for many at o
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream, retry_until_answered
+from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -181,8 +180,10 @@ class Derender:
             EngineError: the route cannot be reached, or refuses.
         """
         encoded = _ENCODER.encode(body)
-        own = partial(request.engine.post, path, encoded, request.headers)
-        answer = await retry_until_answered(own if self._sidecar is None else partial(self._sidecar.post, path, encoded))
+        if self._sidecar is None:
+            answer = await request.engine.query(path, encoded, request.headers)
+        else:
+            answer = await self._sidecar.query(path, encoded)
         if answer.status != _OK:
             words = answer.body[:300].decode(errors="replace")
             raise EngineError(f"{path} answered {answer.status}: {words}; the tokens are recorded", status=answer.status)

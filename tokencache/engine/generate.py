@@ -11,7 +11,6 @@ expanded ids, but loses masks of embeddings, and an unseen image can end the eng
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +18,7 @@ import msgspec
 from tokencache.core.expansion import Place
 from tokencache.core.media import Places
 from tokencache.engine.derender import RENDER
-from tokencache.engine.upstream import EngineClient, EngineResponse, retry_until_answered
+from tokencache.engine.upstream import EngineClient, EngineResponse
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -79,7 +78,7 @@ async def render_request(engine: EngineClient, fields: Mapping[str, Any], header
         EngineError: the engine cannot be reached, or refuses, or its answer cannot be read.
     """
     body = _ENCODER.encode({**fields, "mm_payload": _NONE})
-    answer = await retry_until_answered(partial(engine.post, RENDER, body, headers))
+    answer = await engine.query(RENDER, body, headers)
     if answer.status != _OK:
         raise refusal(RENDER, answer)
     try:

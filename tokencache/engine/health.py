@@ -84,6 +84,7 @@ class EngineMonitor:
         has_health: whether it has `GET /health`, as far as is known.
         has_label: whether it has `GET /weight_info`, as far as is known.
         gone_at: when the engine was seen down the last time, or when it was added, Unix time in seconds. Its process may be younger.
+        falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
             may have come at a bad moment.
@@ -93,7 +94,7 @@ class EngineMonitor:
         self.engine = engine
         self.draining = False
         self.has_health = self.has_label = True
-        self.gone_at = 0.0
+        self.gone_at, self.falls = 0.0, 0
         self.identity: EngineIdentity | None = None
         self.mismatched = False
         self.alone = alone
@@ -181,6 +182,7 @@ class EngineMonitor:
         """Send no calls to the engine until it answers a check."""
         self.engine.forget(why)
         self.gone_at = time.time()
+        self.falls += 1
         self.has_health = self.has_label = True  # another server may run there later
         self._log(f"down: {why}")
         metrics.ENGINE_UP.labels(self.url).set(0)

@@ -194,7 +194,7 @@ class _Probe:
 
     async def _tokens(self, engine: EngineClient, words: str) -> list[int]:
         body = {"model": self._model, "prompt": words, "add_special_tokens": False}
-        found = (await engine.post("/tokenize", body)).json()
+        found = (await engine.query("/tokenize", body)).json()
         if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
             raise _UnprovenError("/tokenize does not tokenize text")
         return list(found["tokens"])

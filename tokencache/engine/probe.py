@@ -13,7 +13,7 @@ Only answers determine the level. A request without an answer ends the probe wit
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +30,7 @@ from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
-from tokencache.engine.upstream import AskChat, EngineResponse, Upstream, retry_until_answered
+from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
@@ -156,17 +156,18 @@ class ProbeRequests:
 
     async def get(self, path: str) -> EngineResponse:
         """See `Upstream.get`."""
-        return await self._answered(partial(self._upstream.get, path))
+        return await self.query(path)
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
-        """See `Upstream.post`."""
-        return await self._answered(partial(self._upstream.post, path, body, headers))
+        """See `Upstream.post`. Nothing that a probe samples is recorded, so this is repeated, too."""
+        return await self.query(path, body, headers)
 
-    async def _answered(self, send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
+    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """See `Upstream.query`."""
         if self.unanswered is not None:
             raise self.unanswered
         try:
-            answer = await retry_until_answered(send)
+            answer = await self._upstream.query(path, body, headers)
             if answer.status in NOT_NOW:
                 raise _refusal(answer)
         except EngineError as why:
@@ -336,25 +337,27 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
         return _Supply("relay", why="the engine reports no token ids")
     wanted = used + used + ids.head(used, 1)
     body = {"model": model, **driver.probe_members(ASK, _REPLY, ids.unpack(wanted))}
+    refusal = ""
     try:
         echo = await chat_prompt_ids(ask, body, reply)
     except EngineError as why:
         if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
-        return _Supply(
-            "record", why=f"supplied ids are refused: {why}", model=reply.model, plain=used, counts=reply.prompt_counted is not None
-        )
+        echo, refusal = b"", f"supplied ids are refused: {why}"
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
+    found = _Supply("record", model=reply.model, plain=used, counts=reply.prompt_counted is not None)
     if echo == wanted or (driver.adds_tail and echo.startswith(wanted)):
-        return _Supply("exact", honoured=True, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
-    if wanted.endswith(echo):
+        return found._replace(level="exact", honoured=True)
+    if refusal:
+        why_not = refusal
+    elif wanted.endswith(echo):
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
-    return _Supply("record", why=why_not, model=reply.model, plain=used, counts=reply.prompt_counted is not None)
+    return found._replace(why=why_not)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:

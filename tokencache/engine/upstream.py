@@ -7,7 +7,7 @@ A server, or a box before it, may close a kept connection at the moment at which
 before vLLM's server does (uvicorn: after 5 s), and keeps none after 429 or a failure, after which servers close it. Before a connection is
 used again, the kernel says whether the other side has closed it, even if the event loop has not noticed yet. If so, nothing is sent, and
 another connection is used. A connection that is reset later may have carried the request to the engine: only requests that sample nothing
-are then repeated (`retry_until_answered`).
+are then repeated (`Upstream.query`).
 """
 
 import asyncio
@@ -46,7 +46,7 @@ CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
 READ_BUFFER = 256 * 1024
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
-"""Seconds before a request is repeated by `retry_until_answered`."""
+"""Seconds before a request is repeated by `Upstream.query`."""
 _RETRIES = 3
 _LARGE = 2**20
 _BUSY, _FAILURE = 429, 500
@@ -79,6 +79,9 @@ class EngineClient(Protocol):
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """See `Upstream.post`."""
+
+    async def query(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """See `Upstream.query`."""
 
 
 AskChat = Callable[[Mapping[str, Any]], Awaitable[EngineResponse]]
@@ -271,6 +274,26 @@ class Upstream:
         """
         return await self._complete(await self._send("GET", path, None, None))
 
+    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """Send a request that is safe to repeat, because it samples nothing that is recorded: up to four times, until it is answered.
+
+        With a body it is sent as by `post`, without one as by `get`. A closed connection proves nothing about an engine: uvicorn closes
+        the connection after each 500, and a request may be sent at that moment.
+
+        Raises:
+            EngineError: the engine cannot be reached, or closed every connection before the end of its answer.
+        """
+        send = partial(self.get, path) if body is None else partial(self.post, path, body, headers)
+        for delay in islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES):
+            try:
+                return await send()
+            except EngineError as why:
+                if not why.reached:
+                    raise
+                log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, delay, why)
+                await asyncio.sleep(delay)
+        return await send()
+
     def without_address(self, url: str) -> str:
         """Return the path and query of a URL of this engine, so that they lead to the proxy; other URLs unchanged."""
         given, own = URL(url), URL(self.url)
@@ -306,26 +329,6 @@ class Upstream:
                 return EngineResponse(response.status, await response.read(), response.headers)
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
-
-
-async def retry_until_answered(send: Callable[[], Awaitable[EngineResponse]]) -> EngineResponse:
-    """Send a request that is safe to repeat, up to four times, until it is answered.
-
-    A closed connection proves nothing about an engine: uvicorn closes the connection after each 500, and a request may be sent at that
-    moment.
-
-    Raises:
-        EngineError: the engine cannot be reached, or closed every connection without an answer.
-    """
-    for delay in islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES):
-        try:
-            return await send()
-        except EngineError as why:
-            if not why.reached:
-                raise
-            log.debug("a request of our own is sent again in %g s: %s", delay, why)
-            await asyncio.sleep(delay)
-    return await send()
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -42,7 +42,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, EngineError, HarnessError, UnexpectedAnswerError
+from tokencache.errors import NOT_NOW, EngineError, HarnessError, UnexpectedAnswerError, is_error, is_success
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -60,7 +60,7 @@ from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)
 
-_OK, _REDIRECT, _LOWEST_ERROR, _BAD_GATEWAY, _UNAVAILABLE = 200, 300, 400, 502, 503
+_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
 _ENDED_EARLY = "the engine's stream ended before the reply did"
@@ -426,7 +426,7 @@ class CallAttempt:
         if self._begun is None or not self._budget:
             return ""
         begun = self._begun
-        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=time.time() - begun.created)
+        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""
@@ -562,14 +562,14 @@ class CallAttempt:
         """Send an engine's error to the client; nothing was sampled.
 
         Raises:
-            EngineError: the answer is neither a reply nor an error, for example a redirect.
+            UnexpectedAnswerError: the answer is neither a reply nor an error, for example a redirect.
         """
         body = await self._read(answer)
         if body is None:
             return web.Response()
-        if answer.status < _LOWEST_ERROR:
+        if not is_error(answer.status):
             unexpected = UnexpectedAnswerError(answer.status)
-            sampled = _OK < answer.status < _REDIRECT and bool(body)  # its body may hold sampled tokens
+            sampled = is_success(answer.status) and bool(body)  # its body may hold sampled tokens
             await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED, str(unexpected))
             raise unexpected
         if self._exchange.token_ids and self._driver.is_overflow(answer.status, body):

@@ -44,7 +44,7 @@ from tokencache.dialects.registry import credential_headers, use_bearer
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.routes import SAMPLES_NOTHING
-from tokencache.errors import EngineError, HarnessError, TokencacheError
+from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
@@ -64,7 +64,6 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 log = logging.getLogger(__name__)
 
 _UNAVAILABLE = 503
-_LOWEST_REFUSAL, _LOWEST_FAILURE = 400, 500
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _MODELS = ("GET", "/v1/models")
@@ -392,7 +391,7 @@ class Endpoints:
         body = await self._without_addresses(asked, body)
 
         async def note(status: int) -> None:
-            if not _LOWEST_REFUSAL <= status < _LOWEST_FAILURE:  # a refusal: nothing was sampled
+            if not is_refusal(status):
                 incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
                 await self._ledger.add_incidents(asked.session, [incident])
 

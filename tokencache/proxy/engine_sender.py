@@ -19,7 +19,7 @@ from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.image_names import ImageNames, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
-from tokencache.errors import NOT_NOW
+from tokencache.errors import NOT_NOW, is_error
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
 from tokencache.proxy.recorder import Outcome
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
 REFUSED = frozenset({400, 422})
-_OK, _LOWEST_ERROR = 200, 400
+_OK = 200
 _JSON_BYTES = 6
 """Bytes of an id as JSON, with its comma, about: most ids have five digits."""
 
@@ -156,7 +156,7 @@ class EngineSender:
         """Post a request with named images. If the engine refuses it, it may not have one of them: post it again with all pixels."""
         answer, url = await self._write_and_post(engine, exact, chat, target), engine.upstream.url
         held = [image for image in target.names if image.held]
-        if held and answer.status >= _LOWEST_ERROR and answer.status not in NOT_NOW:
+        if held and is_error(answer.status) and answer.status not in NOT_NOW:
             answer.close()
             answer = await self._write_and_post(engine, exact, chat, target._replace(names=with_pixels(target.names)))
             if answer.status == _OK:

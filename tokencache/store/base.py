@@ -262,7 +262,7 @@ class BeginResult(msgspec.Struct, frozen=True):
         duplicate: the open call that this call joins. If set, no call was opened, and that call is marked as wanted.
         calls: number of calls of the session so far, this one included.
         tokens: number of tokens sampled in the session's recorded turns.
-        created: when the session began, as Unix time in seconds.
+        age: seconds since the session began, by the store's clock.
     """
 
     epoch: str
@@ -270,11 +270,11 @@ class BeginResult(msgspec.Struct, frozen=True):
     duplicate: OpenCall | None = None
     calls: int = 0
     tokens: int = 0
-    created: float = 0.0
+    age: float = 0.0
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """State of a session without its turns. Times are Unix time in seconds.
+    """State of a session without its turns. Times are Unix time in seconds, by the store's clock.
 
     Attributes:
         id: name of the session.

@@ -6,7 +6,6 @@ No method awaits anything, so each is atomic. Turns are kept encoded: as objects
 import heapq
 import math
 import secrets
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
@@ -41,6 +40,7 @@ from tokencache.store.base import (
     SettingsConflictError,
     StoreFullError,
 )
+from tokencache.store.clock import NOT_USED, ClockWatch, monotonic, system_time
 from tokencache.store.encoding import pack, text, unpack, untext
 from tokencache.store.memory_queue import MemoryQueue
 
@@ -48,9 +48,9 @@ from tokencache.store.memory_queue import MemoryQueue
 class _Session:
     """A session in memory: its turns encoded, the index that finds them, its calls, and its size in bytes."""
 
-    def __init__(self, settings: SessionSettings = SessionSettings(), labels: Labels = Labels()) -> None:  # noqa: B008 - immutable
+    def __init__(self, now: float, settings: SessionSettings = SessionSettings(), labels: Labels = Labels()) -> None:  # noqa: B008 - immutable
         self.epoch = secrets.token_hex(8)
-        self.created = self.used = time.time()
+        self.created = self.used = now
         self.finished: float | None = None
         self.sealed = False
         self.settings, self.digest, self.labels = settings, settings.digest, labels
@@ -120,10 +120,10 @@ class _Session:
             model=latest.model if latest else "",
         )
 
-    def end(self, call: str, incidents: Sequence[Incident]) -> None:
+    def end(self, call: str, incidents: Sequence[Incident], now: float) -> None:
         self.calls.pop(call, None)
         self.incidents += incidents
-        self.used = time.time()
+        self.used = now
 
 
 class MemoryStore(MemoryQueue):
@@ -144,10 +144,11 @@ class MemoryStore(MemoryQueue):
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
-        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
-        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=time.monotonic)
-        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=time.monotonic)
+        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=monotonic)
+        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=monotonic)
+        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=monotonic)
         self._alive_until: dict[str, float] = {}
+        self._watch = ClockWatch("system", NOT_USED)
         self._engines: dict[tuple[str, str], EngineEntry] = {}
         self._weights = WeightsState()
 
@@ -175,7 +176,7 @@ class MemoryStore(MemoryQueue):
         if held is None:
             self._check_capacity()
             self._tombstones.pop(session, None)
-            self._sessions[session] = _Session(settings, labels)
+            self._sessions[session] = _Session(self._clock.now(), settings, labels)
             return True
         if not exist_ok and not adopt:
             raise SessionExistsError(session)
@@ -206,7 +207,7 @@ class MemoryStore(MemoryQueue):
             if session in self._tombstones:
                 raise SessionDeletedError(session)
             self._check_capacity()
-            held = _Session()
+            held = _Session(self._clock.now())
         if held.sealed:
             raise SessionSealedError(session)
         if held.finished is not None:
@@ -214,9 +215,9 @@ class MemoryStore(MemoryQueue):
         if held.digest != settings:
             raise SettingsChangedError(held.settings)
         self._sessions[session] = held
-        duplicate = held.join(call, fingerprint, join)
+        duplicate, now = held.join(call, fingerprint, join), self._clock.now()
         if duplicate is None:
-            held.used = time.time()
+            held.used = now
             held.begun += held.calls.pop(call, None) is None
             held.calls[call] = OpenCall(call, held.used, fingerprint, replica)
         found: list[list[Hit]] = [[] for _ in keys]
@@ -224,7 +225,7 @@ class MemoryStore(MemoryQueue):
             found[i] = held.hits(key)
             if found[i] and key[:1] == b"c":
                 break
-        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, held.created)
+        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
         held = self._use(session)
@@ -241,10 +242,11 @@ class MemoryStore(MemoryQueue):
             held.calls[call] = msgspec.structs.replace(held.calls[call], **flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
-        self._alive_until[replica] = time.monotonic() + seconds
+        self._watch.check(system_time())
+        self._alive_until[replica] = monotonic() + seconds
 
     async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
-        return {replica for replica in replicas if self._alive_until.get(replica, 0.0) > time.monotonic()}
+        return {replica for replica in replicas if self._alive_until.get(replica, -math.inf) > monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
         held = self._find(session)
@@ -276,17 +278,17 @@ class MemoryStore(MemoryQueue):
         for document, data in documents.items():
             held.bytes += len(data) - len(held.documents.get(document, b""))
             held.documents[document] = data
-        held.end(call, incidents)
+        held.end(call, incidents, self._clock.now())
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        self._use_epoch(session, epoch).end(call, incidents)
+        self._use_epoch(session, epoch).end(call, incidents, self._clock.now())
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
         held = self._use(session)
         if held is None:
             if session in self._tombstones:
                 return
-            held = self._sessions[session] = _Session()
+            held = self._sessions[session] = _Session(self._clock.now())
         held.incidents += incidents
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
@@ -326,7 +328,7 @@ class MemoryStore(MemoryQueue):
     async def finish(self, session: str) -> bool:
         held = self._use(session)
         if held is not None and held.finished is None:
-            held.finished = time.time()
+            held.finished = self._clock.now()
         return held is not None
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:

@@ -1,22 +1,23 @@
 """Keeps the queue of finished sessions in this process's memory. `memory.MemoryStore` contains it."""
 
 import math
-import time
 from collections.abc import Sequence
 
 from cachetools import TTLCache
 from msgspec.structs import replace
 
 from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
+from tokencache.store.clock import SteadyClock, monotonic
 
 
 class MemoryQueue:
     """The queue's methods of `base.Store`. No method awaits anything, so each is atomic."""
 
     def __init__(self) -> None:
+        self._clock = SteadyClock()
         self._entries: dict[str, QueueEntry] = {}
         self._deliveries: dict[str, tuple[str, ...]] = {}
-        self._removed: TTLCache[str, bool] = TTLCache(math.inf, REMEMBER_SECONDS, timer=time.monotonic)
+        self._removed: TTLCache[str, bool] = TTLCache(math.inf, REMEMBER_SECONDS, timer=monotonic)
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         held = self._entries.get(session)
@@ -24,7 +25,7 @@ class MemoryQueue:
             self._entries[session] = QueueEntry(session, epoch, at)
 
     async def queue(self) -> list[QueueEntry]:
-        now = time.time()
+        now = self._clock.now()
         entries = [replace(entry, leased=entry.until > now) for entry in self._entries.values()]
         return sorted(entries, key=lambda entry: (entry.at, entry.session))
 
@@ -32,7 +33,7 @@ class MemoryQueue:
         return len(self._entries)
 
     async def lease(self, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
-        now = time.time()
+        now = self._clock.now()
         entries = [self._entries.get(session) for session in sessions]
         taken = [entry for entry in entries if entry is not None and (entry.until <= now or entry.delivery == delivery)]
         if len(taken) < len(entries):
@@ -46,7 +47,7 @@ class MemoryQueue:
         return True
 
     async def extend(self, delivery: str, seconds: float) -> bool:
-        until = time.time() + seconds
+        until = self._clock.now() + seconds
         for entry in self._delivered(delivery):
             self._entries[entry.session] = replace(entry, until=until)
         return delivery in self._deliveries

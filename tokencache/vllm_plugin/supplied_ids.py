@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 PROMPT = "prompt_token_ids"
 PREFIX = "required_prefix_token_ids"
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
-_MEDIA_KEYS = frozenset(
-    "image_url input_image image_embeds image_pil audio_url input_audio audio_embeds video_url prompt_embeds".split()  # noqa: SIM905
+_MEDIA_MEMBERS = frozenset(
+    {
+        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    }
 )
-"""A part with one of these keys is media, whatever its type is (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
+"""A part with one of these members is media, whatever its type is (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
 
 
 class InvalidIdsError(ValueError):
@@ -115,4 +118,4 @@ def has_media(messages: list[Any]) -> bool:
 
 
 def _is_media(part: Any) -> bool:
-    return isinstance(part, dict) and (not _MEDIA_KEYS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS)
+    return isinstance(part, dict) and (not _MEDIA_MEMBERS.isdisjoint(part) or part.get("type", "text") not in _TEXT_PARTS)

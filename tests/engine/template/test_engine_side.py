@@ -99,7 +99,7 @@ async def test_an_episode_that_both_refuse_counts_as_agreement_but_not_one_that_
 )
 async def test_refusals_and_temporary_errors_are_distinguished(status, body, error):
     class Fixed:
-        async def post(self, path, body_):
+        async def query(self, path, body_):
             return EngineResponse(status, body)
 
     with pytest.raises(RenderError) as caught:

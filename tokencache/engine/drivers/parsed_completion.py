@@ -6,7 +6,6 @@ text, tokenized again by `/tokenize`; set the finish reason of tool calls; keep 
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ from multidict import CIMultiDict
 
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
-from tokencache.engine.upstream import EngineClient, retry_until_answered
+from tokencache.engine.upstream import EngineClient
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -110,8 +109,7 @@ async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[i
         if bytes(text) in {b"null", b'""'}:
             return []
         body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
-        send = partial(request.upstream.post, "/tokenize", _ENCODER.encode(body), request.headers)
-        decoded = (await retry_until_answered(send)).json()
+        decoded = (await request.upstream.query("/tokenize", _ENCODER.encode(body), request.headers)).json()
         if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
             raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
         return list(decoded["tokens"])

@@ -33,7 +33,7 @@ from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_id
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
-from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream, retry_until_answered
+from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
@@ -148,8 +148,7 @@ class TextPrompts(Vllm):
 
     async def _ask_parser(self, upstream: EngineClient, path: str, body: bytes, headers: CIMultiDict[str] | None) -> EngineResponse:
         """Post to the parser, or to the engine if there is none; only the engine gets the harness's own headers."""
-        own = partial(upstream.post, path, body, headers)
-        return await retry_until_answered(own if self._parser is None else partial(self._parser.post, path, body))
+        return await (upstream.query(path, body, headers) if self._parser is None else self._parser.query(path, body))
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""

@@ -4,7 +4,6 @@ The engine's own rendering is the reference for every other renderer. `/tokenize
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -12,7 +11,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
-from tokencache.engine.upstream import EngineClient, retry_until_answered
+from tokencache.engine.upstream import EngineClient
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
@@ -81,7 +80,7 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await retry_until_answered(partial(self._engine.post, self.route, body))
+            answer = await self._engine.query(self.route, body)
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != _OK:
@@ -98,7 +97,7 @@ class EngineRenderer:
         """See `TextRenderer.read`; uses the engine's `/detokenize`."""
         try:
             body = {"model": model, "tokens": ids.unpack(packed)}
-            answer = await retry_until_answered(partial(self._engine.post, "/detokenize", body))
+            answer = await self._engine.query("/detokenize", body)
             return msgspec.json.decode(answer.body, type=_Detokenized).prompt
         except Exception as why:
             raise RenderError(f"/detokenize: {why}") from why

@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +38,10 @@ from tokencache.store.base import (
     StoreError,
     StoreFullError,
 )
+from tokencache.store.clock import NOT_USED, ClockWatch
 from tokencache.store.encoding import LatestTurn, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
+from tokencache.store.file.clock import FileClock
 from tokencache.store.file.operations import reads, writes
 from tokencache.store.file.queue import FileQueue
 from tokencache.store.file.worker import Worker
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 PAGE = 1000
 _LOOKS, _LOOK_SECONDS = 20, 0.05
 """How often, and how far apart, an empty file is looked at."""
-CLOCK_TOLERANCE = 10.0
-"""Least difference, in seconds, between this process's clock and that of the file system that counts."""
 _RENEW_BELOW = 0.99
 """The time to live of a binding is renewed if less than this share of it is left."""
 
@@ -104,7 +103,9 @@ class FileStore(FileQueue):
         self._path = read_path(url)
         self._ttl, self._tombstone = ttl_seconds, tombstone_seconds
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
-        self._ahead = 0.0
+        self._clock = FileClock(self._path)
+        self._watch = ClockWatch("system", NOT_USED)
+        self.now = self._clock.now
         self.writer = Worker(self._path, timeout_seconds, writes=True)
         self.reader = Worker(self._path, timeout_seconds, writes=False)
 
@@ -114,7 +115,7 @@ class FileStore(FileQueue):
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
         except OSError as why:
             raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
-        self._ahead = self._measure_clock()
+        self._clock.measure()
         try:
             await self.writer.open()
             await self._create_tables()
@@ -142,36 +143,6 @@ class FileStore(FileQueue):
             )
         log.warning("file: %s was there and is empty: a new store begins in it. If it had sessions, they are lost", self._path)
 
-    def _measure_clock(self) -> float:
-        """Compare this process's clock with that of the file system, which all processes with this file share.
-
-        If they differ, times to live are measured with the latter: otherwise a process whose clock is wrong would delete the sessions of
-        the others.
-
-        Returns:
-            The seconds by which the clock of this process is ahead; 0 if that is too little to matter.
-        """
-        before = time.time()
-        try:
-            os.utime(self._path)  # the file system fills in its own time
-            ahead = before - self._path.stat().st_mtime
-        except OSError:  # the file belongs to another user
-            return 0.0
-        if abs(ahead) < CLOCK_TOLERANCE:
-            return 0.0
-        log.warning(
-            "file: THE CLOCK IS WRONG: this process's clock is %.0f s %s that of the file system of %s. The store uses the file system's; "
-            "set the clock",
-            abs(ahead),
-            "ahead of" if ahead > 0 else "behind",
-            self._path,
-        )
-        return ahead
-
-    def now(self) -> float:
-        """Return the time by the clock that all processes with this file share, Unix time in seconds."""
-        return time.time() - self._ahead
-
     async def close(self) -> None:
         await self.reader.close()
         await self.writer.close()
@@ -181,6 +152,8 @@ class FileStore(FileQueue):
         for statement in schema.TABLES.split(";"):
             db.execute(statement)
         db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (schema.VERSION,))
+        with decoding("clock"):
+            self._clock.join(db)
 
     @writes
     def ping(self, db: sqlite3.Connection) -> None:
@@ -267,7 +240,7 @@ class FileStore(FileQueue):
             db.execute("UPDATE sessions SET used = ?, begun = ? WHERE id = ?", (now, begun, number))
         self._renew(db, number)
         with decoding(session):
-            return BeginResult(held["epoch"], _hits(db, number, keys, early=True), duplicate, begun, held["sampled"], held["created"])
+            return BeginResult(held["epoch"], _hits(db, number, keys, early=True), duplicate, begun, held["sampled"], now - held["created"])
 
     @writes
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
@@ -286,6 +259,8 @@ class FileStore(FileQueue):
 
     @writes
     def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
+        self._watch.check(self._clock.system())
+        self._clock.save(db)
         now = self.now()
         db.execute("DELETE FROM replicas WHERE expires <= ?", (now,))
         db.execute("INSERT OR REPLACE INTO replicas VALUES (?, ?)", (text(replica), now + seconds))

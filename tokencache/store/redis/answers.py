@@ -129,6 +129,7 @@ FORMS: dict[str, Form] = {
     "HVALS": _STRINGS,
     "HLEN": _COUNT,
     "DBSIZE": _COUNT,
+    "TIME": ("seconds and microseconds", lambda answer: isinstance(answer, tuple) and [*map(type, answer)] == [int, int]),
     "SCAN": ("a cursor and a list of keys", lambda answer: _is_pair(answer, _is_count)),
     "INFO": ("a report", lambda answer: isinstance(answer, dict)),
 }

@@ -2,9 +2,10 @@
 
 A full Redis refuses every write or, with an evicting `maxmemory-policy`, deletes sessions in use. Both lose tokens. So there is a lower
 limit: above it, new sessions are refused and existing ones continue. Every second the proxy queries the memory use and the number of keys
-of each primary. It counts sessions with `SCAN` only if there are at least as many keys as allowed sessions, and for at most a twentieth of
-the time. So a limit can be exceeded by the sessions that begin within a second. If sessions must be counted, it can be exceeded by those
-that begin within twenty times the time of one count (measured: 0.4 s for 50,000).
+of each primary, and reads its clock: if that was set, sessions may be gone. It counts sessions with `SCAN` only if there are at least as
+many keys as allowed sessions, and for at most a twentieth of the time. So a limit can be exceeded by the sessions that begin within a
+second. If sessions must be counted, it can be exceeded by those that begin within twenty times the time of one count (measured: 0.4 s for
+50,000).
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from redis import exceptions
 
 from tokencache.background import repeat
 from tokencache.store.base import StoreError
+from tokencache.store.clock import TOLERANCE, ClockWatch, monotonic
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
 from tokencache.store.redis.retries import RetryingClient
@@ -29,6 +31,7 @@ SECONDS = 1.0
 COUNTING_SHARE = 20
 PAGE = 1000
 _SAFE = 0.9
+_CLOCK_EFFECT = "Redis deletes by it what was not used for --store-ttl: sessions in use may be gone (docs/store.md)"
 _ADVICE = "Set maxmemory-policy noeviction, or --store-may-evict if sessions may be lost (docs/store.md)"
 
 
@@ -55,6 +58,7 @@ class CapacityWatch:
         self._max_sessions, self._max_bytes, self._may_evict = max_sessions, max_bytes, may_evict
         self._sessions, self._count_at = 0, 0.0
         self._warned: set[str] = set()
+        self._clocks: dict[int, ClockWatch] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -80,6 +84,8 @@ class CapacityWatch:
             StoreError: the server does not respond.
         """
         primaries = await self._client.call("capacity", lambda _: self._backend.primaries())
+        for number, run in enumerate(primaries):
+            await self._check_clock(number, run)
         memory = [one for run in primaries if (one := await self._info(run))]
         evicting = next(filter(None, map(_evicts, memory)), "")
         if evicting:
@@ -94,6 +100,13 @@ class CapacityWatch:
     async def _try_to_check(self) -> None:
         with contextlib.suppress(StoreError):
             await self.check()
+
+    async def _check_clock(self, number: int, run: Run) -> None:
+        """Compare the steps of a primary's clock with those of this process's. The clock of a server that takes over may be another one."""
+        started = monotonic()
+        seconds, micros = await self._client.call("capacity", partial(_time, run))
+        if monotonic() - started < TOLERANCE / 2:  # otherwise it is unknown when it was read
+            self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(seconds + micros / 1e6, started)
 
     async def _info(self, run: Run) -> dict[str, Any]:
         reply = await self._client.call("capacity", lambda _: _info(run, "memory"))
@@ -171,6 +184,10 @@ async def run_id(run: Run, _lost: bool) -> bytes:
 
 async def _size(run: Run, _lost: bool) -> Any:
     return check("DBSIZE", await run("DBSIZE"))
+
+
+async def _time(run: Run, _lost: bool) -> Any:
+    return check("TIME", await run("TIME"))
 
 
 async def _info(run: Run, section: str) -> Any:

@@ -107,9 +107,9 @@ def pack_entry(entry: Entry) -> list[bytes | int]:
 
 def unpack_begun(reply: Sequence[Any], count: int) -> BeginResult:
     """Decode the reply of the script BEGIN to `count` keys."""
-    epoch, calls, tokens, created, joined = reply[:5]
+    epoch, calls, tokens, age, joined = reply[:5]
     found = unpack_calls(joined)
-    return BeginResult(epoch.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(created))
+    return BeginResult(epoch.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(age))
 
 
 def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:

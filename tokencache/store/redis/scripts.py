@@ -65,6 +65,19 @@ end
 """
 
 INCIDENTS = """
+-- An addition of incidents that may be sent again has a name of 8 bytes. The last 16 are kept, so that it is done once.
+local function is_noted(name)
+  local names = redis.call('HGET', session, 'noted') or ''
+  for at = 1, #names, 8 do
+    if string.sub(names, at, at + 7) == name then return true end
+  end
+  return false
+end
+
+local function note(name)
+  redis.call('HSET', session, 'noted', string.sub((redis.call('HGET', session, 'noted') or '') .. name, -128))
+end
+
 local function add_incidents(from)
   for i = from, #ARGV do
     redis.call('HSET', session, 'I' .. redis.call('HINCRBY', session, 'incidents', 1), ARGV[i])
@@ -150,7 +163,8 @@ else
   redis.call('HSET', session, 'used', time, 'begun', begun, 'open', without(open, name) .. head .. fingerprint .. ARGV[6] .. name)
 end
 redis.call('PEXPIRE', session, ARGV[1])
-return look_up({epoch, begun, tonumber(state[4] or 0), created, found}, 9, true)
+local age = string.format('%.6f', tonumber(time) - tonumber(created))
+return look_up({epoch, begun, tonumber(state[4] or 0), age, found}, 9, true)
 """
 )
 
@@ -190,21 +204,21 @@ COMMIT = (
     + OPEN_CALLS
     + INCIDENTS
     + """
--- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, number of sampled tokens, number of turns to which the
--- entries refer, the fields of these turns, number of entries,
+-- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, name of the addition if there are no entries, number of
+-- sampled tokens, number of turns to which the entries refer, the fields of these turns, number of entries,
 -- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
 -- number of documents, per document (field, data), incidents
 -- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
 if epoch ~= ARGV[2] then return 0 end
-local open, at = redis.call('HGET', session, 'open') or '', 7 + tonumber(ARGV[6])
-for n = 7, at - 1 do
+local open, at = redis.call('HGET', session, 'open') or '', 8 + tonumber(ARGV[7])
+for n = 8, at - 1 do
   if not redis.call('HGET', session, ARGV[n]) then return 2 end
 end
 local entries = tonumber(ARGV[at])
 at = at + 1
 if ARGV[4] == '1' then
   local done
-  if entries > 0 then done = redis.call('HGET', session, ARGV[at]) ~= false else done = not first(open, named(ARGV[3])) end
+  if entries > 0 then done = redis.call('HGET', session, ARGV[at]) ~= false else done = is_noted(ARGV[5]) end
   if done then return 1 end
 end
 for _ = 1, entries do
@@ -228,7 +242,8 @@ for _ = 1, tonumber(ARGV[at]) do
   at = at + 2
 end
 redis.call('HSET', session, 'used', now(), 'open', without(open, ARGV[3]))
-if ARGV[5] ~= '0' then redis.call('HINCRBY', session, 'sampled', ARGV[5]) end
+if ARGV[6] ~= '0' then redis.call('HINCRBY', session, 'sampled', ARGV[6]) end
+if entries == 0 and #ARGV > at then note(ARGV[5]) end
 add_incidents(at + 1)
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
@@ -239,20 +254,14 @@ ADD_INCIDENTS = (
     SESSION_KEY
     + INCIDENTS
     + """
--- ARGV: ttl, epoch of a new session, 1 if this was sent before and the reply was lost, name of this addition
--- (8 bytes; the last 16 are kept, so that it is done once), incidents
+-- ARGV: ttl, epoch of a new session, 1 if this was sent before and the reply was lost, name of this addition, incidents
 if gone then return 0 end
-local noted = redis.call('HGET', session, 'noted') or ''
-if ARGV[3] == '1' then
-  for at = 1, #noted, 8 do
-    if string.sub(noted, at, at + 7) == ARGV[4] then return 1 end
-  end
-end
+if ARGV[3] == '1' and is_noted(ARGV[4]) then return 1 end
 if not epoch then
   local time = now()
   redis.call('HSET', session, 'life', ARGV[2], 'created', time, 'used', time)
 end
-redis.call('HSET', session, 'noted', string.sub(noted .. ARGV[4], -128))
+note(ARGV[4])
 add_incidents(5)
 redis.call('PEXPIRE', session, ARGV[1])
 return 1

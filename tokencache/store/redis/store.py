@@ -500,7 +500,8 @@ class RedisStore:
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
-        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *packed))
+        tail: list[Argument] = [secrets.token_hex(4), *packed]
+        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail))
         if ended != 1:
             raise (TurnLostError if ended else SessionGoneError)(session)
 

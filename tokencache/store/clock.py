@@ -1,0 +1,73 @@
+"""Keeps the ages of sessions right if a clock is set, or the machine is suspended, while the proxy runs.
+
+A clock that is set forwards by more than the time to live would make sessions expire that are in use. So the memory store and the file
+store measure by a `SteadyClock`. Redis measures by the clock of its machine: there a `ClockWatch` can only report that it was set.
+"""
+
+import logging
+import time
+
+from tokencache import metrics
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 10.0
+"""Least difference, in seconds, between two clocks or between the steps of two clocks that counts."""
+
+
+NOT_USED = "The store does not use it: sessions expire as if it had not been set"
+"""What follows if the system clock is set."""
+
+
+class SteadyClock:
+    """Unix time as it was at the start, and counted by the monotonic clock since then.
+
+    Attributes:
+        offset: Unix time less monotonic time, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.offset = system_time() - monotonic()
+
+    def now(self) -> float:
+        """Return the time, as Unix time in seconds."""
+        return monotonic() + self.offset
+
+
+class ClockWatch:
+    """Notices that a clock was set: it compares its steps with those of the monotonic clock.
+
+    Args:
+        clock: whose clock it is: `system` or `redis`.
+        effect: what follows, for the log.
+    """
+
+    def __init__(self, clock: str, effect: str) -> None:
+        self._clock, self._effect = clock, effect
+        self._ahead: float | None = None
+
+    def check(self, reading: float, at: float | None = None) -> None:
+        """Compare a reading of the clock with the one before.
+
+        Args:
+            reading: Unix time in seconds.
+            at: when it was read, by the monotonic clock; now by default.
+        """
+        ahead = reading - (monotonic() if at is None else at)
+        step = 0.0 if self._ahead is None else ahead - self._ahead
+        self._ahead = ahead
+        if abs(step) < TOLERANCE:
+            return
+        metrics.CLOCK_STEPS.labels(self._clock).inc()
+        way = "forwards" if step > 0 else "backwards"
+        log.warning("THE CLOCK WAS SET: the %s clock went %s by %.0f s. %s", self._clock, way, abs(step), self._effect)
+
+
+def system_time() -> float:
+    """Return the time of the system clock, as Unix time in seconds."""
+    return time.time()
+
+
+def monotonic() -> float:
+    """Return the time of the monotonic clock, in seconds. Nobody sets it, and it stands still while the machine is suspended (Linux)."""
+    return time.monotonic()
