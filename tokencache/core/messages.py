@@ -138,11 +138,15 @@ def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     if isinstance(content := visible.get("content"), list):
         parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
         visible = {**visible, "content": parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts}
+    return hashlib.sha256(_VERSION + exact_json(visible)).digest()[:16]
+
+
+def exact_json(value: Any) -> bytes:
+    """Encode a JSON value with sorted keys, and each number as it is: a template shows whether it is 1 or 1.0."""
     try:
-        written = _SORTED.encode(visible)
+        return _SORTED.encode(value)
     except UnicodeEncodeError:  # a lone surrogate
-        written = json.dumps(visible, sort_keys=True).encode()
-    return hashlib.sha256(_VERSION + written).digest()[:16]
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:

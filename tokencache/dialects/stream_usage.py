@@ -19,8 +19,6 @@ from tokencache.dialects.sse import event_of
 Raw = msgspec.Raw
 
 _OPTIONS, _INCLUDE, _CONTINUOUS = "stream_options", "include_usage", "continuous_usage_stats"
-_OFF = frozenset({"none", "false", "0", "0.0", "off", "f", "no", "n"})
-"""Values with which vLLM's schema (pydantic) reads `include_usage` as not set, in lower case."""
 _FINISH, _NAME, _ERROR = b'"finish_reason":"', b'"usage":', b'"error":'
 _FINGERPRINT = "system_fingerprint"
 _NULL = Raw(b"null")
@@ -28,23 +26,21 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
-def _options(fields: Mapping[str, Raw]) -> dict[str, Any] | None:
-    """Return the stream's options; `None` if they are not an object, which the engine refuses."""
-    found = msgspec.json.decode(fields.get(_OPTIONS, _NULL))
-    return found if isinstance(found, dict) else {} if found is None else None
+def _options(fields: Mapping[str, Raw]) -> dict[str, Any]:
+    """Return the stream's options, which are an object or `null` (`chat.scalars`)."""
+    return msgspec.json.decode(fields.get(_OPTIONS, _NULL)) or {}
 
 
 def requests_usage(fields: Mapping[str, Raw]) -> bool:
-    """Whether a request (its raw members) leaves nothing to add: it requests the usage, or the engine will refuse it."""
-    options = _options(fields)
-    return options is None or str(options.get(_INCLUDE)).lower() not in _OFF
+    """Whether a request (its raw members) requests the usage."""
+    return bool(_options(fields).get(_INCLUDE))
 
 
 def with_usage(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Return a streaming request's members with a request for the usage."""
     if requests_usage(fields):
         return fields
-    others = {name: value for name, value in (_options(fields) or {}).items() if name != _CONTINUOUS}
+    others = {name: value for name, value in _options(fields).items() if name != _CONTINUOUS}
     return {**fields, _OPTIONS: Raw(_ENCODER.encode({**others, _INCLUDE: True}))}
 
 

@@ -23,10 +23,12 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenChoice
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model
-from tokencache.dialects.json_io import fields_of, member
+from tokencache.dialects.json_io import fields_of, member, value_of
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.stream_usage import with_usage
+from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
@@ -76,8 +78,8 @@ class TextCompletionCall(msgspec.Struct, frozen=True):
         if self.unrecorded:
             return _ENCODER.encode(self.fields)
         asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
-        if not self.shows_logprobs:
-            asked["logprobs"] = _ZERO
+        if not self.shows_logprobs and not value_of(self.fields.get("logprob_token_ids", _NULL)):
+            asked["logprobs"] = _ZERO  # otherwise leave it to the engine to refuse `logprob_token_ids` without `logprobs`
         fields = {**self.fields, **asked}
         return _ENCODER.encode(with_usage(fields) if self.stream else fields)
 
@@ -86,26 +88,42 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCa
     """Parse a request's body; `served` maps the client's model name to a served model.
 
     Raises:
-        HarnessError: it is not a JSON object, or a member that is used here has the wrong type.
+        HarnessError: it is not a JSON object, or a member that is used here has the wrong type or an unclear value (`chat.scalars`).
     """
     fields = fields_of(body)
+    settle(fields, chat=False)
     model = resolve_model(fields, served)
-    prompts = member(fields, "prompt", (str, list), "")
-    several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
     causes = {
         "echo": member(fields, "echo", (bool,), False),
         "beam-search": member(fields, "use_beam_search", (bool,), False),
-        "prompt-embeds": member(fields, "prompt_embeds", (str, list), None),
+        "prompt-embeds": member(fields, "prompt_embeds", (str, list), None) is not None,
     }
     return TextCompletionCall(
         fields=fields,
         model=model,
         stream=member(fields, "stream", (bool,), False),
-        choices=member(fields, "n", (int,), 1) * (len(prompts) if several else 1),
+        choices=member(fields, "n", (int,), 1) * _number_of_prompts(fields),
         shows_ids=member(fields, "return_token_ids", (bool,), False),
-        shows_logprobs=member(fields, "logprobs", (int, bool), None) is not None,  # the engine refuses a value that is not a number
+        shows_logprobs=member(fields, "logprobs", (int,), None) is not None,
         unrecorded=next((name for name, present in causes.items() if present), ""),
     )
+
+
+def _number_of_prompts(fields: dict[str, Raw]) -> int:
+    """Count the prompts in a request's members.
+
+    vLLM takes a list for one prompt of ids if each item can be read as an id (`["1", 2]`, `[1.0, true]`), so such lists are refused.
+
+    Raises:
+        HarnessError: the prompt is neither a text, nor ids, nor a list of texts or of lists.
+    """
+    prompts = member(fields, "prompt", (str, list), "")
+    kinds = {type(item) for item in prompts} if isinstance(prompts, list) else {int}
+    if kinds == {int}:
+        return 1
+    if kinds not in ({str}, {list}):
+        raise HarnessError("'prompt' must be a text, a list of token ids, or a list of either", param="prompt")
+    return len(prompts)
 
 
 def write_text_completion(

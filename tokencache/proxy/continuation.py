@@ -53,35 +53,30 @@ _KEPT = frozenset({
     "parallel_tool_calls", "reasoning_effort", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
     "cache_salt", "kv_transfer_params", "request_id", "priority", "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "skip_special_tokens", "spaces_between_special_tokens", "verbosity", "vllm_xargs",
-    "stream_interval",
+    "stream_interval", "include_stop_str_in_output",
 })  # fmt: skip
 """Members that leave the distribution of the next token as it is, or that are reduced by what was sampled (limits, seed)."""
 
 
-def _is_off(value: Any) -> bool:
-    return not value
-
-
-_HARMLESS: Mapping[str, Callable[[Any], bool]] = {
-    "n": lambda value: value in {None, 1},
-    "best_of": lambda value: value in {None, 1},
-    "presence_penalty": _is_off,
-    "frequency_penalty": _is_off,
-    "bad_words": _is_off,
-    "stop": _is_off,
-    "include_stop_str_in_output": lambda _: True,  # says nothing without a stop string
-    "response_format": lambda value: value is None or value == {"type": "text"},
-    "structured_outputs": _is_off,
-    "tool_choice": lambda value: value in {None, "auto", "none"} if not isinstance(value, dict) else False,
-    "functions": _is_off,
-    "function_call": _is_off,
-    "use_beam_search": _is_off,
-    "prompt_logprobs": lambda value: value is None,
-    "echo": _is_off,
-    "continue_final_message": _is_off,
-    "repetition_detection": _is_off,
-    "logits_processors": _is_off,
-    "length_penalty": lambda value: value in {None, 1},
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "bad_words": (None, []),
+    "stop": (None, [], ""),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "tool_choice": (None, "auto", "none"),
+    "functions": (None, []),
+    "function_call": (None,),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "echo": (None, False),
+    "continue_final_message": (None, False),
+    "repetition_detection": (None,),
+    "logits_processors": (None, []),
+    "length_penalty": (None, 1),
 }
 """Members that survive a cut only with some values."""
 
@@ -94,7 +89,7 @@ def reason_against(fields: Mapping[str, Raw]) -> str:
         harmless = _HARMLESS.get(name)
         if harmless is None:
             return f"{name} is not known to survive a cut"
-        if not harmless(value_of(raw)):
+        if value_of(raw) not in harmless:
             return f"{name} does not survive a cut"
     if any(isinstance(tool, dict) and _is_strict(tool) for tool in value_of(fields.get("tools", Raw(b"[]"))) or ()):
         return "a strict tool does not survive a cut"

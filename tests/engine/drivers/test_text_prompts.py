@@ -215,10 +215,11 @@ async def test_several_choices():
         await rig.check()
 
 
-async def test_only_one_call_without_parallel_tool_calls():
+@pytest.mark.parametrize(("given", "calls"), [(False, 1), (0, 1), (None, 2), (True, 2)])
+async def test_only_one_call_without_parallel_tool_calls(given, calls):
     async with before() as rig:
-        _, said = await two_turns(rig, parallel_tool_calls=False)
-        assert len(said["choices"][0]["message"]["tool_calls"]) == 1
+        _, said = await two_turns(rig, parallel_tool_calls=given)
+        assert len(said["choices"][0]["message"]["tool_calls"]) == calls
         assert said["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -8,8 +8,8 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
-from tokencache.core.messages import canonical_json
-from tokencache.dialects.json_io import member
+from tokencache.core.messages import exact_json
+from tokencache.dialects.json_io import member, value_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -58,10 +58,10 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     members: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_BOTH if name in fields}
     offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
     chat: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_CHAT if name in fields}
-    if offered is not None and bytes(fields.get("tool_choice", _NULL)) == b'"none"':
+    if offered is not None and value_of(fields.get("tool_choice", _NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
-        template = canonical_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
+        template = exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
     digest = _hash(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
@@ -90,9 +90,9 @@ _seed = secrets.randbits(64)
 
 
 def _canonical_member(raw: bytes) -> bytes:
-    """Digest a member by value."""
+    """Digest a member by value; 1 is not 1.0, because a template writes them differently."""
     key = xxhash.xxh3_128_digest(raw, _seed)
     known = _digests.get(key)
     if known is None:
-        known = _digests[key] = _hash(canonical_json(msgspec.json.decode(raw)))
+        known = _digests[key] = _hash(exact_json(msgspec.json.decode(raw)))
     return known

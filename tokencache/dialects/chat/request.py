@@ -1,7 +1,7 @@
 """Parses a chat completions request and keeps its members as the client wrote them.
 
 Members stay raw JSON, and members that the proxy does not know reach the engine unchanged. The proxy writes only those that it adds or
-replaces.
+replaces, and those whose odd spelling another reader might read differently (`scalars`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from tokencache.core.session import History
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
+from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
 from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
 from tokencache.errors import HarnessError
@@ -158,7 +159,8 @@ def read_chat(
         rewrite: changes the members, and with them the messages, as NeMo Gym's model server does; `None` leaves them unchanged.
 
     Raises:
-        HarnessError: the body is not a JSON object, a member has the wrong type, or it has token ids of its own.
+        HarnessError: the body is not a JSON object, a member has the wrong type or an unclear value (`scalars`), or it has token ids of
+            its own.
     """
     if rewrite is not None:
         body = gym_request.with_audio(body)
@@ -175,6 +177,7 @@ def read_chat(
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
     _refuse_prompts(fields)
+    settle(fields)
     model = resolve_model(fields, served)
     call = ChatCall(
         fields=fields,
@@ -256,8 +259,12 @@ def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
 def read_tokenize(
     body: bytes, parser: IncrementalParser, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
 ) -> ChatCall | None:
-    """Parse a `/tokenize` body with messages as the equivalent chat call; `None` for a body with a prompt. Arguments: see `read_chat`."""
-    return read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields_of(body) else None
+    """Parse a `/tokenize` body with messages as the equivalent chat call; `None` for a body with a prompt. Arguments: see `read_chat`.
+
+    With both, vLLM 0.32 takes the one that has fewer errors, so only the engine can answer.
+    """
+    fields = fields_of(body)
+    return read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields and "prompt" not in fields else None
 
 
 def _plain_reason(call: ChatCall) -> str:

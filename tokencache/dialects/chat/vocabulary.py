@@ -154,10 +154,11 @@ def _read(entry: Any) -> Message:
         raise UnreadableError("a message has no role")
     role = "system" if role == "developer" else role
     content, media = _content(entry.get("content"))
+    reasoning = entry.get("reasoning")
     return Message(
         role=role,
         content=content,
-        reasoning=_text(entry.get("reasoning") or entry.get("reasoning_content"), "reasoning"),
+        reasoning=_text(entry.get("reasoning_content") if reasoning is None else reasoning, "reasoning"),
         calls=_calls(entry),
         answers=_text(entry.get("tool_call_id"), "tool_call_id"),
         name=_text(entry.get("name"), "name") if role not in {"tool", "assistant"} else None,
@@ -179,7 +180,7 @@ def _content(content: Any) -> tuple[str | None, bytes]:
         parts.append(part if text is None else text)
     texts = [part for part in parts if isinstance(part, str)]
     media = canonical_json(parts) if len(texts) < len(parts) else b""
-    return ("\n".join(texts) if texts else None), media
+    return ("\n".join(filter(None, texts)) if texts else None), media  # vLLM, too, leaves empty texts out
 
 
 def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:

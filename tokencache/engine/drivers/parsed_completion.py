@@ -19,7 +19,7 @@ from tokencache.errors import EngineError
 Raw = msgspec.Raw
 
 _BAD_GATEWAY = 502
-_NULL, _TRUE = Raw(b"null"), Raw(b"true")
+_NULL = Raw(b"null")
 _PROMPT = "prompt_token_ids"
 _NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
@@ -120,7 +120,7 @@ def _chat_completion(
     completion: dict[str, Raw], choices: list[dict[str, Raw]], messages: list[dict[str, Any]], fields: Mapping[str, Raw], error: str
 ) -> bytes:
     """Write a text completion as a chat completion with these messages, and with an error if there is one."""
-    several = bytes(fields.get("parallel_tool_calls", _TRUE)) not in {b"false", b"null"}
+    several = bytes(fields.get("parallel_tool_calls", _NULL)) != b"false"  # as vLLM 0.32 reads it (`tool_calls_utils.py`)
     named = bytes(fields.get("tool_choice", _NULL)).startswith(b"{")
     most = msgspec.json.decode(fields.get("top_logprobs", _NULL)) or 0
     made: list[dict[str, Any]] = []

@@ -17,6 +17,7 @@ from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.json_io import value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
@@ -32,7 +33,9 @@ Raw = msgspec.Raw
 
 STREAM_MEMBERS = ("stream", "stream_options")
 """Members that only streaming requests have."""
-_TRUE, _ZERO, _NULL = Raw(b"true"), Raw(b"0"), Raw(b"null")
+_NEED_LOGPROBS = ("top_logprobs", "logprob_token_ids")
+"""Members that vLLM accepts only with `logprobs`."""
+_TRUE, _NULL = Raw(b"true"), Raw(b"null")
 _ENCODER = msgspec.json.Encoder()
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
@@ -123,8 +126,8 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     would refuse that (beam search, 0.33). Everything else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": _TRUE}
-    if call.shows_logprobs or bytes(call.fields.get("top_logprobs", _ZERO)) in {b"0", b"null"}:
-        fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse `top_logprobs` without `logprobs`
+    if call.shows_logprobs or not any(value_of(call.fields.get(name, _NULL)) for name in _NEED_LOGPROBS):
+        fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
     if bytes(fields.get("use_beam_search", _NULL)) != b"true":

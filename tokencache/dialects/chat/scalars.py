@@ -1,0 +1,128 @@
+"""Writes the numbers and truth values of a request as the engine will read them, so that both sides read the same.
+
+vLLM's models convert values of other JSON types (pydantic in lax mode,
+https://docs.pydantic.dev/latest/concepts/conversion_table/, tried on vLLM 0.32): `"0.5"` is a number, `"2"`, `2.0` and `true` are whole
+numbers, `0` and `"off"` are false. The proxy decides on these values, counts with them and records them. So it replaces a value that both
+sides clearly read alike by what it means, and refuses every other one:
+
+    whole numbers   `2.0`, and `"2"` where vLLM accepts text; not `true`, `" 2"`, `"1_0"`
+    numbers         `"0.5"`; not `true`, NaN or infinities
+    true, false     1 and 0, `1.0` and `0.0`; no text, which some of vLLM's checks take for true whatever it says
+    lists of ids    no other values than whole numbers
+    `null`          is left to the engine: it accepts it for some members
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokencache.errors import HarnessError
+
+Raw = msgspec.Raw
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder()
+_DIGITS = re.compile(r"-?\d{1,18}", re.ASCII)
+_DECIMAL = re.compile(r"-?\d{1,18}(\.\d{1,18})?", re.ASCII)
+_USAGE = "include_usage"
+_EXACT = 2**53
+"""Below it, every whole number is a double of its own."""
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else _count(value)
+
+
+def _count(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        return float(value)
+    return value if type(value) in {int, float} else None
+
+
+def _truth(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | int | float) and value in {0, 1} else None
+
+
+def _ids(value: Any) -> list[int] | None:
+    return value if isinstance(value, list) and all(type(item) is int for item in value) else None
+
+
+def _biases(value: Any) -> dict[str, float] | None:
+    return value if isinstance(value, dict) and all(type(item) in {int, float} for item in value.values()) else None
+
+
+def _options(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, dict) or value.get(_USAGE) is None:
+        return value if isinstance(value, dict) else None
+    shown = _truth(value[_USAGE])
+    return value if shown is value[_USAGE] else None if shown is None else {**value, _USAGE: shown}
+
+
+class _Kind(NamedTuple):
+    """A kind of member.
+
+    Attributes:
+        words: what its values are, for an error message.
+        plain: the JSON that stays as it is.
+        read: returns what a decoded value means; the value itself if it stays, `None` if it is not clear.
+    """
+
+    words: str
+    plain: re.Pattern[bytes]
+    read: Callable[[Any], Any]
+
+
+_INTEGERS = re.compile(rb"null|0|-?[1-9]\d{0,17}")
+_WHOLE = _Kind("a whole number", _INTEGERS, _whole)
+_COUNT = _Kind("a whole number", _INTEGERS, _count)
+_NUMBER = _Kind("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number)
+_TRUTH = _Kind("true or false", re.compile(rb"null|true|false"), _truth)
+_IDS = _Kind("a list of token ids", re.compile(rb"null|\[\]"), _ids)
+_BIASES = _Kind("an object of numbers", re.compile(rb"null|\{\}"), _biases)
+_OPTIONS = _Kind(f"an object, and its {_USAGE!r} true or false", re.compile(rb'null|\{"include_usage": ?(true|false)\}'), _options)
+
+_KINDS = {
+    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_k", "truncate_prompt_tokens"), _WHOLE),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _COUNT),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _NUMBER),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("stream", "logprobs", "return_token_ids", "include_reasoning", "echo", "use_beam_search", "ignore_eos"), _TRUTH),
+    **dict.fromkeys(("continue_final_message", "add_generation_prompt", "add_special_tokens", "parallel_tool_calls"), _TRUTH),
+    **dict.fromkeys(("include_stop_str_in_output", "return_prompt_text", "return_weight_versions"), _TRUTH),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _IDS),
+    "logit_bias": _BIASES,
+    "stream_options": _OPTIONS,
+}
+"""The members that the proxy reads or records, besides texts and those that shape the prompt."""
+_TEXT_KINDS = {**_KINDS, "logprobs": _COUNT}
+
+
+def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
+    """Rewrite the numbers and truth values among a request's members, in place. In text completions (not `chat`), `logprobs` is a number.
+
+    Raises:
+        HarnessError: a value is not clear.
+    """
+    kinds = _KINDS if chat else _TEXT_KINDS
+    for name, raw in list(fields.items()):
+        kind = kinds.get(name)
+        if kind is None or kind.plain.fullmatch(raw) is not None:
+            continue
+        try:
+            value = _DECODER.decode(raw)
+            meant = kind.read(value)
+        except (ValueError, RecursionError):  # NaN, a lone surrogate, or a number out of range
+            meant = None
+        if meant is None:
+            shown = bytes(raw)[:80].decode(errors="replace")
+            raise HarnessError(f"{name!r} must be {kind.words}, not {shown}", param=name)
+        if meant is not value:
+            fields[name] = Raw(_ENCODER.encode(meant))
