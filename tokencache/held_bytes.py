@@ -1,4 +1,4 @@
-"""Bounds the bytes that requests hold in memory: bodies, fetched media, and replies that are read whole.
+"""Bounds the bytes that requests hold in memory: heads that are incomplete, bodies, fetched media, and replies that are read whole.
 
 A request takes bytes before it keeps them (`Holding.take`). It gives all of them back when it has ended, however it ended. A request that
 would pass a limit is refused with 503. All requests together have a limit. A tenant has half of it, and a session without a tenant less:
@@ -26,7 +26,7 @@ OWNER_PART = 2
 """One tenant or session may hold this part of the limit."""
 MOST_OF_SESSION = 512 * 2**20
 """One session may hold no more than this, in bytes: an agent and its sub-agents make few calls at a time."""
-What = Literal["body", "media", "reply"]
+What = Literal["head", "body", "media", "reply"]
 
 
 class Owner(NamedTuple):

@@ -41,12 +41,12 @@ UNSAVED = Gauge(
 )
 _HELD_BYTES = Gauge(
     "tokencache_held_bytes",
-    "Bytes in memory for requests now: bodies, fetched media, and replies that are read whole.",
+    "Bytes in memory for requests now: incomplete heads, bodies, fetched media, and replies that are read whole.",
     ["what"],
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
-HELD_BYTES = {what: _HELD_BYTES.labels(what) for what in ("body", "media", "reply")}
+HELD_BYTES = {what: _HELD_BYTES.labels(what) for what in ("head", "body", "media", "reply")}
 HELD_REFUSED = Counter(
     "tokencache_held_bytes_refused", "Requests refused because they would pass --max-held-bytes.", ["what"], registry=REGISTRY
 )

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.proxy.raw import read_message
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tokencache.proxy import request_body
 from tokencache.server import http_guard, listener
 from tokencache.testing import SimulatedEngine
@@ -125,6 +125,18 @@ async def test_a_huge_head_ends(monkeypatch):
                 await client.send(b"X-A: %s\r\n" % (b"b" * 1000))
                 await asyncio.sleep(0)
         assert await client.closed()
+
+
+async def test_all_incomplete_heads_together_have_a_limit():
+    async with proxied(max_body=1, max_held_bytes=4000) as rig, clients(rig) as connect:
+        half = HEALTH[:-2] + b"X-A: %s\r\n" % (b"b" * 900)
+        held = [await connect(half), await connect(half)]
+        await until(lambda: rig.proxy.held.total == 2 * len(half))
+        assert await (await connect(half)).closed()
+        await held[0].send(b"\r\n")
+        assert "200" in (await held[0].answer()).line
+        held[1].writer.close()
+        await until(lambda: not rig.proxy.held.total)
 
 
 async def unread(connect):

@@ -5,6 +5,7 @@ heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This 
 
     an incomplete head       the connection is closed after `HEAD_SECONDS`; otherwise a byte a minute would hold a socket forever
     a huge head              the connection is closed after `HEAD_BYTES`: aiohttp limits only its lines and their number
+    many heads               incomplete ones are counted (`held_bytes`), and the connection is closed if its own does not fit
     no request               the connection is closed after `IDLE_SECONDS`
     not HTTP                 the response is a JSON error like every other; it is logged only at debug level
     an ambiguous head        refused: a version other than HTTP/1.0 and 1.1, a transfer coding other than chunked, two keys, two sessions
@@ -22,7 +23,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from multidict import CIMultiDictProxy
 
 from tokencache.dialects.registry import credential_headers
-from tokencache.errors import HarnessError
+from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.held_bytes import HELD, HeldBytes, Owner
 from tokencache.proxy.request_body import PIECE
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ IDLE_SECONDS = 75.0
 """Longest time without a request, on a new connection or between two. It is nginx's default (`keepalive_timeout`), and longer than most
 clients and load balancers keep an unused connection: httpx 5 s, aiohttp 15 s, AWS's balancers 60 s. A connection on which a request runs
 is not idle, however long that takes."""
+_HEADS = Owner(" heads")
+"""Holds all incomplete heads; no session has this name."""
 _BAD_REQUEST = 400
 WAITING_SECONDS, UNREAD_SECONDS = 1.0, 60.0
 """Seconds for which a connection has waited for its client at least before it is closed because files are short; and for which its client
@@ -91,7 +95,7 @@ class GuardedRunner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(
+        server = _Server(
             made.request_handler,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
@@ -99,9 +103,13 @@ class GuardedRunner(web.AppRunner):
             keepalive_timeout=IDLE_SECONDS,
             **made._kwargs,  # noqa: SLF001 - aiohttp (3.14) has no public way to set the protocol class
         )
+        server.held = self.app[HELD]
+        return server
 
 
 class _Server(web.Server):
+    held: HeldBytes
+
     def __call__(self) -> web.RequestHandler:
         return GuardedConnection(self, loop=self._loop, **self._kwargs)
 
@@ -109,10 +117,11 @@ class _Server(web.Server):
 class GuardedConnection(web.RequestHandler):
     """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP."""
 
-    __slots__ = ("_head_timer", "_received", "_since", "_wire")
+    __slots__ = ("_head_timer", "_held", "_held_size", "_received", "_since", "_wire")
 
-    def __init__(self, manager: web.Server, **settings: Any) -> None:
+    def __init__(self, manager: _Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
+        self._held, self._held_size = manager.held, 0  # of a head that is incomplete
         self._head_timer: asyncio.TimerHandle | None = None
         self._since = 0.0  # when the head, or the current piece of a body, began, or the client stopped to read
         self._received = 0  # bytes since then
@@ -133,12 +142,22 @@ class GuardedConnection(web.RequestHandler):
             if self._head_timer is None:
                 self._begin(len(data))
                 self._head_timer = self._loop.call_later(HEAD_SECONDS, self._time_out)
-            elif self._received > HEAD_BYTES:
-                log.info("a connection is closed: its request's head has more than %d bytes", HEAD_BYTES)
-                self.force_close()
+            self._hold_head(len(data))
         elif waited or self._received >= PIECE:
             self._begin()
-            self._stop_head_timer()
+            self._end_head()
+
+    def _hold_head(self, size: int) -> None:
+        if self._received > HEAD_BYTES:
+            log.info("a connection is closed: its request's head has more than %d bytes", HEAD_BYTES)
+            self.force_close()
+            return
+        try:
+            self._held.add(_HEADS, "head", size)
+            self._held_size += size
+        except MemoryFullError as why:
+            log.info("a connection is closed: %s", why)
+            self.force_close()
 
     def _begin(self, received: int = 0) -> None:
         self._since, self._received = self._loop.time(), received
@@ -179,7 +198,7 @@ class GuardedConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop the timeout when the connection ends."""
-        self._stop_head_timer()
+        self._end_head()
         self._wire = None
         super().connection_lost(exc)
 
@@ -213,7 +232,10 @@ class GuardedConnection(web.RequestHandler):
             log.info("a connection is closed: its request's head was not complete after %g s", HEAD_SECONDS)
             self.force_close()
 
-    def _stop_head_timer(self) -> None:
+    def _end_head(self) -> None:
+        if self._held_size:
+            self._held.remove(_HEADS, "head", self._held_size)
+            self._held_size = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
