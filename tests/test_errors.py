@@ -2,7 +2,15 @@
 
 import pytest
 
-from tokencache.errors import EngineError, HarnessError, TokencacheError, UnexpectedAnswerError, WeightsUpdatingError, passing_cause
+from tokencache.errors import (
+    EngineError,
+    HarnessError,
+    MemoryFullError,
+    TokencacheError,
+    UnexpectedAnswerError,
+    WeightsUpdatingError,
+    passing_cause,
+)
 from tokencache.store.base import (
     CursorError,
     SessionDeletedError,
@@ -26,6 +34,7 @@ ANSWERS = [
         "the engine answered 206, which is a success, but not that of a reply (200)",
     ),
     (WeightsUpdatingError("http://e:1", "t"), 503, "upstream_error", "the weights of the engine are being updated by 't'"),
+    (MemoryFullError("too much"), 503, "overloaded_error", "too much"),
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
     (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),

@@ -248,6 +248,13 @@ class Settings(BaseSettings):
         False,
         description="Listen beyond loopback without an admin key. Everyone who reaches the port can then read and delete all rollouts.",
     )
+    max_held_bytes: Annotated[int, Shown("BYTES")] = Field(
+        0,
+        ge=0,
+        description="Most bytes that the requests of one worker may hold in memory: bodies, fetched media, replies that are read whole. "
+        "Further ones get 503. One tenant may hold half of it, one session at most 512 MiB. 0 means a quarter of the memory of the "
+        "machine or container, divided by the number of workers (docs/budgets.md).",
+    )
     max_body: Annotated[int, Shown("BYTES")] = Field(
         64 * 2**20, gt=0, description="Largest request body that is accepted. The default is 64 MiB."
     )

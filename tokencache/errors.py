@@ -5,6 +5,7 @@
 `HarnessError`  the request cannot be served: 4xx, never sent to the engine
 `EngineError`   the engine failed: the client receives the engine's own response if there is one, else 502 or 504
 `StoreError`    the store failed, or refuses the call (further classes in `store.base`): 409 or 503
+`MemoryFullError`  requests hold as much memory as they may: 503
 
 Any other exception is a bug: 500, with a traceback in the log.
 """
@@ -77,6 +78,14 @@ class HarnessError(TokencacheError):
         self.param = param
         self.kind = kind
         self.headers = headers
+
+
+class MemoryFullError(TokencacheError):
+    """The request would hold more memory than requests may (`held_bytes`). It may succeed later."""
+
+    status = 503
+    kind = "overloaded_error"
+    headers = MappingProxyType({"Retry-After": "5"})
 
 
 class EngineError(TokencacheError):

@@ -39,6 +39,17 @@ UNSAVED = Gauge(
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
+_HELD_BYTES = Gauge(
+    "tokencache_held_bytes",
+    "Bytes in memory for requests now: incomplete heads, bodies, fetched media, and replies that are read whole.",
+    ["what"],
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
+HELD_BYTES = {what: _HELD_BYTES.labels(what) for what in ("head", "body", "media", "reply")}
+HELD_REFUSED = Counter(
+    "tokencache_held_bytes_refused", "Requests refused because they would pass --max-held-bytes.", ["what"], registry=REGISTRY
+)
 OVERHEAD = Histogram(
     "tokencache_added_seconds",
     "Time that the proxy adds: from a request's last byte to its sending (before), and from the reply's end to its last byte (after).",

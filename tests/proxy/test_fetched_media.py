@@ -11,7 +11,8 @@ from aiohttp import web
 from tests.images import image
 from tests.proxy.kit import HEADER, echo, proxied, results
 from tests.proxy.test_images import seeing, sha256, shown
-from tokencache.errors import HarnessError
+from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.held_bytes import HeldBytes, Holding, Owner
 from tokencache.proxy import fetched_media
 from tokencache.proxy.fetched_media import FetchedMedia, is_public
 
@@ -99,20 +100,25 @@ def anywhere(_address):
     return True
 
 
+async def written(media, session, body, *, most=2**26, held=None):
+    """Write the images into a request, as the task that serves it does."""
+    return await media.written_in(session, body, Holding(held or HeldBytes(2**30)), most=most)
+
+
 async def test_the_bytes_are_written_into_the_request_and_fetched_once(site):
     async with fetching(allows=anywhere) as media:
         body = request(f"{site.url}/a.png", f"{site.url}/a.png", f"{site.url}/moved", image(2)["image_url"]["url"])
-        written = json.loads(await media.written_in("s", body))
+        given_to_engine = json.loads(await written(media, "s", body))
         given = json.loads(body)
         fetched = {"url": image(1)["image_url"]["url"], "detail": "low"}
         for part in given["messages"][1]["content"][1:4]:
             part["image_url"] = fetched
-        assert written == given
+        assert given_to_engine == given
         assert sorted(site.asked) == ["/a.png", "/a.png", "/moved"]
         site.content = b"other bytes"
-        assert await media.written_in("s", body) == await media.written_in("s", body)
+        assert await written(media, "s", body) == await written(media, "s", body)
         assert len(site.asked) == 3
-        assert b"b3RoZXIgYnl0ZXM=" in await media.written_in("t", body), "another session has other images"
+        assert b"b3RoZXIgYnl0ZXM=" in await written(media, "t", body), "another session has other images"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +134,7 @@ async def test_the_bytes_are_written_into_the_request_and_fetched_once(site):
 )
 async def test_other_requests_are_left_alone(body):
     async with fetching() as media:
-        assert await media.written_in("s", body) == body
+        assert await written(media, "s", body) == body
 
 
 AWAY = "http://169.254.169.254/CANARY"
@@ -193,7 +199,7 @@ async def test_what_is_no_image_is_refused_with_the_reason(site, monkeypatch, pa
     monkeypatch.setattr(fetched_media, "MOST_BYTES", 9 if path == "/large" else 10**6)
     async with fetching(allows=anywhere) as media:
         with pytest.raises(HarnessError, match=REFUSED[path]) as refused:
-            await media.written_in("s", request(f"{site.url}{path}?key=secret"))
+            await written(media, "s", request(f"{site.url}{path}?key=secret"))
         assert refused.value.status == 400
         assert "secret" not in str(refused.value)
 
@@ -203,7 +209,7 @@ async def test_a_private_network_is_never_asked(site, host):
     port = site.url.rpartition(":")[2]
     async with fetching() as media:
         with pytest.raises(HarnessError, match="cannot be fetched"):
-            await media.written_in("s", request(f"http://{host}:{port}/a.png"))
+            await written(media, "s", request(f"http://{host}:{port}/a.png"))
     assert site.asked == []
 
 
@@ -216,14 +222,36 @@ async def test_a_redirect_into_a_private_network_is_not_followed(site):
 
     async with fetching(allows=only_first) as media:
         with pytest.raises(HarnessError, match="address is not public"):
-            await media.written_in("s", request(f"{site.url}/away?to={site.url}/a.png"))
+            await written(media, "s", request(f"{site.url}/away?to={site.url}/a.png"))
     assert site.asked == ["/away"]
 
 
 async def test_too_many_images_are_refused():
     async with fetching() as media:
         with pytest.raises(HarnessError, match="at most 64"):
-            await media.written_in("s", request(*(f"https://example.org/{n}" for n in range(65))))
+            await written(media, "s", request(*(f"https://example.org/{n}" for n in range(65))))
+
+
+@pytest.mark.parametrize("parts", [1, 64])
+async def test_the_images_of_a_request_have_a_limit_together(site, parts):
+    """Also one image in many parts: a small request would become a huge one."""
+    site.content = bytes(1000)
+    body = request(*(f"{site.url}/{n % parts}.png" for n in range(64)))
+    size = len(body) + 64 * len("data:image/png;base64," + base64.b64encode(site.content).decode())
+    async with fetching(allows=anywhere) as media:
+        with pytest.raises(HarnessError, match="--max-body") as refused:
+            await written(media, "s", body, most=size - 1)
+        assert refused.value.status == 413
+        assert await written(media, "s", body, most=size)
+
+
+async def test_images_are_fetched_within_the_memory_of_all_requests(site):
+    site.content = bytes(1000)
+    held = HeldBytes(40_000)
+    async with fetching(allows=anywhere) as media:
+        with pytest.raises(MemoryFullError, match="--max-held-bytes"):
+            await written(media, "s", request(*(f"{site.url}/{n}.png" for n in range(64))), held=held)
+        assert held.of(Owner()) <= held.share(Owner())
 
 
 async def test_a_conversation_with_images_by_url_is_exact(site, monkeypatch):

@@ -14,6 +14,7 @@ from msgspec import inspect
 from rapidfuzz import fuzz, process
 
 from tokencache.errors import HarnessError
+from tokencache.proxy.request_body import whole_body_of
 
 _ENCODER = msgspec.json.Encoder()
 _SIMILAR, _MISSPELLED = 60, 80
@@ -40,8 +41,9 @@ async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: 
 
     Raises:
         HarnessError: `invalid`, or 422 if it has members that `kind` does not have.
+        HTTPRequestEntityTooLarge, MemoryFullError: see `whole_body_of`.
     """
-    body = await request.read()
+    body = await whole_body_of(request)
     try:
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)

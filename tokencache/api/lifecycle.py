@@ -18,6 +18,7 @@ from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.request_body import whole_body_of
 from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SealOutcome, SessionInfo
@@ -74,7 +75,7 @@ class LifecycleRoutes:
         """Finish a session, and store what is given with it."""
         info = await self._existing(check_name(request.match_info["session"]))
         form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}}}, or no body'
-        asked = await read_body(request, Finish, form, invalid=_INVALID) if await request.read() else Finish()
+        asked = await read_body(request, Finish, form, invalid=_INVALID) if await whole_body_of(request) else Finish()
         reward, changes = await self._checked(info, asked.new_reward), _valid(lambda: asked.label_changes)
         if changes.given:
             await self._store.set_labels(info.id, changes)

@@ -126,6 +126,12 @@ class IncidentKind(StrEnum):
         "the reply has fewer choices than the request asked for",
         "Check for a gateway that rewrites or cuts replies, and report its version.",
     )
+    REPLY_NOT_READ = (
+        "reply-not-read",
+        "the turn of this call",
+        "the engine's reply was not read, because requests held as many bytes in memory as they may; the client got 503",
+        "Raise `--max-held-bytes`, or request streams, fewer choices or no top log probabilities ([budgets](budgets.md)).",
+    )
     UNRECORDED_ROUTE = (
         "unrecorded-route",
         "the turn of this call",

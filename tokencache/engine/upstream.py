@@ -48,6 +48,8 @@ READ_BUFFER = 256 * 1024
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
 """Seconds before a request is repeated by `Upstream.query`."""
 _RETRIES = 3
+MOST_ANSWER = 256 * 2**20
+"""Bytes of an answer to one of the proxy's own requests."""
 _LARGE = 2**20
 _BUSY, _FAILURE = 429, 500
 _ESTABLISHED = b"\1"
@@ -326,7 +328,13 @@ class Upstream:
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
         try:
             async with response:
-                return EngineResponse(response.status, await response.read(), response.headers)
+                chunks, size = [], 0
+                async for chunk in response.content.iter_any():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > MOST_ANSWER:
+                        raise EngineError("the engine's answer is too large", private=f"{self.url}: more than {MOST_ANSWER} bytes")
+                return EngineResponse(response.status, b"".join(chunks), response.headers)
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
 

@@ -42,7 +42,8 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, EngineError, HarnessError, UnexpectedAnswerError, is_error, is_success
+from tokencache.errors import NOT_NOW, EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.held_bytes import read_reply
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -628,10 +629,18 @@ class CallAttempt:
         return whole_response(answer, written)
 
     async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Read a whole answer. If the engine breaks it off, close the client's connection too and return `None`."""
+        """Read a whole answer. If the engine breaks it off, close the client's connection too and return `None`.
+
+        Raises:
+            MemoryFullError: requests hold as much memory as they may; the session says that the reply is missing.
+        """
         try:
             async with self._response.keep_alive():
-                return await answer.read()
+                return await read_reply(answer, self._response.holding)
+        except MemoryFullError as why:
+            sampled = answer.status < _REDIRECT
+            await self._settle(IncidentKind.REPLY_NOT_READ if sampled else IncidentKind.ENGINE_REFUSED, str(why))
+            raise
         except (aiohttp.ClientError, TimeoutError) as why:
             await self._settle(IncidentKind.UPSTREAM_BROKE, f"{type(why).__name__}: {why}")
             self._response.break_off()
@@ -729,6 +738,20 @@ class CallAttempt:
         return held, broke
 
     async def _pass_gathered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
+        """Gather a stream for a client that requested a whole reply, and send it. Raises the errors of `_gather`.
+
+        Raises:
+            MemoryFullError: requests hold as much memory as they may; what was read is recorded.
+        """
+        try:
+            return await self._gather(answer)
+        except MemoryFullError as why:
+            self._outcome.noted.append(self._outcome.incident(IncidentKind.REPLY_NOT_READ, str(why)))
+            self._outcome.broke, self._outcome.detail = BROKE, str(why)
+            await self._record()
+            raise
+
+    async def _gather(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
         """Gather a stream for a client that requested a whole reply, continue it if it is broken off, and send it when it is stored.
 
         Raises:
@@ -736,7 +759,7 @@ class CallAttempt:
         """
         reply, derender = self._reply, self._driver.derender
         assert derender is not None  # noqa: S101 - `_may_continue` looked
-        gathered = GatheredReply(reply)
+        gathered = GatheredReply(reply, self._response.holding)
         async with self._response.keep_alive():
             how = await gathered.read(answer)
         if how and not any(choice.ids for choice in reply.choices.values()):

@@ -46,6 +46,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.routes import SAMPLES_NOTHING
 from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
+from tokencache.held_bytes import Owner, holding_of
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
@@ -65,6 +66,8 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 log = logging.getLogger(__name__)
 
 _UNAVAILABLE = 503
+_LARGE = 2**20
+"""Bytes of a body from which on its owner is checked before it is read."""
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _MODELS = ("GET", "/v1/models")
@@ -184,7 +187,9 @@ class Endpoints:
 
         Raises:
             SettingsChangedError: the session has other settings; nothing was done.
+            MemoryFullError: requests hold as much memory as they may; nothing was done.
         """
+        holding_of(request).belong_to(Owner(settings.tenant, True) if settings.tenant else Owner(session))
         dropped = self._dropped_with_own_key if origin.own_key else self._options.dropped_headers
         headers = end_to_end_headers(request.headers, drop=dropped)
         for name in self._options.affinity_headers:
@@ -208,8 +213,20 @@ class Endpoints:
             return await self._relay(asked)
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
+    async def _body(self, asked: SessionRequest) -> bytes:
+        """Read the body. Before a large one, check whose it is: another tenant's share must not hold it.
+
+        Raises:
+            SettingsChangedError: the session has other settings; nothing was read.
+            HarnessError, MemoryFullError: see `body_of`.
+        """
+        request = asked.request
+        if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
+            await self._check_settings(asked)
+        return await body_of(request)
+
     async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
-        body = await body_of(asked.request)
+        body = await self._body(asked)
         own = await self._with_media(asked, body)
         call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
         self._apply(asked, call)
@@ -223,7 +240,7 @@ class Endpoints:
 
     async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
         """Serve a text completion in its own format. It is only relayed if it cannot be recorded correctly."""
-        body = await body_of(asked.request)
+        body = await self._body(asked)
         completion = text_completions.read(body, served=self._served(asked))
         replaced = self._pin(asked, completion.fields)
         if completion.unrecorded:
@@ -238,7 +255,7 @@ class Endpoints:
 
     async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
         """Serve a request in a dialect that is translated to chat."""
-        request = self._dialect_request(asked, await body_of(asked.request))
+        request = self._dialect_request(asked, await self._body(asked))
         if asked.request.method != "POST":  # it may have an effect, so it is not served again
             await self._check_settings(asked)
         parsed = await dialect.parse(request)
@@ -290,15 +307,18 @@ class Endpoints:
         """Write the images that a chat request names by URL into it, if they are fetched.
 
         Raises:
-            HarnessError: an image cannot be fetched.
+            HarnessError: an image cannot be fetched, or the request would be larger than `--max-body`.
+            MemoryFullError: requests hold as much memory as they may.
         """
-        return body if self._media is None else await self._media.written_in(asked.session, body)
+        if self._media is None:
+            return body
+        return await self._media.written_in(asked.session, body, holding_of(asked.request), most=asked.request.client_max_size)
 
     async def _without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
         """Return the body of a request that is relayed, as `_with_media`, if images are fetched; unchanged if it is not a JSON object."""
         if self._media is None or asked.request.method != "POST":
             return body
-        body = await body_of(asked.request) if body is None else body
+        body = await self._body(asked) if body is None else body
         return await self._with_media(asked, body) if body.lstrip()[:1] == b"{" else body
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import ipaddress
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,8 @@ from yarl import URL
 from tokencache.dialects import json_io
 from tokencache.dialects.chat.vocabulary import is_text
 from tokencache.dialects.json_io import entries_of, fields_of
-from tokencache.errors import HarnessError
+from tokencache.errors import HarnessError, TokencacheError
+from tokencache.held_bytes import Holding
 
 MOST_BYTES = 20 * 2**20
 """Largest content that is fetched."""
@@ -34,9 +36,11 @@ SECONDS = 20.0
 MOST_REDIRECTS = 3
 MOST_IMAGES = 64
 """Number of URLs that one request may have."""
+MOST_CONNECTIONS = 32
+"""Fetches of this process at a time: their sockets are among those that the listener reserves."""
 MEMORY = 256 * 2**20
 """Bytes of fetched contents that are remembered, as base64."""
-_OK = 200
+_OK, _TOO_LARGE = 200, 413
 _SCHEMES = ("http://", "https://")
 _CHUNK = 64 * 1024
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
@@ -70,11 +74,18 @@ class FetchedMedia:
         if self._http is not None:
             await self._http.close()
 
-    async def written_in(self, session: str, body: bytes) -> bytes:
+    async def written_in(self, session: str, body: bytes, holding: Holding, *, most: int) -> bytes:
         """Replace the URLs of images in a chat completions request by data URIs.
 
+        Args:
+            session: the session's name.
+            body: the request.
+            holding: takes the bytes that are fetched and written.
+            most: largest size of the request with its images, in bytes.
+
         Raises:
-            HarnessError: the messages cannot be read, an image cannot be fetched, or another part has an address.
+            HarnessError: the messages cannot be read, an image cannot be fetched, another part has an address, or the request is too large.
+            MemoryFullError: requests hold as much memory as they may.
         """
         fields = fields_of(body)
         try:
@@ -84,17 +95,24 @@ class FetchedMedia:
             raise HarnessError("'messages' must be a list of objects", param="messages") from None
         conversations = [entry if isinstance(entry, list) else [entry] for entry in decoded.values()]  # a batch has a list of them
         parts = [part for conversation in conversations for message in conversation for part in _parts(message)]
-        urls = dict.fromkeys(url for part in parts if (url := _address(part)))
+        urls = Counter(filter(None, map(_address, parts)))
         if not urls:
             return body
         if len(urls) > MOST_IMAGES:
             raise HarnessError(f"the request has {len(urls)} images by URL: at most {MOST_IMAGES} are fetched")
+        fetched = _Fetched(holding, most)
         async with asyncio.TaskGroup() as group:
-            fetches = {url: group.create_task(self._uri(session, url)) for url in urls}
+            fetches = {url: group.create_task(self._uri(session, url, fetched)) for url in urls}
         found = {url: fetch.result() for url, fetch in fetches.items()}
-        refused = next((uri for uri in found.values() if isinstance(uri, HarnessError)), None)
-        if refused is not None:
-            raise refused
+        written = 0
+        for url, result in found.items():
+            if isinstance(result, TokencacheError):
+                raise result
+            written += len(result) * urls[url]  # one image may be in many parts
+        if len(body) + written > most:
+            raise _too_large(most)
+        holding.take("body", written)
+        holding.give("media", fetched.size)
         for part in parts:
             if (uri := found.get(_address(part))) is not None:
                 named = part["image_url"]
@@ -102,13 +120,15 @@ class FetchedMedia:
         rewritten = [Raw(msgspec.json.encode(decoded[index])) if index in decoded else Raw(raw) for index, raw in enumerate(messages)]
         return msgspec.json.encode({**fields, "messages": rewritten})
 
-    async def _uri(self, session: str, url: str) -> str | HarnessError:
+    async def _uri(self, session: str, url: str, fetched: "_Fetched") -> str | TokencacheError:
         """Return the data URI of an image, or why it cannot be fetched."""
         known = self._known.get((session, url))
         if known is None:
             try:
                 async with asyncio.timeout(SECONDS):
-                    known = await self._fetch(url)
+                    known = await self._fetch(url, fetched)
+            except TokencacheError as why:
+                return why
             except TimeoutError:
                 return _refusal(url, f"it took longer than {SECONDS:g} s")
             except aiohttp.TooManyRedirects:
@@ -119,10 +139,11 @@ class FetchedMedia:
                 self._known[session, url] = known
         return known
 
-    async def _fetch(self, url: str) -> str:
+    async def _fetch(self, url: str, fetched: "_Fetched") -> str:
         """Fetch an image as a data URI.
 
         Raises:
+            TokencacheError: the request becomes too large, or requests hold as much memory as they may.
             ValueError: it is too large, or the answer is not an image.
             aiohttp.ClientError: it cannot be fetched.
         """
@@ -135,6 +156,7 @@ class FetchedMedia:
                 raise ValueError("the server compressed it")
             content = bytearray()
             async for chunk in answer.content.iter_chunked(_CHUNK):
+                fetched.add(len(chunk))
                 content += chunk
                 if len(content) > MOST_BYTES:
                     raise ValueError(f"it has more than {MOST_BYTES} bytes")
@@ -143,7 +165,7 @@ class FetchedMedia:
     def _client(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(socket_factory=self._socket, force_close=True),
+                connector=aiohttp.TCPConnector(limit=MOST_CONNECTIONS, socket_factory=self._socket, force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "tokencache"},
                 auto_decompress=False,
@@ -154,6 +176,29 @@ class FetchedMedia:
         if not self._allows(str(address[4][0])):
             raise PermissionError("its address is not public")
         return socket.socket(*address[:3])
+
+
+class _Fetched:
+    """Counts what is fetched for one request; `size` is in bytes, without base64."""
+
+    def __init__(self, holding: Holding, most: int) -> None:
+        self._holding, self._most, self.size = holding, most, 0
+
+    def add(self, size: int) -> None:
+        """Count bytes before they are kept.
+
+        Raises:
+            HarnessError: the request becomes too large.
+            MemoryFullError: requests hold as much memory as they may.
+        """
+        if self.size + size > self._most:
+            raise _too_large(self._most)
+        self._holding.take("media", size)
+        self.size += size
+
+
+def _too_large(most: int) -> HarnessError:
+    return HarnessError(f"the request with its images is larger than {most} bytes (--max-body)", status=_TOO_LARGE)
 
 
 def _parts(message: Any) -> list[dict[str, Any]]:

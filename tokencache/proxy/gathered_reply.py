@@ -16,6 +16,7 @@ from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
 from tokencache.engine.reply import Choice, Reply
+from tokencache.held_bytes import Holding
 from tokencache.proxy.continuation import events_of
 
 Raw = msgspec.Raw
@@ -50,8 +51,8 @@ class GatheredReply:
         first: the first chunk (JSON).
     """
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply = reply
+    def __init__(self, reply: Reply, holding: Holding) -> None:
+        self.reply, self._holding = reply, holding
         self.first = b""
         self._logprobs: list[Raw] = []
         self._head: dict[str, Raw] = {}
@@ -64,9 +65,13 @@ class GatheredReply:
         Returns:
             How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete. A reply whose ids are not all certain counts
             as broken off, because its message would be made of them.
+
+        Raises:
+            MemoryFullError: requests hold as much memory as they may.
         """
         self._pieces += check is not None
         async for data in events_of(answer):
+            self._holding.take("reply", len(data))
             if check is not None:
                 check(data)
             self._add(data)

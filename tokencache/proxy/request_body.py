@@ -2,8 +2,9 @@
 
 A body is refused with an error message if it
 
-- arrives too slowly (408): below `MIN_RATE` bytes per second after `GRACE_SECONDS`. It would keep memory and a socket endlessly. Only time
-  spent waiting for the client counts, not time that an engine takes to read;
+- arrives too slowly (408): each `PIECE` of it, or its end, must arrive within `PIECE_SECONDS`. It would keep memory and a socket endlessly.
+  Only time spent waiting for the client counts, not time that an engine takes to read;
+- would hold more memory than requests may (503, `held_bytes`);
 - is compressed (415): a few kilobytes can contain gigabytes, and no harness is known to send a compressed body that an engine would accept;
 - has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
   million messages take longer to parse than the longest history that fits a model;
@@ -18,10 +19,13 @@ from contextlib import aclosing
 from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 
-from tokencache.errors import HarnessError
+from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.held_bytes import holding_of
 
-GRACE_SECONDS, MIN_RATE = 60.0, 500
-"""Seconds for which a client may send nothing, and bytes per second that it must send on average after that."""
+PIECE_SECONDS = 60.0
+PIECE = 960 * 1024
+"""Bytes that must arrive within `PIECE_SECONDS` unless the body ends: 16 KiB per second, which a phone's connection manages. A client that
+stops is found within that time, however much it has sent."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
 _SMALL = 3 * MOST_OBJECTS
@@ -38,41 +42,55 @@ KEPT = web.RequestKey("kept", bytes)
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Read the whole body of a request.
+    """Read the whole body of a request of a harness.
 
     Raises:
         HarnessError: the body is refused.
         HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
+        MemoryFullError: requests hold as much memory as they may.
     """
     if KEPT in request:
         return request[KEPT]
     coding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if coding not in {"identity", ""}:
         raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it uncompressed", status=_UNSUPPORTED)
-    try:
-        body = await _whole(request)
-    except (web.RequestPayloadError, ClientPayloadError) as why:
-        raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
+    body = await whole_body_of(request)
     await check_values(body)
-    request[KEPT] = body
     return body
 
 
-async def _whole(request: web.Request) -> bytes:
-    """Read a body; `request.read()` would copy it twice."""
-    content, most = request.content, request.client_max_size
-    if content.is_eof():
-        body = content.read_nowait()  # usually one chunk, and no copy
-    else:
-        chunks = []
-        async with aclosing(arriving(request)) as coming:
-            async for chunk in coming:
-                chunks.append(chunk)
-                if content.total_bytes > most:
-                    break
-        body = b"".join(chunks)
+async def whole_body_of(request: web.Request) -> bytes:
+    """Read the whole body of a request, with any content; `request.read()` would wait endlessly, and copy it twice.
+
+    Raises:
+        HarnessError: the body arrives too slowly, or breaks off.
+        HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
+        MemoryFullError: requests hold as much memory as they may.
+    """
+    if KEPT in request:
+        return request[KEPT]
+    content, most, holding = request.content, request.client_max_size, holding_of(request)
+    try:
+        if content.is_eof():
+            body = content.read_nowait()  # usually one chunk, and no copy
+            holding.take("body", len(body))
+        else:
+            chunks = []
+            async with aclosing(arriving(request)) as coming:
+                async for chunk in coming:
+                    holding.take("body", len(chunk))
+                    chunks.append(chunk)
+                    if content.total_bytes > most:
+                        break
+            body = b"".join(chunks)
+    except MemoryFullError:
+        holding.give_all()  # before the answer is sent: other bodies, which arrive meanwhile, may then fit
+        raise
+    except (web.RequestPayloadError, ClientPayloadError) as why:
+        raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
     if content.total_bytes > most:
         raise web.HTTPRequestEntityTooLarge(most)
+    request[KEPT] = body
     return body
 
 
@@ -82,26 +100,22 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     Raises:
         HarnessError: the body arrives too slowly.
     """
-    loop, content, waited = asyncio.get_running_loop(), request.content, 0.0
+    loop, content = asyncio.get_running_loop(), request.content
+    left, begun = PIECE_SECONDS, content.total_bytes
     while True:
         asked = loop.time()
         try:
-            async with asyncio.timeout(_allowed(content.total_bytes) - waited):
+            async with asyncio.timeout(left):
                 chunk = await content.readany()
         except TimeoutError:
-            raise _slow(content.total_bytes) from None
+            message = f"the request's body arrives too slowly: {content.total_bytes} bytes so far"
+            raise HarnessError(message, status=_TOO_SLOW) from None
         if not chunk:
             return
-        waited += loop.time() - asked
+        left -= loop.time() - asked
+        if content.total_bytes - begun >= PIECE:
+            left, begun = PIECE_SECONDS, content.total_bytes
         yield chunk
-
-
-def _allowed(received: int) -> float:
-    return GRACE_SECONDS + received / MIN_RATE
-
-
-def _slow(received: int) -> HarnessError:
-    return HarnessError(f"the request's body arrives too slowly: {received} bytes so far", status=_TOO_SLOW)
 
 
 async def check_values(body: bytes) -> None:

@@ -35,6 +35,7 @@ from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
+from tokencache.held_bytes import Holding, holding_of
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.recorder import ABORTED, BROKE
 from tokencache.wakeup import end
@@ -164,6 +165,11 @@ class Response:
         self.request, self.chat, self.exchange = request, chat, exchange
         self.opened: web.StreamResponse | None = None
         self._keep_alive: KeepAlive | None = None
+
+    @property
+    def holding(self) -> Holding:
+        """What the request holds in memory."""
+        return holding_of(self.request)
 
     @property
     def disconnected(self) -> bool:

@@ -30,6 +30,7 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
+from tokencache.held_bytes import HELD, MEMORY_PART, HeldBytes, machine_memory
 from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
@@ -123,6 +124,8 @@ class Proxy:
             sources=sources,
             registered_only=settings.registered_only,
         )
+        memory = settings.max_held_bytes or machine_memory() // MEMORY_PART // settings.workers
+        self.held = HeldBytes(memory, least=settings.max_body)
         self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
     @property
@@ -146,6 +149,7 @@ class Proxy:
     def application(self) -> web.Application:
         """Make the aiohttp application."""
         app = web.Application(client_max_size=self.settings.max_body, middlewares=[send_errors])
+        app[HELD] = self.held
         app.on_response_prepare.append(keep_headers)
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/healthz", self._healthz)

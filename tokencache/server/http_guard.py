@@ -4,6 +4,9 @@ aiohttp's parser refuses most of them: two lengths, a length together with chunk
 heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This module handles the rest:
 
     an incomplete head       the connection is closed after `HEAD_SECONDS`; otherwise a byte a minute would hold a socket forever
+    a huge head              the connection is closed after `HEAD_BYTES`: aiohttp limits only its lines and their number
+    many heads               incomplete ones are counted (`held_bytes`), and the connection is closed if its own does not fit
+    no request               the connection is closed after `IDLE_SECONDS`
     not HTTP                 the response is a JSON error like every other; it is logged only at debug level
     an ambiguous head        refused: a version other than HTTP/1.0 and 1.1, a transfer coding other than chunked, two keys, two sessions
     a path above the root    refused: `/../x`
@@ -13,20 +16,33 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 from multidict import CIMultiDictProxy
 
 from tokencache.dialects.registry import credential_headers
-from tokencache.errors import HarnessError
+from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.held_bytes import HELD, HeldBytes, Owner
+from tokencache.proxy.request_body import PIECE
 
 log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 60.0
 """Longest time from the first byte of a request's head to its last."""
+HEAD_BYTES = 256 * 1024
+"""Largest head whose end has not arrived."""
+IDLE_SECONDS = 75.0
+"""Longest time without a request, on a new connection or between two. It is nginx's default (`keepalive_timeout`), and longer than most
+clients and load balancers keep an unused connection: httpx 5 s, aiohttp 15 s, AWS's balancers 60 s. A connection on which a request runs
+is not idle, however long that takes."""
+_HEADS = Owner(" heads")
+"""Holds all incomplete heads; no session has this name."""
 _BAD_REQUEST = 400
+WAITING_SECONDS, UNREAD_SECONDS = 1.0, 60.0
+"""Seconds for which a connection has waited for its client at least before it is closed because files are short; and for which its client
+has read nothing, if it is sent a reply."""
 _SHOWN = 120
 _SEPARATORS = tuple(re.compile(some, re.IGNORECASE) for some in ("/", r"[/\\]", "/|%2f", r"[/\\]|%2f|%5c"))
 """Patterns of the characters that a server may read as the end of a path segment, in all combinations."""
@@ -79,41 +95,111 @@ class GuardedRunner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(
+        server = _Server(
             made.request_handler,
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),
+            keepalive_timeout=IDLE_SECONDS,
             **made._kwargs,  # noqa: SLF001 - aiohttp (3.14) has no public way to set the protocol class
         )
+        server.held = self.app[HELD]
+        return server
 
 
 class _Server(web.Server):
+    held: HeldBytes
+
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        return GuardedConnection(self, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):
-    """aiohttp's connection with a timeout for heads and an error message for bytes that are not HTTP."""
+class GuardedConnection(web.RequestHandler):
+    """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP."""
 
-    __slots__ = ("_head_timer",)
+    __slots__ = ("_head_timer", "_held", "_held_size", "_received", "_since", "_wire")
 
-    def __init__(self, manager: web.Server, **settings: Any) -> None:
+    def __init__(self, manager: _Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
+        self._held, self._held_size = manager.held, 0  # of a head that is incomplete
         self._head_timer: asyncio.TimerHandle | None = None
+        self._since = 0.0  # when the head, or the current piece of a body, began, or the client stopped to read
+        self._received = 0  # bytes since then
+        self._wire: asyncio.Transport | None = None  # also after aiohttp has closed it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._wire = cast("asyncio.Transport", transport)
+        self._since = self._loop.time()
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes, and start or stop the timeout of a head."""
+        waited = self._waits_for_head
         super().data_received(data)
+        self._received += len(data)
         if self._waits_for_head:
             if self._head_timer is None:
+                self._begin(len(data))
                 self._head_timer = self._loop.call_later(HEAD_SECONDS, self._time_out)
-        elif self._head_timer is not None:
-            self._stop_head_timer()
+            self._hold_head(len(data))
+        elif waited or self._received >= PIECE:
+            self._begin()
+            self._end_head()
+
+    def _hold_head(self, size: int) -> None:
+        if self._received > HEAD_BYTES:
+            log.info("a connection is closed: its request's head has more than %d bytes", HEAD_BYTES)
+            self.force_close()
+            return
+        try:
+            self._held.add(_HEADS, "head", size)
+            self._held_size += size
+        except MemoryFullError as why:
+            log.info("a connection is closed: %s", why)
+            self.force_close()
+
+    def _begin(self, received: int = 0) -> None:
+        self._since, self._received = self._loop.time(), received
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`: the client reads more slowly than it is sent."""
+        super().pause_writing()
+        self._since = self._loop.time()
+
+    @property
+    def dispensable(self) -> tuple[int, float] | None:
+        """How early the connection is closed when files are short, smallest first; `None` if it is needed.
+
+        First those that are idle or ended already, then heads, bodies and replies that do not progress; of each the one that waits longest
+        for its client. A connection is never closed while an engine works for it, or in its first seconds of waiting.
+        """
+        now, wire = self._loop.time(), self._wire
+        if wire is None or self._manager is None:
+            return None
+        if self._waits_for_head and not wire.is_closing():
+            idle = self._head_timer is None
+            kind, since = (0, self._next_keepalive_close_time - self._keepalive_timeout) if idle else (1, self._since)
+        elif wire.is_closing():
+            kind, since = 0, self._since
+        elif self._paused:
+            kind, since = 3, self._since + (UNREAD_SECONDS - WAITING_SECONDS)
+        elif self._current_request is not None and not self._current_request.content.is_eof() and not self._reading_paused:
+            kind, since = 2, self._since
+        else:
+            return None
+        return (kind, since) if now - since >= WAITING_SECONDS else None
+
+    def abort(self) -> None:
+        """Close the connection at once, without sending what is left."""
+        self.force_close()
+        if self._wire is not None:
+            self._wire.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop the timeout when the connection ends."""
-        self._stop_head_timer()
+        self._end_head()
+        self._wire = None
         super().connection_lost(exc)
 
     def handle_error(
@@ -133,13 +219,23 @@ class _Connection(web.RequestHandler):
     def _waits_for_head(self) -> bool:
         return self._waiter is not None and not self._waiter.done()
 
+    def _process_keepalive(self) -> None:
+        """See aiohttp's. While a head arrives, its own timeout holds."""
+        if self._head_timer is None:
+            super()._process_keepalive()
+        else:
+            self._keepalive_handle = None
+
     def _time_out(self) -> None:
         self._head_timer = None
         if self._waits_for_head:
             log.info("a connection is closed: its request's head was not complete after %g s", HEAD_SECONDS)
             self.force_close()
 
-    def _stop_head_timer(self) -> None:
+    def _end_head(self) -> None:
+        if self._held_size:
+            self._held.remove(_HEADS, "head", self._held_size)
+            self._held_size = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -8,6 +8,9 @@ This module replaces the event loop's own server, because uvloop's accepts conne
 run out. Here a connection that cannot be served waits in the kernel's queue, without using CPU, and this is logged once a minute. A
 connection is accepted only if a descriptor for its engine's side is free, so every accepted call can be sent.
 
+When as many are open as fit, those that wait for their client are closed first, the longest idle before all others
+(`http_guard.GuardedConnection.dispensable`): sockets that do nothing keep neither a harness nor a health check out.
+
 Workers on one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel distributes connections by a hash of
 their addresses. One shared socket would distribute them unevenly (docs/operations.md has figures), and a connection stays with its worker
 for as long as the harness keeps it.
@@ -16,15 +19,17 @@ for as long as the harness keeps it.
 import asyncio
 import contextlib
 import errno
+import heapq
 import logging
 import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from aiohttp import web
 
 from tokencache.net import keep_alive
+from tokencache.server.http_guard import GuardedConnection
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,10 @@ AT_ONCE = 64
 """Connections accepted before other tasks run."""
 PAUSE_SECONDS = 0.25
 REMIND_SECONDS = 60.0
+CLOSED_PART = 16
+"""When connections must be closed, this part of those that fit is closed at a time: looking at all of them takes time."""
+CLOSING_SECONDS = 0.01
+"""Until they are closed."""
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -103,7 +112,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._starting: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._logged = -REMIND_SECONDS
+        self._logged = self._closing_logged = -REMIND_SECONDS
         self._capacity = stream_capacity()
 
     def open(self) -> None:
@@ -126,8 +135,8 @@ class Listener:
 
     def _resume(self) -> None:
         self._timer = None
-        if self._is_full():
-            self._pause()
+        if pause := self._pause_if_full():
+            self._pause(pause)
             return
         for sock in self._sockets:
             self._loop.add_reader(sock, self._accept, sock)
@@ -141,15 +150,14 @@ class Listener:
             except OSError as why:
                 if why.errno not in _SHORT:
                     raise
-                self._log_full(f"no connection can be accepted: {why.strerror}")
-                self._pause()
+                self._pause(self._make_room() or self._log_full(f"no connection can be accepted: {why.strerror}"))
                 return
             starting = self._loop.create_task(self._start(accepted))
             self._starting.add(starting)
             starting.add_done_callback(self._starting.discard)
             # The kernel assigns the lowest free number. If it is below the capacity, fewer connections than that are open.
-            if accepted.fileno() >= self._capacity and self._is_full():
-                self._pause()
+            if accepted.fileno() >= self._capacity and (pause := self._pause_if_full()):
+                self._pause(pause)
                 return
 
     async def _start(self, accepted: socket.socket) -> None:
@@ -160,18 +168,35 @@ class Listener:
             log.debug("a connection ended as it began: %s", why)
             accepted.close()
 
-    def _is_full(self) -> bool:
-        full = len(self._server.connections) + len(self._starting) >= self._capacity
-        if full:
-            self._log_full(f"{self._capacity} connections are open, and each may need {PER_STREAM} of the files that this process may open")
-        return full
+    def _pause_if_full(self) -> float:
+        """Return the seconds until connections can be accepted again; 0 if they can be now."""
+        if len(self._server.connections) + len(self._starting) < self._capacity:
+            return 0.0
+        return self._make_room() or self._log_full(
+            f"{self._capacity} connections are open, and each may need {PER_STREAM} of the files that this process may open"
+        )
 
-    def _pause(self) -> None:
+    def _make_room(self) -> float:
+        """Close connections that wait for their clients. Returns the seconds until they are closed; 0 if there are none."""
+        found = [(how, number, connection) for number, connection in enumerate(self._connections()) if (how := connection.dispensable)]
+        closed = heapq.nsmallest(max(1, self._capacity // CLOSED_PART), found)
+        for _, _, connection in closed:
+            connection.abort()
+        if closed and time.monotonic() - self._closing_logged >= REMIND_SECONDS:
+            self._closing_logged = time.monotonic()
+            log.warning("FILES ARE SHORT: %d connections are closed that wait for their clients, of %d", len(closed), self._capacity)
+        return CLOSING_SECONDS if closed else 0.0
+
+    def _connections(self) -> Iterator[GuardedConnection]:
+        return (connection for connection in self._server.connections if isinstance(connection, GuardedConnection))
+
+    def _pause(self, seconds: float) -> None:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
-        self._timer = self._loop.call_later(PAUSE_SECONDS, self._resume)
+        self._timer = self._loop.call_later(seconds, self._resume)
 
-    def _log_full(self, why: str) -> None:
+    def _log_full(self, why: str) -> float:
         if time.monotonic() - self._logged >= REMIND_SECONDS:
             self._logged = time.monotonic()
             log.error("FULL: %s. Further connections wait until one of them closes", why)
+        return PAUSE_SECONDS

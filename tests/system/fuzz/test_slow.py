@@ -17,7 +17,7 @@ from tokencache.server import http_guard
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch):
     monkeypatch.setattr(http_guard, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(request_body, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(request_body, "PIECE_SECONDS", 0.3)
 
 
 async def connected(url):

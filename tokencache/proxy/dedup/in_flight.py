@@ -87,7 +87,7 @@ class CallsInFlight:
         while True:
             may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
             call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
-            result = await self._outlive_client(asked.session, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
+            result = await self._outlive_client(asked, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
             if isinstance(result, Opening):
                 ended = await self._end_of_duplicate(asked, result)
                 if turns := whole_reply_of(ended.turns, asked.chat.n):
@@ -231,7 +231,7 @@ class CallsInFlight:
     # Orphaned generations
 
     async def _outlive_client(
-        self, session: str, call: CallAttempt, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
+        self, asked: CallRequest, call: CallAttempt, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
     ) -> web.StreamResponse | Opening | None:
         """Run an attempt in a separate task, which may continue after the client has left."""
         task = asyncio.create_task(attempt)
@@ -240,10 +240,12 @@ class CallsInFlight:
         except asyncio.CancelledError:
             if task.done():
                 task.cancelled() or task.exception()  # marks the exception as retrieved
-            elif self._grace and call.may_be_orphaned:
+                raise
+            asked.response.holding.keep(task)
+            if self._grace and call.may_be_orphaned:
                 call.orphan()
                 self._orphans[task] = call
-                self._ledger.detach(asyncio.create_task(self._wait_for_orphan(session, call, task)))
+                self._ledger.detach(asyncio.create_task(self._wait_for_orphan(asked.session, call, task)))
             else:
                 call.cancel(task)
                 self._ledger.detach(asyncio.create_task(_log_failure(task)))

@@ -1,0 +1,223 @@
+"""Bounds the bytes that requests hold in memory: heads that are incomplete, bodies, fetched media, and replies that are read whole.
+
+A request takes bytes before it keeps them (`Holding.take`). It gives all of them back when it has ended, however it ended. A request that
+would pass a limit is refused with 503. All requests together have a limit. A tenant has half of it, and a session without a tenant less:
+nobody's requests refuse those of all others.
+
+What a request holds is a few times as much as is counted: a body is parsed, and written again for the engine. So the default limit is a
+quarter of the memory.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import aiohttp
+from aiohttp import web
+
+from tokencache import metrics
+from tokencache.errors import MemoryFullError
+
+MEMORY_PART = 4
+"""The default limit is this part of the memory."""
+OWNER_PART = 2
+"""One tenant or session may hold this part of the limit."""
+MOST_OF_SESSION = 512 * 2**20
+"""One session may hold no more than this, in bytes: an agent and its sub-agents make few calls at a time."""
+What = Literal["head", "body", "media", "reply"]
+
+
+class Owner(NamedTuple):
+    """Whose request it is: a tenant's, or a session's that has none; `""` if the session is not known."""
+
+    name: str = ""
+    is_tenant: bool = False
+
+
+class HeldBytes:
+    """Counts the bytes that the requests of this process hold.
+
+    Attributes:
+        most: limit of all requests.
+        total: what all requests hold now.
+    """
+
+    def __init__(self, most: int, *, least: int = 0) -> None:
+        """Set the limits. A single request may always hold `least` bytes (`--max-body`)."""
+        self.most = max(most, least)
+        self.total = 0
+        self._of_tenant = max(self.most // OWNER_PART, least)
+        self._of_session = max(min(self.most // OWNER_PART, MOST_OF_SESSION), least)
+        self._by_owner: dict[Owner, int] = {}
+
+    def of(self, owner: Owner) -> int:
+        """Return what the requests of one owner hold now."""
+        return self._by_owner.get(owner, 0)
+
+    def share(self, owner: Owner) -> int:
+        """Return what they may hold."""
+        return self._of_tenant if owner.is_tenant else self._of_session
+
+    def add(self, owner: Owner, what: What, size: int) -> None:
+        """Count bytes.
+
+        Raises:
+            MemoryFullError: they would pass a limit; nothing was counted.
+        """
+        if self.total + size > self.most:
+            raise _refused(what, f"all requests together hold {self.total} of {self.most} bytes")
+        held = self._checked(owner, what, size)
+        self.total += size
+        self._by_owner[owner] = held
+        metrics.HELD_BYTES[what].inc(size)
+
+    def remove(self, owner: Owner, what: What, size: int) -> None:
+        """Count bytes no more."""
+        self.total -= size
+        self._leave(owner, size)
+        metrics.HELD_BYTES[what].dec(size)
+
+    def move(self, old: Owner, new: Owner, size: int) -> None:
+        """Count bytes for another owner.
+
+        Raises:
+            MemoryFullError: they would pass its limit; nothing was changed.
+        """
+        held = self._checked(new, "body", size)
+        self._leave(old, size)
+        self._by_owner[new] = held
+
+    def _checked(self, owner: Owner, what: What, size: int) -> int:
+        """Return what an owner would hold with some more bytes; raises `MemoryFullError` if that passes its limit."""
+        before, share = self._by_owner.get(owner, 0), self.share(owner)
+        if before + size > share:
+            raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
+        return before + size
+
+    def _leave(self, owner: Owner, size: int) -> None:
+        left = self._by_owner.get(owner, 0) - size
+        if left:
+            self._by_owner[owner] = left
+        else:
+            self._by_owner.pop(owner, None)
+
+
+def _refused(what: What, why: str) -> MemoryFullError:
+    metrics.counter(metrics.HELD_REFUSED, what).inc()
+    return MemoryFullError(f"{why} in memory, as many as --max-held-bytes allows")
+
+
+class Holding:
+    """The bytes that one request holds. They are given back when all tasks that `keep` was given have ended."""
+
+    __slots__ = ("_held", "_owner", "_sizes", "_tasks")
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held, self._owner, self._tasks = held, Owner(), 0
+        self._sizes: dict[What, int] = {}
+
+    def take(self, what: What, size: int) -> None:
+        """Count bytes before they are kept.
+
+        Raises:
+            MemoryFullError: they would pass a limit; nothing was counted.
+        """
+        if size:
+            self._held.add(self._owner, what, size)
+            self._sizes[what] = self._sizes.get(what, 0) + size
+
+    def give(self, what: What, size: int) -> None:
+        """Give some bytes back before the request ends."""
+        if size:
+            self._held.remove(self._owner, what, size)
+            self._sizes[what] -= size
+
+    def give_all(self) -> None:
+        """Give everything back."""
+        for what, size in self._sizes.items():
+            self._held.remove(self._owner, what, size)
+        self._sizes.clear()
+
+    def belong_to(self, owner: Owner) -> None:
+        """Set the owner, once it is known.
+
+        Raises:
+            MemoryFullError: the bytes would pass its limit.
+        """
+        if owner != self._owner:
+            if self._sizes:
+                self._held.move(self._owner, owner, sum(self._sizes.values()))
+            self._owner = owner
+
+    def keep(self, task: "asyncio.Task[Any]") -> None:
+        """Hold the bytes until a task has ended, too."""
+        self._tasks += 1
+        task.add_done_callback(self._end)
+
+    def _end(self, _: "asyncio.Task[Any]") -> None:
+        self._tasks -= 1
+        if not self._tasks:
+            self.give_all()
+
+
+HELD = web.AppKey("held", HeldBytes)
+"""The count of an application."""
+_HOLDING = web.RequestKey("holding", Holding)
+
+
+def holding_of(request: web.Request) -> Holding:
+    """Return what a request holds. The first call must be in the task that serves the request, which also sends its response."""
+    found = request.get(_HOLDING)
+    if found is None:
+        found = request[_HOLDING] = Holding(request.app[HELD])
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - aiohttp runs each request in one
+        found.keep(task)
+    return found
+
+
+async def read_reply(answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
+    """Read a whole answer of an engine.
+
+    Raises:
+        MemoryFullError: it would pass a limit.
+        ClientError: the engine broke it off.
+    """
+    if answer.content.at_eof():
+        return await answer.read()  # it was read before
+    chunks = []
+    async for chunk in answer.content.iter_any():
+        holding.take("reply", len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Return the memory in bytes that this process may use: the machine's, or that of its control group if it is less."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_group_limits(root)])
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    """Yield the limits of this process's control groups and of those around them (Linux, cgroups(7): v2, and v1's memory controller)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            try:
+                written = top.joinpath(*parts[:depth], name).read_text().strip()
+            except OSError:
+                continue
+            if written.isdecimal():  # otherwise "max"
+                yield int(written)
