@@ -16,7 +16,7 @@ from tokencache.core.chain import aborted_turn_keys, build_conversation, lookup_
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
-from tokencache.core.messages import Message, ToolCall, digest
+from tokencache.core.messages import Message, ToolCall, context_digest, digest
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Cut, Verdict, delivered_prefix, judge, pack_cuts, unpack_cuts
@@ -80,6 +80,11 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
     return part and part._replace(text=turn.served.content or "", after=cuts[-1].after)
 
 
+def _ignoring_white_space_and_ids(conversation, place, hashed=evidence.preceding_hash):
+    canonical = tuple(map(digest, conversation.messages))
+    return hashed(msgspec.structs.replace(conversation, digests=canonical, exacts=canonical), place)
+
+
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
@@ -97,6 +102,7 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
         ("_Finder._evident", lambda self, i, genuine: genuine),
         ("ReturnedIdHashes.names", lambda self, turn: True),
         ("_Finder._by_tokens", lambda self, i, judged: []),
+        ("evidence.preceding_hash", _ignoring_white_space_and_ids),
     ],
 )
 def test_the_truth_convicts_a_careless_matcher(monkeypatch, name, mutant):
@@ -249,10 +255,10 @@ def test_tool_results_swapped_are_another_conversation():
     first, second = Message("tool", "x", answers=C1), Message("tool", "y", answers=C2)
     crossed = Message("tool", "x", answers=C2), Message("tool", "y", answers=C1)
     index = _Index()
-    index.add(_turn("a", call), U1)
+    one = index.add(_turn("a", call), U1)
     index.add(_turn("b", OK), U1, call, first, second)
     assert index.match(U1, call, first, second, OK, U2).parent.id == "b"
-    assert index.match(U1, call, *crossed, OK, U2).kind == "resplice"
+    assert index.match(U1, call, *crossed, OK, U2)[:3] == ("continue", "foreign-reply", one)
 
 
 def test_the_deepest_key_is_asked_for_first():
@@ -267,7 +273,7 @@ def test_chains_are_of_one_scope_and_one_order():
     assert build_conversation(b"a", [U1]).chain[-1] != build_conversation(b"b", [U1]).chain[-1]
     assert build_conversation(b"", [U1, U2]).chain[-1] != build_conversation(b"", [U2, U1]).chain[-1]
     assert build_conversation(b"", [U1, U2, U3]).chain[:3] == build_conversation(b"", [U1, U2]).chain
-    assert build_conversation(b"", [U1], [digest(U1)]) == build_conversation(b"", [U1])
+    assert build_conversation(b"", [U1], [context_digest(U1)]) == build_conversation(b"", [U1])
 
 
 def test_a_call_id_of_the_same_make_is_another_call():
@@ -452,13 +458,23 @@ def test_no_rule_applies_to_context():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     for context in (Message("user", "one "), Message("user", "one", parts=True)):
-        assert index.match(context, OK, U2)[:3] == ("resplice", "context-edited", None)
+        assert index.match(context, OK, U2)[:2] == ("plain", "foreign-reply")
+        assert index.match(S1, context, OK, U2)[:2] == ("plain", "foreign-reply")
     assert index.match(U1, OK, U2).parent == one
+    assert index.match(S1, U1, OK, U2).anchors == ((2, Hit(one)),)
     results = [Message("tool", "x", answers=C1), Message("tool", "x", answers=C1, name="bash")]
     call = index.add(_turn("b", _bash(C1, "ls")), U3)
     two = index.add(_turn("c", Message("assistant", "so")), U3, call.served, results[0], parent=call)
     assert index.match(U3, call.served, results[0], two.served, U2).parent == two
-    assert index.match(U3, call.served, results[1], two.served, U2).kind == "resplice"
+    assert index.match(U3, call.served, results[1], two.served, U2).kind == "resplice", "only the name of the tool"
+    for other in (Message("tool", "x", parts=True, answers=C1), Message("tool", "x", answers=C2), Message("tool", " x\n", answers=C1)):
+        assert index.match(U3, call.served, other, two.served, U2)[:3] == ("continue", "foreign-reply", call)
+        assert index.match(U1, _bash(C2, "ls"), other, two.served, U2)[:2] == ("plain", "foreign-reply"), "another agent's"
+    own = Message("assistant", "ok")
+    after = index.add(_turn("d", Message("assistant", "fine")), U2, own)
+    assert index.match(S1, U2, own, after.served, U3).anchors == ((3, Hit(after)),)
+    for other in (Message("assistant", " ok"), Message("assistant", "ok", parts=True), Message("assistant", "ok", "why")):
+        assert index.match(S1, U2, other, after.served, U3)[:2] == ("plain", "foreign-reply")
 
 
 # --- evidence out of context ------------------------------------------------------------------------------------------------
@@ -491,17 +507,17 @@ def _poll(name, n):
 
 
 def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
-    """An agent that asks the same again and again, and a harness that writes other ids: their order says which is which."""
+    """An agent that asks the same again and again, and a harness that writes other ids, and none beside results: their order decides."""
     index, history, parent = _Index(), [U1], None
-    said = []
+    said, result = [], Message("tool", "same")
     for n in range(6):
-        served, result = _poll(f"functions.bash:{n}", n)
+        served, _ = _poll(f"functions.bash:{n}", n)
         parent = index.add(_turn(f"t{n}", served), *history, parent=parent)
         said.append(parent)
         history += [served, result]
     renamed = [Message("user", "one")]
     for n in range(6):
-        renamed += _poll(f"x{n}", n)
+        renamed += [_poll(f"x{n}", n)[0], result]
     found = index.match(S1, *renamed, U2)
     assert [hit.turn.id for _, hit in found.anchors] == [turn.id for turn in said]
     apart = index.match(S1, U3, *renamed[3:], U2)  # which of them is gone?

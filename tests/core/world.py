@@ -584,7 +584,7 @@ class Harness:
 
     def edit(self, history: list[Entry]) -> None:
         deeds = [self.other_context, self.drop_reply, self.rewrite, self.rethink, self.rename_tool, self.qwen, self.forge, self.say_twice]
-        deeds += [self.other_ids] * self.world.carries
+        deeds += [self.other_ids] * self.world.carries + [self.other_agent]
         self.rng.choice(deeds)(history)
         self.go_on(history)
 
@@ -645,6 +645,20 @@ class Harness:
     def other_ids(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):
             history[i] = replace(history[i], tokens=ReturnedIdHashes(self.rng.randbytes(16), self.rng.randbytes(16)))
+
+    def other_agent(self, history: list[Entry]) -> None:
+        """Let another agent say the same after nearly the same: its message differs in white space, parts, or the call that it answers."""
+        i = self.rng.choice(self.replies(history))
+        before = history[i - 1].message
+        if not i or before.role == "assistant":
+            return
+        other = [{"content": f" {before.content}\n"}, {"parts": not before.parts}, {"answers": f"call-{self.world.fresh():08d}"}]
+        asked = msgspec.structs.replace(before, **self.rng.choice(other[: 2 + (before.role == "tool")]))
+        if any(told[-1].message == asked for told in self.world.asked.values()):
+            return  # after this message the model may have said it
+        calls = tuple(msgspec.structs.replace(c, id=f"other{self.world.fresh()}") for c in history[i].message.calls)
+        twin = Entry(msgspec.structs.replace(history[i].message, calls=calls), None, history[i].meaning)
+        history[:] = [entry("system", f"agent {self.world.fresh()}"), replace(history[i - 1], message=asked), twin]
 
     def say_twice(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

@@ -40,7 +40,7 @@ from types import MappingProxyType
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Message, ToolCall, digest, exact_digest
+from tokencache.core.messages import Message, ToolCall, context_digest, digest, exact_digest
 from tokencache.core.rules import STRICT, Leniency, expected_rewritings
 from tokencache.core.verdict import safe_id
 
@@ -54,7 +54,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
     Attributes:
         messages: the messages.
-        digests, exacts: `messages.digest` and `messages.exact_digest` of each message.
+        digests: of each assistant message `messages.digest`, of each other message `messages.context_digest`.
+        exacts: `messages.exact_digest` of each message.
         chain: `chain[i]` covers `messages[:i]`; one entry more than `messages`.
         written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
@@ -102,7 +103,7 @@ def build_conversation(
     Args:
         prompt_context: an encoding of everything except the messages that shapes the prompt.
         messages: the messages.
-        digests: `messages.digest` of each message, if the caller has them.
+        digests: `Conversation.digests`, if the caller has them.
         exacts: `messages.exact_digest` of each message, if the caller has them.
         model: the model's name.
         secret: the deployment's secret, at most 64 bytes.
@@ -116,7 +117,7 @@ def build_conversation(
         model_key=keyed_hash(secret, b"voice" + model),
         salt=keyed_hash(secret, b"salt"),
     )
-    digests = digests if digests is not None else [digest(m) for m in messages]
+    digests = digests if digests is not None else [digest(m) if m.role == "assistant" else context_digest(m) for m in messages]
     return extend(start, messages, digests, exacts if exacts is not None else [exact_digest(m) for m in messages])
 
 

@@ -19,7 +19,7 @@ import xxhash
 from cachetools import LRUCache
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
-from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
+from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
 
 Raw = msgspec.Raw
@@ -48,7 +48,7 @@ class ReadMessage(msgspec.Struct, frozen=True):
 
     Attributes:
         message: without text, unless it is an assistant's: for the others the digests suffice.
-        digest: equal for all ways to write one reply (`core.messages`).
+        digest: of an assistant's message, equal for all ways to write one reply; of another, `messages.context_digest`.
         exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
         media: its parts that are not text.
@@ -85,11 +85,12 @@ class MessageReader:
 
 def _slim(entry: Any, media: tuple[MediaPart, ...]) -> ReadMessage:
     message = _read(entry)
-    own, exact = digest(message), exact_digest_of_json(entry)
+    exact = exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
-        return ReadMessage(message, own, exact, malformed, media)
-    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, exact, media=media)
+        return ReadMessage(message, digest(message), exact, malformed, media)
+    slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
+    return ReadMessage(slim, context_digest_of_json(entry, exact), exact, media=media)
 
 
 def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
