@@ -108,6 +108,8 @@ def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple
     if served.text == echoed.text and len(served.calls) == len(echoed.calls):
         return served, _judge_text(served, echoed)
     forms = [(rules, form) for rules, form in rewritings(served) if form.text == echoed.text and len(form.calls) == len(echoed.calls)]
+    if inline_end(echoed.content or ""):  # a block that was cut off is not returned closed
+        forms = [(rules, form) for rules, form in forms if form.reasoning == served.reasoning]
     if not forms:
         return None
     rules = _preferred([rules for rules, _ in forms], leniency)
