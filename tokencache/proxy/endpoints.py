@@ -208,8 +208,15 @@ class Endpoints:
             return await self._relay(asked)
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
-    async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
+    @staticmethod
+    async def _body_of(asked: SessionRequest) -> bytes:
+        """Read the body of a request, decompressed, so that the engine receives it like that. Raises the errors of `body_of`."""
         body = await body_of(asked.request)
+        asked.headers.popall("Content-Encoding", None)
+        return body
+
+    async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
+        body = await self._body_of(asked)
         own = await self._with_media(asked, body)
         call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
         self._apply(asked, call)
@@ -220,7 +227,7 @@ class Endpoints:
 
     async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
         """Serve a text completion in its own format. It is only relayed if it cannot be recorded correctly."""
-        body = await body_of(asked.request)
+        body = await self._body_of(asked)
         completion = text_completions.read(body, served=self._served(asked))
         replaced = self._pin(asked, completion.fields)
         if completion.unrecorded:
@@ -235,7 +242,7 @@ class Endpoints:
 
     async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
         """Serve a request in a dialect that is translated to chat."""
-        request = self._dialect_request(asked, await body_of(asked.request))
+        request = self._dialect_request(asked, await self._body_of(asked))
         if asked.request.method != "POST":  # it may have an effect, so it is not served again
             await self._check_settings(asked)
         parsed = await dialect.parse(request)
@@ -295,7 +302,7 @@ class Endpoints:
         """Return the body of a request that is relayed, as `_with_media`, if images are fetched; unchanged if it is not a JSON object."""
         if self._media is None or asked.request.method != "POST":
             return body
-        body = await body_of(asked.request) if body is None else body
+        body = await self._body_of(asked) if body is None else body
         return await self._with_media(asked, body) if body.lstrip()[:1] == b"{" else body
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
@@ -308,7 +315,7 @@ class Endpoints:
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
         await self._check_settings(asked)
-        body = await self._with_media(asked, await body_of(asked.request))
+        body = await self._with_media(asked, await self._body_of(asked))
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
             self._apply(asked, call)

@@ -4,10 +4,10 @@ A body is refused with an error message if it
 
 - arrives too slowly (408): below `MIN_RATE` bytes per second after `GRACE_SECONDS`. It would keep memory and a socket endlessly. Only time
   spent waiting for the client counts, not time that an engine takes to read;
-- is compressed (415): a few kilobytes can contain gigabytes, and no harness is known to send a compressed body that an engine would accept;
+- is compressed in a way that `compressed_body` does not read (415), or damaged (400);
 - has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
   million messages take longer to parse than the longest history that fits a model;
-- is larger than `--max-body` (413).
+- is larger than `--max-body` (413), compressed or decompressed.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError
+from tokencache.proxy.compressed_body import coding_of, decompressed
 
 GRACE_SECONDS, MIN_RATE = 60.0, 500
 """Seconds for which a client may send nothing, and bytes per second that it must send on average after that."""
@@ -30,7 +31,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
 """Number of strings that are skipped before other calls may run."""
-_TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
+_TOO_SLOW, _TOO_LARGE = 408, 413
 
 
 KEPT = web.RequestKey("kept", bytes)
@@ -38,7 +39,7 @@ KEPT = web.RequestKey("kept", bytes)
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Read the whole body of a request.
+    """Read the whole body of a request, and decompress it.
 
     Raises:
         HarnessError: the body is refused.
@@ -46,13 +47,13 @@ async def body_of(request: web.Request) -> bytes:
     """
     if KEPT in request:
         return request[KEPT]
-    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if coding not in {"identity", ""}:
-        raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it uncompressed", status=_UNSUPPORTED)
+    coding = coding_of(request)
     try:
         body = await _whole(request)
     except (web.RequestPayloadError, ClientPayloadError) as why:
         raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
+    if coding and body:
+        body = await decompressed(body, coding, request.client_max_size)
     await check_values(body)
     request[KEPT] = body
     return body
