@@ -291,6 +291,37 @@ def test_a_reply_is_not_known_under_another_model():
     assert keys[1] not in lookup_keys(build_conversation(b"", [U2, OK, U3], model=b"b"))
 
 
+VLLM = "chatcmpl-tool-b9b31a93f1b87adf"
+BARE, OTHER_BARE = "chatcmpltoolb9b31a93f1b87adf", "chatcmpltoola4e07940f23e6c33"
+
+
+def test_the_letters_and_digits_of_a_random_id_are_the_id():
+    """OpenClaw removes everything else, and moves its context to the end."""
+    index = _Index()
+    one = index.add(_turn("a", _bash(VLLM, "ls")), U1, U2)
+    assert index.match(U1, U2, _bash(BARE, "ls"), Message("tool", "x", answers=BARE))[:3] == ("continue", "", one)
+    moved = index.match(U1, _bash(BARE, "ls"), Message("tool", "x", answers=BARE), U2)
+    assert (moved.kind, moved.anchors, moved.applied_rules) == ("resplice", ((1, Hit(one)),), ("tool-ids",))
+    assert index.match(U1, _bash(BARE, "rm"), U2)[:2] == ("plain", "foreign-reply"), "an id does not make up for other arguments"
+    for other in (OTHER_BARE, BARE[:-1], BARE + "0"):
+        assert index.match(U1, _bash(other, "ls"), U2)[:2] == ("plain", "foreign-reply"), other
+
+
+def test_the_letters_and_digits_of_another_call_are_not_a_renamed_id():
+    index = _Index()
+    index.add(_turn("a", _bash(VLLM, "ls")), U1)
+    assert index.match(U1, _bash(OTHER_BARE, "ls"), U2)[:2] == ("plain", "foreign-reply")
+    assert index.match(U1, _bash("x0", "ls"), U2).kind == "continue", "a number of the harness's own is"
+
+
+def test_the_letters_and_digits_of_an_id_that_counts_prove_nothing():
+    index = _Index()
+    one = index.add(_turn("a", _bash("f1.0", "ls")), U1)
+    two = index.add(_turn("b", _bash("f.10", "ls")), U2)
+    assert index.match(U3, _bash("f10", "ls"), U2)[:2] == ("plain", "foreign-reply")
+    assert [index.match(asked, _bash("f10", "ls"), U3).parent for asked in (U1, U2)] == [one, two], "their position does"
+
+
 def _bash(name, command):
     return Message("assistant", None, None, (ToolCall(name, "Bash", f'{{"command": "{command}"}}'),))
 

@@ -9,6 +9,7 @@ the result against that knowledge, splices, samples and records. It shares no co
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -531,7 +532,7 @@ class Harness:
             if e.message.role == "assistant" and self.rng.random() < chance:
                 history[i] = self.rewritten(e) if rewrite == self.rewritten else replace(e, message=rewrite(e.message))
         if self.rng.random() < 0.3:
-            self.renamed(history, sanitize=self.rng.random() < 0.7)
+            self.renamed(history, pattern=self.rng.choice([r"[.:]", r"[.:]", r"[^A-Za-z0-9]", ""]))
         self.go_on(history)
 
     def rewritten(self, said: Entry) -> Entry:
@@ -572,12 +573,13 @@ class Harness:
             return m
         return msgspec.structs.replace(m, reasoning=None, content=f"<think>\n{m.reasoning}\n</think>\n\n{m.content or ''}")
 
-    def renamed(self, history: list[Entry], *, sanitize: bool) -> None:
-        """Rename all calls of a history and what answers them: only unsafe characters, or altogether."""
+    def renamed(self, history: list[Entry], *, pattern: str) -> None:
+        """Rename all calls of a history and what answers them: what a pattern matches, or altogether."""
+        by = "_" if pattern == r"[.:]" else ""
         names = {}
         for i, e in enumerate(history):
             for call in e.message.calls:
-                names[call.id] = call.id.replace(".", "_").replace(":", "_") if sanitize else f"new{self.world.fresh()}"
+                names[call.id] = re.sub(pattern, by, call.id) if pattern else f"new{self.world.fresh()}"
             calls = tuple(msgspec.structs.replace(call, id=names[call.id]) for call in e.message.calls)
             answers = names.get(e.message.answers or "", e.message.answers)
             history[i] = replace(e, message=msgspec.structs.replace(e.message, calls=calls, answers=answers))

@@ -20,7 +20,7 @@ prefix  hash of                finds the reply
 ======  =====================  ====================================================================================================
 `c`     the chain through it   if nothing before it changed: nearly always, at the first look-up
 `r`     its digest             anywhere in a history, under the same model
-`i`     its first call's id    anywhere, even if its text was rewritten
+`i`     its first call's id    anywhere, even if its text was rewritten; only the letters and digits of the id count
 `h`     the call's handle      anywhere, in dialects that have handles
 `p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning
 `a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
@@ -42,7 +42,7 @@ import xxhash
 
 from tokencache.core.messages import Message, ToolCall, context_digest, digest, exact_digest
 from tokencache.core.rules import STRICT, Leniency, expected_rewritings
-from tokencache.core.verdict import safe_id
+from tokencache.core.verdict import bare_id
 
 FIRST_CALL, FIRST_MEDIA, FIRST_ANSWER = "calls", "media", "answer"
 """The keys in `Conversation.first_places` of the first message with a call, of the first with an image or another medium, and of the first
@@ -217,9 +217,8 @@ def call_key(conversation: Conversation, i: int) -> bytes:
 
 
 def _call_key(message: Message, model_key: bytes) -> bytes:
-    if not message.calls or not message.calls[0].id:
-        return b""
-    return b"i" + xxhash.xxh3_128_digest(model_key + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
+    name = bare_id(message.calls[0].id) if message.calls else ""
+    return b"i" + xxhash.xxh3_128_digest(model_key + name.encode()) if name else b""
 
 
 def handle_key(handle: str, salt: bytes) -> bytes:

@@ -42,7 +42,7 @@ from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, may_be_delivered, safe_id
+from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -330,7 +330,7 @@ class _Finder(NamedTuple):
         """Whether the id of the reply's first call was issued to another turn than this one."""
         name = self.conversation.messages[i].calls[0].id
         others = [hit.turn for hit in self._by_name(i) if hit.turn.id != turn.id and hit.turn.served.calls]
-        return any(name in {other.served.calls[0].id, safe_id(other.served.calls[0].id)} for other in others)
+        return any(keeps_id(other.served.calls[0].id, name) for other in others)
 
     def elsewhere(self, i: int) -> _Claim:
         """Find the turns that a reply may be, whatever precedes it."""
