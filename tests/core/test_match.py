@@ -378,6 +378,18 @@ def _left(name, text, cuts, **more):
     return msgspec.structs.replace(turn, marks=("aborted",), cuts=pack_cuts([Cut(n, n + 1, end, 0) for n, end in enumerate(cuts)]))
 
 
+def test_the_handle_or_the_ids_of_another_reply_are_not_those_of_an_interrupted_one():
+    """The harness brought a whole reply here from a place with other tools, where an interrupted one had the same text."""
+    index = _Index()
+    index.add(msgspec.structs.replace(_left("a", "OK", [1, 2]), handle="a" * 32), U1, aborted=True)
+    index.add(msgspec.structs.replace(_turn("b", OK), handle="b" * 32), U1, scope=b"other tools")
+    assert index.match(U1, OK, U2, handles={1: "b" * 32}).anchors[0][1].turn.id == "b"
+    assert index.match(U1, OK, U2, echoed={1: _ids(index.turns["b"])}).anchors[0][1].turn.id == "b"
+    for handles in ({}, {1: "a" * 32}):
+        assert index.match(U1, OK, U2, handles=handles)[:2] == ("continue", ""), "its own, or none"
+    assert index.match(U1, OK, U2, echoed={1: ReturnedIdHashes(b"nobody's")})[:2] == ("continue", "")
+
+
 def test_the_prefix_delivered_before_an_interrupt():
     index = _Index(CLAUDE)
     turn = index.add(_left("a", "One, two ", (3, 5, 8, 9)), U1, aborted=True)
