@@ -189,6 +189,8 @@ def test_the_key_is_shown_to_the_proxy_when_it_is_asked():
     ("served", "said"),
     [
         (({"id": "a"}, {"id": "b"}), "serves a, b: name one with --model"),
+        (({"id": "a", "root": "/w"}, {"id": "b", "root": "/lora"}), "serves a, b: name one with --model"),
+        (({"id": "a", "root": "/w"}, {"id": "b"}), "serves a, b: name one with --model"),
         ((), "serves none"),
     ],
 )
@@ -198,6 +200,16 @@ def test_which_of_several_models(served, said):
         assert done.exit_code == 1
         assert said in done.stderr
         assert "OPENAI_MODEL='b'" in invoke("env", "openai", "--session", "s", "--proxy", url, "--model", "b").stdout
+
+
+def test_one_model_under_several_names():
+    """As vLLM lists the names of `--served-model-name`."""
+    with listing(*({"id": name, "root": "/w", "parent": None, "max_model_len": 8000} for name in "ab")) as (url, _):
+        shown = invoke("env", "codex", "--session", "s", "--proxy", url)
+        assert shown.exit_code == 0, shown.stderr
+        assert "model_context_window = 8000" in shown.stdout
+        assert 'model = "a"' in shown.stdout
+        assert 'model = "b"' in invoke("env", "codex", "--session", "s", "--proxy", url, "--model", "b").stdout
 
 
 def test_the_context_of_a_model_that_was_named():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tokencache.core.chain import FIRST_ANSWER, FIRST_CALL, Conversation, build_conversation, extend
-from tokencache.core.messages import Message, ToolCall, digest, exact_digest
+from tokencache.core.messages import Message, ToolCall, context_digest, digest, exact_digest
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -21,7 +21,8 @@ def in_pieces(rng: random.Random, messages: list[Message]) -> Conversation:
     while messages:
         size = rng.randint(1, 3)
         piece, messages = messages[:size], messages[size:]
-        conversation = extend(conversation, piece, [digest(m) for m in piece], [exact_digest(m) for m in piece])
+        digests = [digest(m) if m.role == "assistant" else context_digest(m) for m in piece]
+        conversation = extend(conversation, piece, digests, [exact_digest(m) for m in piece])
     return conversation
 
 

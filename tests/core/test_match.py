@@ -16,7 +16,7 @@ from tokencache.core.chain import aborted_turn_keys, build_conversation, lookup_
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
-from tokencache.core.messages import Message, ToolCall, digest
+from tokencache.core.messages import Message, ToolCall, context_digest, digest
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Cut, Verdict, delivered_prefix, judge, pack_cuts, unpack_cuts
@@ -80,6 +80,11 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
     return part and part._replace(text=turn.served.content or "", after=cuts[-1].after)
 
 
+def _ignoring_white_space_and_ids(conversation, place, hashed=evidence.preceding_hash):
+    canonical = tuple(map(digest, conversation.messages))
+    return hashed(msgspec.structs.replace(conversation, digests=canonical, exacts=canonical), place)
+
+
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [
@@ -97,6 +102,7 @@ def _taking_the_beginning_for_the_whole(turn, echoed, leniency):
         ("_Finder._evident", lambda self, i, genuine: genuine),
         ("ReturnedIdHashes.names", lambda self, turn: True),
         ("_Finder._by_tokens", lambda self, i, judged: []),
+        ("evidence.preceding_hash", _ignoring_white_space_and_ids),
     ],
 )
 def test_the_truth_convicts_a_careless_matcher(monkeypatch, name, mutant):
@@ -249,10 +255,10 @@ def test_tool_results_swapped_are_another_conversation():
     first, second = Message("tool", "x", answers=C1), Message("tool", "y", answers=C2)
     crossed = Message("tool", "x", answers=C2), Message("tool", "y", answers=C1)
     index = _Index()
-    index.add(_turn("a", call), U1)
+    one = index.add(_turn("a", call), U1)
     index.add(_turn("b", OK), U1, call, first, second)
     assert index.match(U1, call, first, second, OK, U2).parent.id == "b"
-    assert index.match(U1, call, *crossed, OK, U2).kind == "resplice"
+    assert index.match(U1, call, *crossed, OK, U2)[:3] == ("continue", "foreign-reply", one)
 
 
 def test_the_deepest_key_is_asked_for_first():
@@ -267,7 +273,7 @@ def test_chains_are_of_one_scope_and_one_order():
     assert build_conversation(b"a", [U1]).chain[-1] != build_conversation(b"b", [U1]).chain[-1]
     assert build_conversation(b"", [U1, U2]).chain[-1] != build_conversation(b"", [U2, U1]).chain[-1]
     assert build_conversation(b"", [U1, U2, U3]).chain[:3] == build_conversation(b"", [U1, U2]).chain
-    assert build_conversation(b"", [U1], [digest(U1)]) == build_conversation(b"", [U1])
+    assert build_conversation(b"", [U1], [context_digest(U1)]) == build_conversation(b"", [U1])
 
 
 def test_a_call_id_of_the_same_make_is_another_call():
@@ -283,6 +289,37 @@ def test_a_reply_is_not_known_under_another_model():
     keys = turn_keys(one, OK, digest(OK))
     assert keys[1] in lookup_keys(build_conversation(b"", [U2, OK, U3], model=b"a"))
     assert keys[1] not in lookup_keys(build_conversation(b"", [U2, OK, U3], model=b"b"))
+
+
+VLLM = "chatcmpl-tool-b9b31a93f1b87adf"
+BARE, OTHER_BARE = "chatcmpltoolb9b31a93f1b87adf", "chatcmpltoola4e07940f23e6c33"
+
+
+def test_the_letters_and_digits_of_a_random_id_are_the_id():
+    """OpenClaw removes everything else, and moves its context to the end."""
+    index = _Index()
+    one = index.add(_turn("a", _bash(VLLM, "ls")), U1, U2)
+    assert index.match(U1, U2, _bash(BARE, "ls"), Message("tool", "x", answers=BARE))[:3] == ("continue", "", one)
+    moved = index.match(U1, _bash(BARE, "ls"), Message("tool", "x", answers=BARE), U2)
+    assert (moved.kind, moved.anchors, moved.applied_rules) == ("resplice", ((1, Hit(one)),), ("tool-ids",))
+    assert index.match(U1, _bash(BARE, "rm"), U2)[:2] == ("plain", "foreign-reply"), "an id does not make up for other arguments"
+    for other in (OTHER_BARE, BARE[:-1], BARE + "0"):
+        assert index.match(U1, _bash(other, "ls"), U2)[:2] == ("plain", "foreign-reply"), other
+
+
+def test_the_letters_and_digits_of_another_call_are_not_a_renamed_id():
+    index = _Index()
+    index.add(_turn("a", _bash(VLLM, "ls")), U1)
+    assert index.match(U1, _bash(OTHER_BARE, "ls"), U2)[:2] == ("plain", "foreign-reply")
+    assert index.match(U1, _bash("x0", "ls"), U2).kind == "continue", "a number of the harness's own is"
+
+
+def test_the_letters_and_digits_of_an_id_that_counts_prove_nothing():
+    index = _Index()
+    one = index.add(_turn("a", _bash("f1.0", "ls")), U1)
+    two = index.add(_turn("b", _bash("f.10", "ls")), U2)
+    assert index.match(U3, _bash("f10", "ls"), U2)[:2] == ("plain", "foreign-reply")
+    assert [index.match(asked, _bash("f10", "ls"), U3).parent for asked in (U1, U2)] == [one, two], "their position does"
 
 
 def _bash(name, command):
@@ -339,6 +376,18 @@ def test_a_handle_identifies_a_reply_but_not_its_content():
 def _left(name, text, cuts, **more):
     turn = _turn(name, Message("assistant", text, **more))
     return msgspec.structs.replace(turn, marks=("aborted",), cuts=pack_cuts([Cut(n, n + 1, end, 0) for n, end in enumerate(cuts)]))
+
+
+def test_the_handle_or_the_ids_of_another_reply_are_not_those_of_an_interrupted_one():
+    """The harness brought a whole reply here from a place with other tools, where an interrupted one had the same text."""
+    index = _Index()
+    index.add(msgspec.structs.replace(_left("a", "OK", [1, 2]), handle="a" * 32), U1, aborted=True)
+    index.add(msgspec.structs.replace(_turn("b", OK), handle="b" * 32), U1, scope=b"other tools")
+    assert index.match(U1, OK, U2, handles={1: "b" * 32}).anchors[0][1].turn.id == "b"
+    assert index.match(U1, OK, U2, echoed={1: _ids(index.turns["b"])}).anchors[0][1].turn.id == "b"
+    for handles in ({}, {1: "a" * 32}):
+        assert index.match(U1, OK, U2, handles=handles)[:2] == ("continue", ""), "its own, or none"
+    assert index.match(U1, OK, U2, echoed={1: ReturnedIdHashes(b"nobody's")})[:2] == ("continue", "")
 
 
 def test_the_prefix_delivered_before_an_interrupt():
@@ -452,13 +501,23 @@ def test_no_rule_applies_to_context():
     index = _Index()
     one = index.add(_turn("a", OK), U1)
     for context in (Message("user", "one "), Message("user", "one", parts=True)):
-        assert index.match(context, OK, U2)[:3] == ("resplice", "context-edited", None)
+        assert index.match(context, OK, U2)[:2] == ("plain", "foreign-reply")
+        assert index.match(S1, context, OK, U2)[:2] == ("plain", "foreign-reply")
     assert index.match(U1, OK, U2).parent == one
+    assert index.match(S1, U1, OK, U2).anchors == ((2, Hit(one)),)
     results = [Message("tool", "x", answers=C1), Message("tool", "x", answers=C1, name="bash")]
     call = index.add(_turn("b", _bash(C1, "ls")), U3)
     two = index.add(_turn("c", Message("assistant", "so")), U3, call.served, results[0], parent=call)
     assert index.match(U3, call.served, results[0], two.served, U2).parent == two
-    assert index.match(U3, call.served, results[1], two.served, U2).kind == "resplice"
+    assert index.match(U3, call.served, results[1], two.served, U2).kind == "resplice", "only the name of the tool"
+    for other in (Message("tool", "x", parts=True, answers=C1), Message("tool", "x", answers=C2), Message("tool", " x\n", answers=C1)):
+        assert index.match(U3, call.served, other, two.served, U2)[:3] == ("continue", "foreign-reply", call)
+        assert index.match(U1, _bash(C2, "ls"), other, two.served, U2)[:2] == ("plain", "foreign-reply"), "another agent's"
+    own = Message("assistant", "ok")
+    after = index.add(_turn("d", Message("assistant", "fine")), U2, own)
+    assert index.match(S1, U2, own, after.served, U3).anchors == ((3, Hit(after)),)
+    for other in (Message("assistant", " ok"), Message("assistant", "ok", parts=True), Message("assistant", "ok", "why")):
+        assert index.match(S1, U2, other, after.served, U3)[:2] == ("plain", "foreign-reply")
 
 
 # --- evidence out of context ------------------------------------------------------------------------------------------------
@@ -491,17 +550,17 @@ def _poll(name, n):
 
 
 def test_rewritten_ids_in_an_edited_context_leave_words_and_order():
-    """An agent that asks the same again and again, and a harness that writes other ids: their order says which is which."""
+    """An agent that asks the same again and again, and a harness that writes other ids, and none beside results: their order decides."""
     index, history, parent = _Index(), [U1], None
-    said = []
+    said, result = [], Message("tool", "same")
     for n in range(6):
-        served, result = _poll(f"functions.bash:{n}", n)
+        served, _ = _poll(f"functions.bash:{n}", n)
         parent = index.add(_turn(f"t{n}", served), *history, parent=parent)
         said.append(parent)
         history += [served, result]
     renamed = [Message("user", "one")]
     for n in range(6):
-        renamed += _poll(f"x{n}", n)
+        renamed += [_poll(f"x{n}", n)[0], result]
     found = index.match(S1, *renamed, U2)
     assert [hit.turn.id for _, hit in found.anchors] == [turn.id for turn in said]
     apart = index.match(S1, U3, *renamed[3:], U2)  # which of them is gone?

@@ -142,7 +142,14 @@ def test_other_reasoning_is_not_the_models_own(served, echoed):
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "kept"),
-    [("a", "a", True), ("f.b:0", "f_b_0", True), ("f_b_0", "f.b:0", False), ("a", "b", False), ("a", "", False)],
+    [
+        *[("a", "a", True), ("f.b:0", "f_b_0", True), ("f_b_0", "f.b:0", False), ("a", "b", False), ("a", "", False)],
+        ("chatcmpl-tool-b9b31a93f1b87adf", "chatcmpltoolb9b31a93f1b87adf", True),
+        ("call_7d1e40aa", "call7d1e40aa", True),
+        ("f.b:0", "fb0", False),
+        ("f.b:10", "fb10", False),
+        ("--", "", False),
+    ],
 )
 def test_ids_are_kept_verbatim_or_sanitised(ours, theirs, kept):
     assert judge(calls("{}", id=ours), calls("{}", id=theirs)).ids_kept is kept

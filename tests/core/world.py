@@ -9,6 +9,7 @@ the result against that knowledge, splices, samples and records. It shares no co
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -531,7 +532,7 @@ class Harness:
             if e.message.role == "assistant" and self.rng.random() < chance:
                 history[i] = self.rewritten(e) if rewrite == self.rewritten else replace(e, message=rewrite(e.message))
         if self.rng.random() < 0.3:
-            self.renamed(history, sanitize=self.rng.random() < 0.7)
+            self.renamed(history, pattern=self.rng.choice([r"[.:]", r"[.:]", r"[^A-Za-z0-9]", ""]))
         self.go_on(history)
 
     def rewritten(self, said: Entry) -> Entry:
@@ -572,19 +573,20 @@ class Harness:
             return m
         return msgspec.structs.replace(m, reasoning=None, content=f"<think>\n{m.reasoning}\n</think>\n\n{m.content or ''}")
 
-    def renamed(self, history: list[Entry], *, sanitize: bool) -> None:
-        """Rename all calls of a history and what answers them: only unsafe characters, or altogether."""
+    def renamed(self, history: list[Entry], *, pattern: str) -> None:
+        """Rename all calls of a history and what answers them: what a pattern matches, or altogether."""
+        by = "_" if pattern == r"[.:]" else ""
         names = {}
         for i, e in enumerate(history):
             for call in e.message.calls:
-                names[call.id] = call.id.replace(".", "_").replace(":", "_") if sanitize else f"new{self.world.fresh()}"
+                names[call.id] = re.sub(pattern, by, call.id) if pattern else f"new{self.world.fresh()}"
             calls = tuple(msgspec.structs.replace(call, id=names[call.id]) for call in e.message.calls)
             answers = names.get(e.message.answers or "", e.message.answers)
             history[i] = replace(e, message=msgspec.structs.replace(e.message, calls=calls, answers=answers))
 
     def edit(self, history: list[Entry]) -> None:
         deeds = [self.other_context, self.drop_reply, self.rewrite, self.rethink, self.rename_tool, self.qwen, self.forge, self.say_twice]
-        deeds += [self.other_ids] * self.world.carries
+        deeds += [self.other_ids] * self.world.carries + [self.other_agent]
         self.rng.choice(deeds)(history)
         self.go_on(history)
 
@@ -645,6 +647,20 @@ class Harness:
     def other_ids(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):
             history[i] = replace(history[i], tokens=ReturnedIdHashes(self.rng.randbytes(16), self.rng.randbytes(16)))
+
+    def other_agent(self, history: list[Entry]) -> None:
+        """Let another agent say the same after nearly the same: its message differs in white space, parts, or the call that it answers."""
+        i = self.rng.choice(self.replies(history))
+        before = history[i - 1].message
+        if not i or before.role == "assistant":
+            return
+        other = [{"content": f" {before.content}\n"}, {"parts": not before.parts}, {"answers": f"call-{self.world.fresh():08d}"}]
+        asked = msgspec.structs.replace(before, **self.rng.choice(other[: 2 + (before.role == "tool")]))
+        if any(told[-1].message == asked for told in self.world.asked.values()):
+            return  # after this message the model may have said it
+        calls = tuple(msgspec.structs.replace(c, id=f"other{self.world.fresh()}") for c in history[i].message.calls)
+        twin = Entry(msgspec.structs.replace(history[i].message, calls=calls), None, history[i].meaning)
+        history[:] = [entry("system", f"agent {self.world.fresh()}"), replace(history[i - 1], message=asked), twin]
 
     def say_twice(self, history: list[Entry]) -> None:
         if i := self.rng.choice(self.replies(history)):

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from yarl import URL
 
 from tests.proxy.kit import HEADER
 
@@ -132,3 +133,22 @@ async def test_half_a_request(rig, path):
         await writer.wait_closed()
         assert await reader.read() == b""
     await unharmed(rig, path)
+
+
+@pytest.mark.parametrize("path", ["/s/s/v1/responses", "/s/s/v1/responses/", "/s/s/v1%2Fresponses"])
+async def test_an_upgrade_to_websocket_is_answered_with_426(rig, path):
+    """Codex then uses HTTP at once; after 405 it tries seven times."""
+    headers = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    async with rig.http.get(URL(rig.url + path, encoded=True), headers=headers) as answer:
+        said = await answer.json()
+        assert (answer.status, answer.headers["Upgrade"]) == (426, "HTTP/1.1")
+        assert "WebSocket" in said["error"]["message"]
+    async with rig.http.get(URL(rig.url + path, encoded=True)) as answer:
+        assert answer.status == 405
+    async with rig.http.post(rig.url + "/s/s/v1/responses", json=FIRST[R]) as answer:
+        assert answer.status == 200, "the session is as before"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import random
 from urllib.parse import urlsplit
@@ -62,6 +63,17 @@ async def limited(*args, **settings):
         yield rig
         await until(lambda: not rig.proxy.held.total, "nothing is held")
         assert not rig.proxy.held._by_owner
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_body_counts_as_long_as_it_is_after_decompression(path):
+    async with limited(max_body=2 * MOST, max_held_bytes=2 * MOST) as rig:
+        stalled = await Stalled(rig).send(BODY - 1, session="other")
+        await until(lambda: rig.proxy.held.total)
+        headers = {HEADER: "s", "Content-Encoding": "gzip"}
+        async with rig.http.post(rig.url + path, data=gzip.compress(b" " * (2 * MOST - 100)), headers=headers) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+        await stalled.leave()
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import aiohttp
 import pytest
@@ -36,6 +37,26 @@ def as_claude_says(message):
     said = echo(message)
     said["tool_calls"][0]["function"]["arguments"] = json.dumps({"command": "ls", "timeout": 5})
     return said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_ids_without_all_but_letters_and_digits_find_the_reply_after_its_context_moved(stream):
+    """As OpenClaw sends them: the message with its context moves to the end with every call."""
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        history, context = [user("EPISODE:work")], {"role": "user", "content": [{"type": "text", "text": "<context>none</context>"}]}
+        for _ in range(3):
+            message = await rig.say("s", [*history, context], tools=TOOLS, stream=stream)
+            said = echo(message)
+            for call in said.get("tool_calls", ()):
+                call["id"] = re.sub("[^0-9A-Za-z]", "", call["id"])
+            history += [said, *results(said)]
+        turns = await rig.turns()
+        assert [turn["match"] for turn in turns[:2]] == ["root", "resplice"]
+        assert [anchor["turn"] for anchor in turns[1]["anchors"]] == [turns[0]["turn"]]
+        first = rig.ground_truth()[0].completion_ids
+        prompt = rig.ground_truth()[1].prompt_ids
+        assert any(prompt[at : at + len(first)] == first for at in range(len(prompt))), "the reply's exact ids"
+        await rig.check()
 
 
 async def test_a_rewritten_call_is_continued_where_the_adapter_vouches_for_it(lenient):

@@ -14,10 +14,18 @@ _TIMEOUT = 10.0
 
 
 class ListedModel(msgspec.Struct, frozen=True):
-    """A model as `/v1/models` lists it; `max_model_len` (tokens) is vLLM's."""
+    """A name of a model as `/v1/models` lists it.
+
+    Attributes:
+        id: the name.
+        max_model_len: its longest context in tokens; only vLLM sends it.
+        root: what was loaded. vLLM lists one model under each of its names, all with the same root (0.32, `--served-model-name`), and a
+            LoRA adapter with the root of the adapter.
+    """
 
     id: str
     max_model_len: int | None = None
+    root: str | None = None
 
 
 class Models(msgspec.Struct, frozen=True):
@@ -53,12 +61,12 @@ def find(proxy_url: str, session: str, key: str, model: str | None) -> tuple[str
 
 
 def choose(models: Sequence[ListedModel], model: str | None, proxy_url: str) -> tuple[str, int]:
-    """Choose one of the listed models; returns its name and its longest context in tokens.
+    """Choose one of the listed models, and the first of its names; returns the name and the longest context in tokens.
 
     Raises:
         AdapterError: no model is given, and not exactly one is listed.
     """
-    if model is None and len(models) != 1:
+    if model is None and len({one.root or one.id for one in models}) != 1:
         listed = ", ".join(one.id for one in models) or "none"
         raise AdapterError(f"which model? {proxy_url} serves {listed}: name one with --model (in Python: model=)")
     name = models[0].id if model is None else model

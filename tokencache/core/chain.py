@@ -20,7 +20,7 @@ prefix  hash of                finds the reply
 ======  =====================  ====================================================================================================
 `c`     the chain through it   if nothing before it changed: nearly always, at the first look-up
 `r`     its digest             anywhere in a history, under the same model
-`i`     its first call's id    anywhere, even if its text was rewritten
+`i`     its first call's id    anywhere, even if its text was rewritten; only the letters and digits of the id count
 `h`     the call's handle      anywhere, in dialects that have handles
 `p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning
 `a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
@@ -40,9 +40,9 @@ from types import MappingProxyType
 import msgspec
 import xxhash
 
-from tokencache.core.messages import Message, ToolCall, digest, exact_digest
+from tokencache.core.messages import Message, ToolCall, context_digest, digest, exact_digest
 from tokencache.core.rules import STRICT, Leniency, expected_rewritings
-from tokencache.core.verdict import safe_id
+from tokencache.core.verdict import bare_id
 
 FIRST_CALL, FIRST_MEDIA, FIRST_ANSWER = "calls", "media", "answer"
 """The keys in `Conversation.first_places` of the first message with a call, of the first with an image or another medium, and of the first
@@ -54,7 +54,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
     Attributes:
         messages: the messages.
-        digests, exacts: `messages.digest` and `messages.exact_digest` of each message.
+        digests: of each assistant message `messages.digest`, of each other message `messages.context_digest`.
+        exacts: `messages.exact_digest` of each message.
         chain: `chain[i]` covers `messages[:i]`; one entry more than `messages`.
         written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
@@ -102,7 +103,7 @@ def build_conversation(
     Args:
         prompt_context: an encoding of everything except the messages that shapes the prompt.
         messages: the messages.
-        digests: `messages.digest` of each message, if the caller has them.
+        digests: `Conversation.digests`, if the caller has them.
         exacts: `messages.exact_digest` of each message, if the caller has them.
         model: the model's name.
         secret: the deployment's secret, at most 64 bytes.
@@ -116,7 +117,7 @@ def build_conversation(
         model_key=keyed_hash(secret, b"voice" + model),
         salt=keyed_hash(secret, b"salt"),
     )
-    digests = digests if digests is not None else [digest(m) for m in messages]
+    digests = digests if digests is not None else [digest(m) if m.role == "assistant" else context_digest(m) for m in messages]
     return extend(start, messages, digests, exacts if exacts is not None else [exact_digest(m) for m in messages])
 
 
@@ -216,9 +217,8 @@ def call_key(conversation: Conversation, i: int) -> bytes:
 
 
 def _call_key(message: Message, model_key: bytes) -> bytes:
-    if not message.calls or not message.calls[0].id:
-        return b""
-    return b"i" + xxhash.xxh3_128_digest(model_key + safe_id(message.calls[0].id).encode("utf-8", "surrogatepass"))
+    name = bare_id(message.calls[0].id) if message.calls else ""
+    return b"i" + xxhash.xxh3_128_digest(model_key + name.encode()) if name else b""
 
 
 def handle_key(handle: str, salt: bytes) -> bytes:

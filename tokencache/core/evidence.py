@@ -7,7 +7,7 @@ itself. The proxy checked all of that for each turn's own history before it sent
 `judged`    of the assistant messages of its history exactly as written, the handles that came with them, and the rules that applied.
             A history that begins with the same bytes under the same rules needs no second check. That is nearly always so.
 `foreign`   of the assistant messages in its prompt that the harness wrote itself; empty if there are none.
-`before`    of the messages directly before the reply, in canonical form: evidence of where the reply was sampled.
+`before`    of the messages directly before the reply, as they were written: evidence of where the reply was sampled.
 
 Where `judged` differs, `still_holds` checks every reply in the turn's prompt again, along the lineage.
 """
@@ -82,7 +82,8 @@ def _rules(leniency: Leniency) -> bytes:
 class PrecedingHash(NamedTuple):
     """Hashes of the last message before a reply (8 bytes), and of all messages since the preceding reply (4 bytes).
 
-    Keyed hashes of canonical digests, which ignore surrounding whitespace, content shape and ids. Empty at the beginning of a conversation.
+    Keyed hashes of digests that cover whitespace, parts, and the id of the call that a result answers (`messages.context_digest`), because
+    short messages ("ok") occur in the histories of several agents. Empty at the beginning of a conversation.
     """
 
     message: bytes
@@ -100,7 +101,8 @@ def preceding_hash(conversation: Conversation, place: int) -> bytes:
     while start and conversation.messages[start - 1].role != "assistant":
         start -= 1
     salt, digests = conversation.salt, conversation.digests
-    last = keyed_hash(salt, b"before" + digests[place - 1])[:_MESSAGE]
+    message = conversation.exacts[place - 1] if start == place else digests[place - 1]
+    last = keyed_hash(salt, b"before" + message)[:_MESSAGE]
     return last + keyed_hash(salt, b"since" + b"".join(digests[start:place]))[:_MESSAGES]
 
 

@@ -42,7 +42,7 @@ from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, may_be_delivered, safe_id
+from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -299,7 +299,7 @@ class _Finder(NamedTuple):
         found = self._judged(i, whole)
         known = {hit.turn.prefix_hash for hit in whole}  # a harness that disconnected and retried may have received the same tokens
         aborted = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
-        aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed)]
+        aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
         parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         by_tokens = self._by_tokens(i, found) if len(found) + len(parts) > 1 else []
@@ -330,7 +330,7 @@ class _Finder(NamedTuple):
         """Whether the id of the reply's first call was issued to another turn than this one."""
         name = self.conversation.messages[i].calls[0].id
         others = [hit.turn for hit in self._by_name(i) if hit.turn.id != turn.id and hit.turn.served.calls]
-        return any(name in {other.served.calls[0].id, safe_id(other.served.calls[0].id)} for other in others)
+        return any(keeps_id(other.served.calls[0].id, name) for other in others)
 
     def elsewhere(self, i: int) -> _Claim:
         """Find the turns that a reply may be, whatever precedes it."""
@@ -395,12 +395,26 @@ class _Finder(NamedTuple):
 
     def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:
         """Compare the reply with each turn. A turn that was issued with another handle is foreign."""
-        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
-        judged = []
+        echoed, judged = self.conversation.messages[i], []
         for hit in hits:
-            other = handle and hit.turn.handle and hit.turn.handle != handle
+            other = self._has_other_handle(i, hit.turn)
             judged.append(_Found(hit, _OTHER_HANDLE if other else judge(hit.turn.served, echoed, self.leniency)))
         return judged
+
+    def _is_of_another(self, i: int, turn: Turn) -> bool:
+        """Whether the message came back with the handle, or with the token ids, of another recorded turn than this one."""
+        if self._has_other_handle(i, turn):
+            return True
+        returned = self.echoed.get(i)
+        if returned is None or returned.names(turn):
+            return False
+        same_text = self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ())
+        return any(returned.names(hit.turn) for hit in same_text)
+
+    def _has_other_handle(self, i: int, turn: Turn) -> bool:
+        """Whether the message came back with a handle that was not issued with this turn."""
+        handle = self.handles.get(i, "")
+        return bool(handle and turn.handle) and turn.handle != handle
 
     def _message_before(self, i: int) -> bytes:
         return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message

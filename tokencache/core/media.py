@@ -69,12 +69,14 @@ class MediaPart(msgspec.Struct, frozen=True):
         sha256: hexadecimal SHA-256 of the decoded bytes; `""` if they are not in the message.
         media_type: the declared MIME type; `""` if none is declared.
         trusted: whether the engine can use nothing but these bytes: they are in the message, and it has no `uuid`.
+        known: whether the engine takes parts of this type. If not, the part may be anything.
     """
 
     modality: str = ""
     sha256: str = ""
     media_type: str = ""
     trusted: bool = False
+    known: bool = True
 
 
 Places = Mapping[str, Sequence[tuple[int, int]]]
@@ -179,11 +181,11 @@ def _content_of(url: str, modality: str) -> dict[str, str]:
     return {"sha256": hashlib.sha256(content).hexdigest(), **kind}
 
 
-def media_part(part: Mapping[str, Any], identity: Mapping[str, Any]) -> MediaPart:
-    """Describe a decoded content part that is not text; `identity` is its identity."""
+def media_part(part: Mapping[str, Any], identity: Mapping[str, Any], *, known: bool = True) -> MediaPart:
+    """Describe a decoded content part that is not text; `identity` is its identity, `known` whether the engine takes its type."""
     found = identity[_KEY]
     if "modality" not in found:
-        return MediaPart()
+        return MediaPart(known=known)
     url = media_url(part)
     declared = url[5:].partition(",")[0].partition(";")[0].strip().lower() if url[:5].lower() == "data:" else ""
     sha256 = found.get("sha256", "")
@@ -291,7 +293,7 @@ def texts_and_images(parts: bytes) -> list[str | ImageReference] | None:
     """
     found: list[str | ImageReference] = []
     for part in msgspec.json.decode(parts):
-        identity = part if isinstance(part, str) else part[_KEY]
+        identity = part if isinstance(part, str) else part.get(_KEY, {})
         if isinstance(identity, str):
             found.append(identity)
             continue

@@ -20,7 +20,8 @@ differences that the canonical rules allow. `verdict` reports these rules by nam
 `Message` keeps the fields as they were written, so that `verdict` can compare two messages whose digests are equal.
 
 These rules apply only to replies of the model. The harness's own messages are context, and a template may show every difference in them. So
-a message has a second digest, `exact_digest`, which is equal only for messages that no template can distinguish.
+a message has a second digest, `exact_digest`, which is equal only for messages that no template can distinguish. Its evidence for the reply
+that follows is the same digest without the name of a tool (`context_digest`).
 """
 
 import hashlib
@@ -147,6 +148,22 @@ def exact_json(value: Any) -> bytes:
         return _SORTED.encode(value)
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(value, sort_keys=True).encode()
+
+
+def context_digest(message: Message) -> bytes:
+    """Digest a message of the harness as evidence for the reply that follows it: exactly as written, but without the name of a tool.
+
+    A tool result names its call by id. Hermes leaves the name of the tool out when it resumes a session (0.19.0, recorded traffic).
+    For messages read from JSON, use `context_digest_of_json`.
+    """
+    return exact_digest(msgspec.structs.replace(message, name=None) if message.role == "tool" else message)
+
+
+def context_digest_of_json(entry: dict[str, Any], exact: bytes) -> bytes:
+    """Digest a decoded chat message of the harness as `context_digest` does; `exact` is its `exact_digest_of_json`."""
+    if entry["role"] != "tool" or "name" not in entry:
+        return exact
+    return exact_digest_of_json({name: value for name, value in entry.items() if name != "name"})
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class Reason(Described):
         "media-by-url",
         "the request contains an image as a URL: its content is not known, and may change (`--fetch-media` fetches it)",
     )
+    UNSUPPORTED_PART = "unsupported-part", "the request contains a content part of a type that vLLM does not know"
     MEDIA_WITH_FOLLOW = "media-with-follow", "the request contains images, and exact prompts with `--history follow` have none"
     CONTINUE_FINAL_MESSAGE = "continue-final-message", "the request asks the engine to continue the last message"
     NO_GENERATION_PROMPT = "no-generation-prompt", "the request asks for a prompt without a generation prompt"

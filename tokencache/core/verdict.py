@@ -34,7 +34,7 @@ INTERRUPTED = "interrupted"
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _SHORTEST_RANDOM = 8
-_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_UNSAFE, _NOT_ALPHANUMERIC = re.compile(r"[^A-Za-z0-9_-]"), re.compile(r"[^A-Za-z0-9]+")
 
 Kind = Literal["same", "equivalent", "rewritten", "foreign"]
 
@@ -55,9 +55,18 @@ class Verdict(NamedTuple):
     supplied: bool = True
 
 
-def safe_id(name: str) -> str:
-    """Write a call's id as harnesses do that allow only `[A-Za-z0-9_-]`."""
-    return _UNSAFE.sub("_", name)
+def bare_id(name: str) -> str:
+    """Return the letters and digits of a call's id: what all harnesses keep that do not number the calls anew."""
+    return _NOT_ALPHANUMERIC.sub("", name)
+
+
+def keeps_id(ours: str, theirs: str) -> bool:
+    """Whether `theirs` is the id `ours` of a call as a harness writes it.
+
+    Some replace what is not in `[A-Za-z0-9_-]` by `_` (Kimi Code, Hermes, LiteLLM), OpenClaw removes all but letters and digits. The
+    latter counts only for an id that looks random: `f1.0` and `f.10` have the same letters and digits.
+    """
+    return theirs in {ours, _UNSAFE.sub("_", ours)} or (is_unique(ours) and theirs == bare_id(ours))
 
 
 def is_unique(name: str) -> bool:
@@ -87,10 +96,11 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
                 return _foreign(served, echoed)
             rules.update(needed)
         if ours.id != theirs.id:
-            if _same_scheme(ours.id, theirs.id):
+            kept = keeps_id(ours.id, theirs.id)
+            if not kept and _same_scheme(ours.id, theirs.id):
                 return _foreign(served, echoed)
             rules.add("tool-ids")
-            ids_kept = ids_kept and safe_id(ours.id) == theirs.id
+            ids_kept = ids_kept and kept
     reasoning = _judge_reasoning(served, echoed, leniency)
     if reasoning is None:
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
@@ -108,6 +118,8 @@ def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple
     if served.text == echoed.text and len(served.calls) == len(echoed.calls):
         return served, _judge_text(served, echoed)
     forms = [(rules, form) for rules, form in rewritings(served) if form.text == echoed.text and len(form.calls) == len(echoed.calls)]
+    if inline_end(echoed.content or ""):  # a block that was cut off is not returned closed
+        forms = [(rules, form) for rules, form in forms if form.reasoning == served.reasoning]
     if not forms:
         return None
     rules = _preferred([rules for rules, _ in forms], leniency)
@@ -132,9 +144,17 @@ def _foreign(served: Message, echoed: Message) -> Verdict:
 
 
 def _same_scheme(ours: str, theirs: str) -> bool:
-    """Whether `theirs` also looks like an id issued here. Then it belongs to another call, and is not a rewritten form of `ours`."""
+    """Whether `theirs` also looks like an id issued here, or its letters and digits like those of one.
+
+    Then it belongs to another call, and is not a rewritten form of `ours`.
+    """
     (scheme, drawn), (other_scheme, other_drawn) = _split_random(ours), _split_random(theirs)
-    return bool(drawn) and scheme == other_scheme and len(drawn) == len(other_drawn)
+    if not drawn:
+        return False
+    bare = bare_id(scheme)
+    return (scheme == other_scheme and len(drawn) == len(other_drawn)) or (
+        bool(bare) and theirs == bare_id(theirs) and theirs.startswith(bare) and len(theirs) == len(bare) + len(drawn)
+    )
 
 
 def _judge_call(ours: ToolCall, theirs: ToolCall, leniency: Leniency) -> Rules | None:

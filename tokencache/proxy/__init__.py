@@ -5,6 +5,7 @@ In the order of a call:
 `sessions`           finds the session that a request belongs to
 `harness_profile`    the rules that apply to each harness, and its model names
 `request_body`       reads a request's body within its limits
+`compressed_body`    decompresses it
 `endpoints`          the routes within a session: model calls, token counts, lists of models
 `dedup`              deduplicates retries, so that each call is made once
 `call`               one model call as a state machine

@@ -638,7 +638,7 @@ class CallAttempt:
             async with self._response.keep_alive():
                 return await read_reply(answer, self._response.holding)
         except MemoryFullError as why:
-            sampled = answer.status < _REDIRECT
+            sampled = is_success(answer.status)
             await self._settle(IncidentKind.REPLY_NOT_READ if sampled else IncidentKind.ENGINE_REFUSED, str(why))
             raise
         except (aiohttp.ClientError, TimeoutError) as why:

@@ -214,16 +214,20 @@ class Endpoints:
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
     async def _body(self, asked: SessionRequest) -> bytes:
-        """Read the body. Before a large one, check whose it is: another tenant's share must not hold it.
+        """Read the body, decompressed, so that the engine receives it like that.
+
+        Before a large one, check whose it is: another tenant's share must not hold it.
 
         Raises:
             SettingsChangedError: the session has other settings; nothing was read.
-            HarnessError, MemoryFullError: see `body_of`.
+            HarnessError, HTTPRequestEntityTooLarge, MemoryFullError: see `body_of`.
         """
         request = asked.request
         if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
             await self._check_settings(asked)
-        return await body_of(request)
+        body = await body_of(request)
+        asked.headers.popall("Content-Encoding", None)
+        return body
 
     async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
         body = await self._body(asked)
@@ -331,7 +335,7 @@ class Endpoints:
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
         await self._check_settings(asked)
-        body = await self._with_media(asked, await body_of(asked.request))
+        body = await self._with_media(asked, await self._body(asked))
         call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
         if call is not None:
             self._apply(asked, call)

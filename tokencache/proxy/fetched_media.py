@@ -24,7 +24,7 @@ from cachetools import LRUCache
 from yarl import URL
 
 from tokencache.dialects import json_io
-from tokencache.dialects.chat.vocabulary import is_text
+from tokencache.dialects.chat.vocabulary import may_be_media
 from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError, TokencacheError
 from tokencache.held_bytes import Holding
@@ -202,9 +202,9 @@ def _too_large(most: int) -> HarnessError:
 
 
 def _parts(message: Any) -> list[dict[str, Any]]:
-    """Return the parts of a decoded message that are not plain text."""
+    """Return the parts of a decoded message that the engine may load."""
     content = message.get("content") if isinstance(message, dict) else None
-    return [part for part in content if isinstance(part, dict) and not is_text(part)] if isinstance(content, list) else []
+    return list(filter(may_be_media, content)) if isinstance(content, list) else []
 
 
 def _address(part: dict[str, Any]) -> str:

@@ -647,6 +647,8 @@ class _Layout(NamedTuple):
 def media_reason(call: ChatCall, model: Model) -> str:
     """Return the reason why the engine cannot use an exact prompt with the media of a call; `""` if it can."""
     parts = call.media_parts()
+    if not all(part.known for part in parts):
+        return Reason.UNSUPPORTED_PART
     if not model.capability.images or any(part.modality != "image" for part in parts):
         return Reason.MEDIA
     if any(not part.sha256 for part in parts):

@@ -5,22 +5,24 @@ A body is refused with an error message if it
 - arrives too slowly (408): each `PIECE` of it, or its end, must arrive within `PIECE_SECONDS`. It would keep memory and a socket endlessly.
   Only time spent waiting for the client counts, not time that an engine takes to read;
 - would hold more memory than requests may (503, `held_bytes`);
-- is compressed (415): a few kilobytes can contain gigabytes, and no harness is known to send a compressed body that an engine would accept;
+- is compressed in a way that `compressed_body` does not read (415), or damaged (400);
 - has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
   million messages take longer to parse than the longest history that fits a model;
-- is larger than `--max-body` (413).
+- is larger than `--max-body` (413), compressed or decompressed.
 """
 
 import asyncio
 import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError, MemoryFullError
 from tokencache.held_bytes import holding_of
+from tokencache.proxy.compressed_body import coding_of, decompressed
 
 PIECE_SECONDS = 60.0
 PIECE = 960 * 1024
@@ -34,7 +36,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
 """Number of strings that are skipped before other calls may run."""
-_TOO_SLOW, _TOO_LARGE, _UNSUPPORTED = 408, 413, 415
+_TOO_SLOW, _TOO_LARGE = 408, 413
 
 
 KEPT = web.RequestKey("kept", bytes)
@@ -42,7 +44,7 @@ KEPT = web.RequestKey("kept", bytes)
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Read the whole body of a request of a harness.
+    """Read the whole body of a request of a harness, and decompress it.
 
     Raises:
         HarnessError: the body is refused.
@@ -51,10 +53,16 @@ async def body_of(request: web.Request) -> bytes:
     """
     if KEPT in request:
         return request[KEPT]
-    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if coding not in {"identity", ""}:
-        raise HarnessError(f"the request's body is compressed ({coding[:40]}): send it uncompressed", status=_UNSUPPORTED)
+    coding = coding_of(request)
     body = await whole_body_of(request)
+    if coding and body:
+        holding = holding_of(request)
+        try:
+            body = await decompressed(body, coding, request.client_max_size, take=partial(holding.take, "body"))
+        except MemoryFullError:
+            holding.give_all()
+            raise
+        request[KEPT] = body
     await check_values(body)
     return body
 

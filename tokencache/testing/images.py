@@ -215,6 +215,23 @@ class SimulatedImages:
         return [image.tokens for image in images]
 
 
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_reference": "name",
+}
+"""Types of parts that are text for the engine, with the member that it reads (vLLM 0.32, `renderers/chat_utils.py`)."""
+MEDIA_PARTS = frozenset(
+    {
+        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    }
+)
+
+
 def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the parts of messages that are not text."""
     return [
@@ -222,7 +239,7 @@ def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
         for message in messages
         if isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, dict) and part.get("type") != "text"
+        if isinstance(part, dict) and part.get("type") not in TEXT_PARTS
     ]
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from tokencache.testing.errors import RefusalResponse, senseless
-from tokencache.testing.images import IMAGE, media_parts
+from tokencache.testing.images import IMAGE, MEDIA_PARTS, TEXT_PARTS, media_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def prompt_ids(
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_arguments: bool, takes_images: bool) -> list[dict[str, Any]]:
-    if media_parts(messages) and not takes_images:
+    if any(part.get("type") in MEDIA_PARTS for part in media_parts(messages)) and not takes_images:
         raise senseless(f"{model} is not a multimodal model")
     conversation = [_message(message, strict_arguments=strict_arguments) for message in messages]
     if not any(message["role"] == "developer" for message in conversation):
@@ -105,7 +105,13 @@ def _message(message: Mapping[str, Any], *, strict_arguments: bool) -> dict[str,
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    return IMAGE if part.get("type") == "image_url" else part.get("text", "")
+    kind = part.get("type")
+    if kind in TEXT_PARTS:
+        return part.get(TEXT_PARTS[kind]) or ""
+    if kind in MEDIA_PARTS:
+        return IMAGE
+    supported = ", ".join(sorted({*TEXT_PARTS, *MEDIA_PARTS}))
+    raise senseless(f"Unsupported chat content part type: {kind!r}. Supported types: {supported}.", "type", kind)
 
 
 def _call(call: Mapping[str, Any], *, strict_arguments: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Anthropic requests: a table of conversations, compared with the same conversation in chat; then the other members."""
 
 import json
+import re
 
 import pytest
 
@@ -148,6 +149,22 @@ CONVERSATIONS = {
             {"role": "tool", "tool_call_id": "c1", "content": [{"type": "tool_reference", "name": "grep"}]},
         ],
     ),
+    "references as vLLM reads them: by either name, and nowhere else": (
+        [text("Hi."), {"type": "tool_reference", "tool_name": "grep"}],
+        [
+            user(
+                {"type": "tool_reference", "tool_name": "grep"},
+                result("c1", content=[text("found"), {"type": "tool_reference", "name": "grep"}, {"type": "tool_reference"}]),
+            ),
+            said(text("so"), {"type": "tool_reference", "tool_name": "grep"}),
+        ],
+        [
+            {"role": "system", "content": "Hi."},
+            {"role": "tool", "tool_call_id": "c1", "content": "found"},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "tool_reference", "name": "grep"}]},
+            {"role": "assistant", "content": "so"},
+        ],
+    ),
 }
 
 
@@ -286,6 +303,69 @@ async def test_a_count_has_the_same_prompt():
     del called_for["max_tokens"]
     assert json.loads(counting.body) == called_for
     assert json.loads(counting.write(17)) == {"input_tokens": 17}
+
+
+def _changed(kind, **tool):
+    return {"type": kind, "tool": tool}
+
+
+def _by_name(kind, name):
+    return _changed(kind, type="tool_reference", name=name)
+
+
+def _defined(name):
+    return _changed("tool_addition", type="tool_definition", definition={"name": name, "input_schema": {}, "defer_loading": True})
+
+
+CHANGES = {
+    "added by name: no longer deferred": ([_by_name("tool_addition", "b")], [("a", None), ("b", None)]),
+    "removed": ([_by_name("tool_removal", "a")], [("b", True)]),
+    "added with a definition: at the end": ([_defined("c")], [("a", None), ("b", True), ("c", True)]),
+    "defined anew: in its place": ([_defined("a")], [("a", True), ("b", True)]),
+    "removed and added again": ([_by_name("tool_removal", "a"), _by_name("tool_addition", "a")], [("a", None), ("b", True)]),
+    "added and removed": ([_defined("c"), _by_name("tool_removal", "c")], [("a", None), ("b", True)]),
+    "all removed": ([_by_name("tool_removal", "a"), _by_name("tool_removal", "b")], None),
+}
+"""Changes, and the tools that vLLM 0.32 (`_resolve_tools`) leaves: names, and whether they are deferred."""
+DECLARED = [{"name": "a", "input_schema": {}}, {"name": "b", "input_schema": {}, "defer_loading": True}]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("apart", [True, False])
+async def test_changes_of_tools_are_resolved_as_vllm_resolves_them(name, apart):
+    blocks, expected = CHANGES[name]
+    system = [{"role": "system", "content": [block]} for block in blocks] if apart else [{"role": "system", "content": blocks}]
+    chat = await chat_of(messages=[HI, *system, user(text("Go"))], tools=DECLARED)
+    assert [entry["role"] for entry in chat["messages"]] == ["user", "user"], "a message without text is no message"
+    found = [(tool["function"]["name"], tool["function"].get("defer_loading")) for tool in chat.get("tools", ())]
+    assert found == (expected or [])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"role": "system", "content": [_by_name("tool_addition", "z")]},
+            "messages.1.content.0.tool.name: tool_addition references tool 'z', which is not declared in tools",
+        ),
+        (
+            {"role": "system", "content": [_changed("tool_removal", type="tool_definition", definition=DECLARED[0])]},
+            "messages.1.content.0.tool.type: a tool_removal cannot have a tool of type 'tool_definition'",
+        ),
+        ({"role": "system", "content": [{"type": "tool_removal"}]}, "messages.1.content.0.tool: Field required"),
+        (
+            user(_by_name("tool_addition", "b")),
+            'messages.1.content.0.type: tool_addition blocks are only allowed in messages with role "system"',
+        ),
+        (
+            said(_by_name("tool_removal", "b")),
+            'messages.1.content.0.type: tool_removal blocks are only allowed in messages with role "system"',
+        ),
+    ],
+)
+async def test_changes_of_tools_that_vllm_refuses_are_refused(entry, message):
+    with pytest.raises(HarnessError, match="^" + re.escape(message)):
+        await chat_of(messages=[HI, entry], tools=DECLARED)
 
 
 REFUSED = {

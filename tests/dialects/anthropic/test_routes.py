@@ -183,6 +183,8 @@ KINDS = [
     "tool_use",
     "tool_result",
     "tool_reference",
+    "tool_addition",
+    "tool_removal",
     "server_tool_use",
     "wibble",
 ]

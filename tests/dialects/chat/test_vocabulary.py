@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.profiles import examples
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
-from tokencache.dialects.chat.vocabulary import MessageReader, with_reasoning, with_stand_ins
+from tokencache.dialects.chat.vocabulary import MessageReader, part_kind, with_reasoning, with_stand_ins
 
 READABLE = {
     "an object": '{"a": 1}',
@@ -173,3 +173,47 @@ def test_other_messages_stay_as_they_are(raw):
 def test_a_message_that_is_not_json_is_unreadable():
     with pytest.raises(msgspec.DecodeError):
         MessageReader().read(entry('{"a": NaN}'))
+
+
+PARTS = {
+    "text": [
+        *({"type": kind, "text": "x"} for kind in ("text", "input_text", "output_text")),
+        *({"type": kind, kind: "x"} for kind in ("refusal", "thinking")),
+    ],
+    "reference": [{"type": "tool_reference", "name": "grep"}],
+    "dropped": [{"type": "text", "text": None}, {"type": "text"}, {"type": "refusal", "refusal": None}],
+    "media": [
+        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "input_image", "image_url": "data:,"},
+        {"type": "video_embeds"},
+        {"type": "text", "text": "x", "image_url": None},
+        {"type": "tool_reference", "name": "grep", "image_url": "data:,", "uuid": "1"},
+        {"type": "prompt_embeds", "data": "x"},
+    ],
+    "unsupported": [
+        {"type": "wibble"},
+        {"type": "file", "file": {"file_data": "x"}},
+        {"type": "tool_reference"},
+        {"type": "tool_reference", "name": 5},
+        {"type": "text", "text": "x", "uuid": "1"},
+        {"type": "thinking", "thinking": None},
+        {"type": ["text"], "text": "x"},
+        {"text": "x"},
+        {},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_is_what_the_engine_makes_of_it(kind):
+    assert {part_kind(part) for part in PARTS[kind]} == {kind}
+    for part in PARTS[kind]:
+        read = MessageReader().read(json.dumps({"role": "user", "content": [part]}).encode())
+        assert [medium.known for medium in read.media] == {"media": [True], "unsupported": [False]}.get(kind, [])
+
+
+def test_a_reference_is_not_its_name():
+    """The template may expand it, so the model's own word is another message."""
+    name, reference = ([{"type": "text", "text": "grep"}], [{"type": "tool_reference", "name": "grep"}])
+    said = [MessageReader().read(json.dumps({"role": "assistant", "content": content}).encode()) for content in (name, reference)]
+    assert said[0].digest != said[1].digest

@@ -32,8 +32,10 @@ def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tu
 
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
-    """List the changed forms in which a reply may be sent back in this session; empty if no harness rule applies."""
-    return [message for _, message in rewritings(served, among=leniency)] if leniency.harness_rules else []
+    """List the changed forms in which a reply may be sent back in this session."""
+    if not leniency.harness_rules and "<think>" not in (served.content or ""):
+        return []  # no rule that always applies changes any other reply
+    return [message for _, message in rewritings(served, among=leniency)]
 
 
 def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:

@@ -1,13 +1,28 @@
 """Lists the rules that hold for all harnesses, and the rules of the dialects' codecs.
 
-These rules have no functions. `core.messages` gives all canonical variants the same digest, and `core.verdict` reports which rules were
-needed. A dialect's codec leaves out what its rules name.
+`core.messages` gives all canonical variants the same digest, and `core.verdict` reports which rules were needed. So these rules have no
+functions, except for thinking that was cut off: without its end, only the served text shows that it is no text. A dialect's codec leaves
+out what its rules name.
 """
 
+import msgspec
+
+from tokencache.core.messages import BLANK, Message
 from tokencache.core.rules.base import Rule
 
 _ALL = ("all",)
 _CAPTURED = "recorded traffic"
+
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+def _thinking_cut_off(served: Message) -> Message | None:
+    """Return a reply whose whole text is thinking without an end as one whose reasoning is in its own member."""
+    text = (served.content or "").lstrip(BLANK)
+    if served.reasoning or not text.startswith(_OPENING) or _CLOSING in text:
+        return None
+    return msgspec.structs.replace(served, content=None, reasoning=text.removeprefix(_OPENING))
+
 
 CANONICAL: tuple[Rule, ...] = (
     Rule(
@@ -43,9 +58,10 @@ CANONICAL: tuple[Rule, ...] = (
         kind="canonical",
         verdict="equivalent",
         harnesses=("Hermes", "clients without a member for reasoning"),
-        what="a leading `<think>…</think>` in a text is its reasoning",
+        what="a leading `<think>…</think>` in a text is its reasoning, also if the reply was cut off before `</think>`",
         source=f"{_CAPTURED}, `inline markup` script",
         part="reasoning",
+        rewrites_reply=_thinking_cut_off,
     ),
     Rule(
         name="reasoning-dropped",
@@ -60,9 +76,10 @@ CANONICAL: tuple[Rule, ...] = (
         name="tool-ids",
         kind="canonical",
         verdict="equivalent",
-        harnesses=("Kimi Code", "Hermes (messages)", "LiteLLM"),
-        what="ids of calls are rewritten: `[^A-Za-z0-9_-]` as `_`, or completely, if only one turn matches",
-        source=f"{_CAPTURED}: ids with `.` or `:` (`functions.Bash:0`)",
+        harnesses=("Kimi Code", "Hermes (messages)", "LiteLLM", "OpenClaw"),
+        what="ids of calls are rewritten: `[^A-Za-z0-9_-]` as `_`; all but letters and digits removed, if the id looks random; or "
+        "completely, if only one turn matches",
+        source=f"{_CAPTURED}: ids with `.` or `:` (`functions.Bash:0`); OpenClaw 2026.9.6: `call_1a2b3c4d` as `call1a2b3c4d`",
     ),
     Rule(
         name="interrupted",

@@ -12,8 +12,10 @@ Messages              chat completions
                       ignored, as in vLLM: thinking is always returned
 `output_config`       `effort` is `reasoning_effort`, `format` is `response_format`; so is `output_format`, its older name
 `tool_choice`         `any` is `required`, `tool` names a function; `disable_parallel_tool_use` is `parallel_tool_calls`
-`tools`               functions. Tools that Anthropic's servers run, or whose schema only its models know, are refused by
-                      name: Claude Code puts none into its main requests (its web search is a side call, which vLLM refuses too)
+`tools`               functions, as blocks of type `tool_addition` and `tool_removal` in system messages leave them at the end of
+                      the conversation: templates see one list of tools (vLLM's `_resolve_tools`). Tools that Anthropic's
+                      servers run, or whose schema only its models know, are refused by name: Claude Code puts none into its
+                      main requests (its web search is a side call, which vLLM refuses too)
 vLLM's own            `chat_template_kwargs`, `cache_salt`, `vllm_xargs`, `kv_transfer_params`, `ec_transfer_params` and
                       `watermarking` pass unchanged; `chat.request` checks them
 ====================  ==================================================================================================
@@ -28,7 +30,8 @@ Messages become those of vLLM's `_convert_messages` wherever that loses nothing 
   because it changes while nothing else does. A `role: "system"` entry between others keeps its position (vLLM moves it to the front
   for templates that refuse it there; the dialect cannot know the template);
 * tool results become `tool` messages, in order, before the rest of their entry. Text blocks of a result are joined with newlines; its
-  images follow in a user message. Chat has no place for `is_error`. Empty text blocks are dropped, a single one becomes a string,
+  images follow in a user message, the tools that it names (`tool_reference`) in a second tool message; outside of results vLLM
+  ignores such references. Chat has no place for `is_error`. Empty text blocks are dropped, a single one becomes a string,
   several stay parts;
 * a last entry with `role: "assistant"` is one more message, and is not continued.
 
@@ -49,6 +52,7 @@ import msgspec
 
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.vocabulary import (
+    TOOL_CHANGES,
     kind_of,
     listed,
     optional,
@@ -95,7 +99,7 @@ def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
     if not counting:
         required(fields, "max_tokens", int)
     history = History(fields.get("system"), entries)
-    chat: dict[str, Any] = {"model": model, **_tools(fields, history.left_out), **_thinking(fields)}
+    chat: dict[str, Any] = {"model": model, **_tools(fields, history), **_thinking(fields)}
     chat |= {name: fields[name] for name in _PASSED if fields.get(name) is not None}
     if not counting:
         chat |= _sampling(fields)
@@ -136,17 +140,18 @@ def _thinking(fields: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def _tools(fields: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
+def _tools(fields: dict[str, Any], history: "History") -> dict[str, Any]:
     if optional(fields, "mcp_servers", list):
         raise wrong("mcp_servers", "MCP servers that the API itself connects to are not supported here")
-    listed = optional(fields, "tools", list)
+    given = [_tool(f"tools.{i}", tool, history.left_out) for i, tool in enumerate(optional(fields, "tools", list) or ())]
+    tools = _resolved(given, history) if history.tool_changes else given
     choice = optional(fields, "tool_choice", dict)
     kind = optional(choice, "type", str, "tool_choice") if choice else None
-    if not listed and kind in {None, "auto", "none"}:
+    if not tools and kind in {None, "auto", "none"}:
         return {}  # chat completions refuse an empty list, and a choice without one
     chat: dict[str, Any] = {}
-    if listed:
-        chat["tools"] = [_tool(f"tools.{i}", tool, left_out) for i, tool in enumerate(listed)]
+    if tools:
+        chat["tools"] = tools
     if choice is None:
         return chat
     if kind == "tool":
@@ -160,12 +165,44 @@ def _tools(fields: dict[str, Any], left_out: set[str]) -> dict[str, Any]:
     return chat
 
 
-def _tool(at: str, tool: Any, left_out: set[str]) -> dict[str, Any]:
+def _resolved(given: list[dict[str, Any]], history: "History") -> list[dict[str, Any]]:
+    """Return the tools after all changes in the conversation, as vLLM 0.32 does (`_resolve_tools`).
+
+    A tool that is added by name is no longer deferred, one that is added with a definition is declared, and a removed one is left out.
+
+    Raises:
+        HarnessError: a change names a tool that is not declared, or has another form.
+    """
+    tools = {tool["function"]["name"]: tool for tool in given}
+    removed: set[str] = set()
+    for at, block in history.tool_changes:
+        change, place = required(block, "tool", dict, at), (at, "tool")
+        if change.get("type") == "tool_definition" and block["type"] == "tool_addition":
+            added = _tool((place, "definition"), change.get("definition"), history.left_out)
+            name = added["function"]["name"]
+            tools[name] = added
+        elif change.get("type") == "tool_reference":
+            name = required(change, "name", str, place)
+            if name not in tools:
+                raise wrong((place, "name"), f"{block['type']} references tool {shown(name)}, which is not declared in tools")
+            if block["type"] == "tool_addition":
+                function = {member: value for member, value in tools[name]["function"].items() if member != "defer_loading"}
+                tools[name] = {**tools[name], "function": function}
+        else:
+            raise wrong((place, "type"), f"a {block['type']} cannot have a tool of type {shown(change.get('type'))}")
+        if block["type"] == "tool_removal":
+            removed.add(name)
+        else:
+            removed.discard(name)
+    return [tool for name, tool in tools.items() if name not in removed]
+
+
+def _tool(at: Position, tool: Any, left_out: set[str]) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise wrong(at, "Input should be a valid dictionary")
     kind = optional(tool, "type", str, at)
     if tool.get("input_schema") is None and kind not in {None, "custom"}:
-        raise wrong(f"{at}.type", f"tools of type {shown(kind)} are not supported here: only those with an 'input_schema' of their own")
+        raise wrong((at, "type"), f"tools of type {shown(kind)} are not supported here: only those with an 'input_schema' of their own")
     if "cache_control" in tool:
         left_out.add("cache-marks")
     function: dict[str, Any] = {
@@ -212,6 +249,7 @@ class History:
         messages: chat messages.
         handles: index of a message → the handle that the client sent back with it.
         left_out: rules by which parts were left out: `billing-line`, `cache-marks`.
+        tool_changes: the blocks that add or remove a tool, with their positions, in order.
     """
 
     def __init__(self, system: Any, entries: list[Any]) -> None:
@@ -223,6 +261,7 @@ class History:
         self.messages: list[Message] = []
         self.handles: dict[int, str] = {}
         self.left_out: set[str] = set()
+        self.tool_changes: list[tuple[Position, Message]] = []
         self._turns: list[_Turn] = []
         self._leading_system(system)
         for i, entry in enumerate(entries):
@@ -242,9 +281,13 @@ class History:
     def _system_text(self, at: Position, content: Any) -> str:
         texts: list[str] = []
         for i, block in enumerate(listed(content, at)):
-            if self._kind(block, (at, i)) != "text":
+            kind = self._kind(block, (at, i))
+            if kind in TOOL_CHANGES and at != "system":
+                self.tool_changes.append(((at, i), block))
+            elif kind == "text":
+                texts.append(required(block, "text", str, (at, i)))
+            elif kind != "tool_reference":
                 raise unsupported(block, (at, i))
-            texts.append(required(block, "text", str, (at, i)))
         kept = [text for text in texts if not text.startswith(_BILLING)]
         if len(kept) < len(texts):
             self.left_out.add(_BILLING_LINE)
@@ -272,9 +315,10 @@ class History:
             return
         parts: list[Message] = []
         for i, block in enumerate(listed(content, at)):
-            if self._kind(block, (at, i)) == "tool_result":
+            kind = self._kind(block, (at, i))
+            if kind == "tool_result":
                 self._result((at, i), block)
-            else:
+            elif kind != "tool_reference":
                 parts += parts_of(block, (at, i))
         if parts:
             lone = len(parts) == 1 and parts[0]["type"] == "text"
@@ -292,7 +336,8 @@ class History:
             if kind == "text":
                 texts.append(required(inner, "text", str, place))  # empty text too, as in vLLM
             elif kind == "tool_reference":  # a tool that a tool search found: templates that support deferred tools expand it
-                references.append({"type": "tool_reference", "name": required(inner, "tool_name", str, place)})
+                if name := optional(inner, "tool_name", str, place) or optional(inner, "name", str, place):
+                    references.append({"type": "tool_reference", "name": name})
             else:
                 for part in parts_of(inner, place):
                     if part["type"] == "text":
@@ -324,7 +369,7 @@ class History:
                     self._turns.append(turn := _Turn())  # another recorded reply
                 turn.handle, turn.mark = handle or turn.handle, mark or turn.mark
                 turn.thoughts.append(required(block, "thinking", str, place))
-            elif kind != "redacted_thinking":  # only Anthropic can decrypt it
+            elif kind not in {"redacted_thinking", "tool_reference"}:  # only Anthropic can decrypt thinking
                 raise unsupported(block, place)
             begins = False
 

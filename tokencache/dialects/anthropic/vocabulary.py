@@ -130,8 +130,14 @@ def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
         raise unsupported(block, at)
 
 
+TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
+"""Types of the blocks that add or remove a tool in the middle of a conversation (vLLM 0.32, `entrypoints/anthropic/protocol.py`)."""
+
+
 def unsupported(block: dict[str, Any], at: Position) -> HarnessError:
     """Make the error for a block that is not supported in its position."""
+    if block["type"] in TOOL_CHANGES:
+        return wrong((at, "type"), f'{block["type"]} blocks are only allowed in messages with role "system"')
     return wrong((at, "type"), f"content blocks of type {shown(block['type'])} are not supported here")
 
 

@@ -12,14 +12,14 @@ name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 from cachetools import LRUCache
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
-from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json
+from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
 
 Raw = msgspec.Raw
@@ -36,7 +36,26 @@ _MEDIA_MEMBERS = frozenset(
 )
 """A part with one of these members, even if it is null, is media for vLLM, whatever its type: it then ignores supplied ids. With a `uuid`,
 it reads the member and not the text (vLLM 0.32, `vllm/renderers/chat_utils.py`)."""
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+PartKind = Literal["text", "reference", "dropped", "media", "unsupported"]
+"""What vLLM 0.32 does with a content part (`_parse_chat_message_content_part`, `has_non_text_content`):
+
+`text`         it renders the text
+`reference`    it passes the name of a deferred tool to the template, as text or as a part that the template may expand
+`dropped`      it renders nothing: a text that is null
+`media`        it loads an image, video or audio, and ignores supplied ids
+`unsupported`  it refuses the part
+"""
+_PARTS: Mapping[str, tuple[PartKind, str]] = {
+    "text": ("text", "text"),
+    "input_text": ("text", "text"),
+    "output_text": ("text", "text"),
+    "refusal": ("text", "refusal"),
+    "thinking": ("text", "thinking"),
+    "tool_reference": ("reference", "name"),
+    **{name: ("media", name) for name in _MEDIA_MEMBERS},
+}
+"""Type of a part → what the engine does with it, and the member that it reads. A part of another type is unsupported."""
+_DROPPED_IF_NULL = frozenset({"text", "refusal"})
 
 
 class UnreadableError(ValueError):
@@ -48,7 +67,7 @@ class ReadMessage(msgspec.Struct, frozen=True):
 
     Attributes:
         message: without text, unless it is an assistant's: for the others the digests suffice.
-        digest: equal for all ways to write one reply (`core.messages`).
+        digest: of an assistant's message, equal for all ways to write one reply; of another, `messages.context_digest`.
         exact: equal only for messages that every template renders alike.
         malformed: whether an engine may refuse the arguments of a call (`with_stand_ins`).
         media: its parts that are not text.
@@ -85,17 +104,18 @@ class MessageReader:
 
 def _slim(entry: Any, media: tuple[MediaPart, ...]) -> ReadMessage:
     message = _read(entry)
-    own, exact = digest(message), exact_digest_of_json(entry)
+    exact = exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
-        return ReadMessage(message, own, exact, malformed, media)
-    return ReadMessage(Message(message.role, answers=message.answers, media=b"1" if message.media else b""), own, exact, media=media)
+        return ReadMessage(message, digest(message), exact, malformed, media)
+    slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
+    return ReadMessage(slim, context_digest_of_json(entry, exact), exact, media=media)
 
 
 def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
     """Describe the parts of a decoded message that are not text; `identified` is the same message with identities."""
     both = zip(entry["content"], identified["content"], strict=True)
-    return tuple(media_part(part, identity) for part, identity in both if part is not identity)
+    return tuple(media_part(part, identity, known=part_kind(part) == "media") for part, identity in both if part is not identity)
 
 
 def with_references(raw: bytes) -> bytes:
@@ -124,25 +144,28 @@ def with_media_identities(entry: Any) -> Any:
     A message with identities has the same digests for all ways to write its media.
     """
     content = entry.get("content") if isinstance(entry, dict) else None
-    if not isinstance(content, list) or all(isinstance(part, str) or _text_of(part) is not None for part in content):
+    if not isinstance(content, list) or not any(map(may_be_media, content)):
         return entry
-    parts = [media_identity(part) if isinstance(part, dict) and _text_of(part) is None else part for part in content]
-    return {**entry, "content": parts}
+    return {**entry, "content": [media_identity(part) if may_be_media(part) else part for part in content]}
 
 
-def is_text(part: Any) -> bool:
-    """Whether a decoded content part is only text for the engine."""
-    return _text_of(part) is not None
+def may_be_media(part: Any) -> bool:
+    """Whether a decoded content part is media for the engine, or of a kind that is not known to be something else."""
+    return isinstance(part, dict) and part_kind(part) in {"media", "unsupported"}
 
 
-def _text_of(part: Any) -> str | None:
-    """Return the text of a content part; `None` if it is not text, or if the engine may read something else in it."""
-    if not isinstance(part, dict) or not _MEDIA_MEMBERS.isdisjoint(part) or part.get("uuid") is not None:
-        return None
+def part_kind(part: Mapping[str, Any]) -> PartKind:
+    """Return what the engine does with a decoded content part."""
     kind = part.get("type")
-    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-    text = part.get(name) if name is not None else None
-    return text if isinstance(text, str) else None
+    known = _PARTS.get(kind) if isinstance(kind, str) else None
+    if not _MEDIA_MEMBERS.isdisjoint(part) or (known is not None and known[0] == "media"):
+        return "media"
+    if known is None or part.get("uuid") is not None:
+        return "unsupported"
+    value = part.get(known[1])
+    if isinstance(value, str):
+        return known[0]
+    return "dropped" if value is None and kind in _DROPPED_IF_NULL else "unsupported"
 
 
 def _read(entry: Any) -> Message:
@@ -176,8 +199,9 @@ def _content(content: Any) -> tuple[str | None, bytes]:
     for part in content:
         if not isinstance(part, str | dict):
             raise UnreadableError("a content part is not an object")
-        text = part if isinstance(part, str) else _text_of(part)
-        parts.append(part if text is None else text)
+        kind = "text" if isinstance(part, str) else part_kind(part)
+        if kind != "dropped":
+            parts.append(part[_PARTS[part["type"]][1]] if kind == "text" and isinstance(part, dict) else part)
     texts = [part for part in parts if isinstance(part, str)]
     media = canonical_json(parts) if len(texts) < len(parts) else b""
     return ("\n".join(filter(None, texts)) if texts else None), media  # vLLM, too, leaves empty texts out

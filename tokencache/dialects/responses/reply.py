@@ -6,6 +6,9 @@
 A whole completion is processed as one big delta; its response is the one that the last event of a stream would contain. An item ends when
 another kind of item, or another call, begins. As at OpenAI, no `[DONE]` follows the last event (vLLM 0.32 sends none either). An error
 within a stream is an `error` event followed by `response.failed`, which Codex 0.169 needs. Members are those of openai 3.52's types.
+
+Clients send a reply back as its items, so what no item shows is lost. A reply without text, reasoning and calls is a message with an empty
+text. The same message follows a closed block of thinking that is the whole reply, if the id of its item does not show that it is closed.
 """
 
 from collections.abc import Callable
@@ -15,9 +18,9 @@ import msgspec
 
 from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage, text_piece
-from tokencache.dialects.responses.vocabulary import INLINE, FreeformInput, ToolName, item_id
+from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, FreeformInput, ToolName, item_id
 from tokencache.dialects.sse import event_of
-from tokencache.dialects.thinking import Thinking, signed
+from tokencache.dialects.thinking import CLOSED, Thinking, signed
 
 _ENCODER = msgspec.json.Encoder()
 _NUMBER, _EMPTY = b'"sequence_number":', b'""'
@@ -145,7 +148,7 @@ class ReasoningItem(OutputItem):
 
     def __init__(self, handle: str, index: int, events: EventBuffer, *, sealed: bool, summarised: bool, thinking: Thinking) -> None:
         if thinking.mark:
-            self.prefix = INLINE
+            self.prefix = INLINE_CLOSED if thinking.mark == CLOSED else INLINE
         super().__init__(handle, index, events)
         self._handle, self._sealed, self._thinking = handle, sealed, thinking
         self._summarised = summarised
@@ -167,16 +170,12 @@ class ReasoningItem(OutputItem):
 
 
 class MessageItem(OutputItem):
-    """The model's text. With `present`, the item has a part even if the text is empty."""
+    """The model's text, which may be empty."""
 
     prefix = "msg"
 
-    def __init__(self, handle: str, index: int, events: EventBuffer, *, present: bool) -> None:
-        self._present = present
-        super().__init__(handle, index, events)
-
     def _shape(self, text: str) -> dict[str, Any]:
-        content = [_text_part(text)] if text or (self._present and self.status != "in_progress") else []
+        content = [_text_part(text)] if text or self.status != "in_progress" else []
         return {"type": "message", "status": self.status, "role": "assistant", "content": content}
 
     def _opening(self) -> None:
@@ -257,8 +256,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         names: the client's names of its tools, by flat name.
         thoughts: whether reasoning is sent.
         sealed: whether reasoning has an `encrypted_content`.
-        as_gym: whether the reply is written like NeMo Gym's model server does: reasoning is also its summary, and an empty reply is a
-            message with an empty text.
+        as_gym: whether reasoning is also its summary, as NeMo Gym's model server writes it.
         keep: makes the documents to store, given the whole response.
     """
 
@@ -276,7 +274,6 @@ class ResponsesReplyEncoder(ReplyEncoder):
     ) -> None:
         self._handle, self._model, self._members, self._names = handle, model, members, names
         self._thoughts, self._keep = thoughts, keep
-        self._as_gym = as_gym
         self._thinking = Thinking()
         self._reasoning = {"sealed": sealed, "summarised": as_gym, "thinking": self._thinking}
         self._events = EventBuffer()
@@ -353,16 +350,20 @@ class ResponsesReplyEncoder(ReplyEncoder):
         if reply.thought and self._thoughts:
             self._item(ReasoningItem, **self._reasoning).grow(reply.thought)
         if reply.content:
-            self._item(MessageItem, present=False).grow(reply.content)
+            self._item(MessageItem).grow(reply.content)
         for number, call in reply.calls():
             self._call(number, call)
         if choice.finish_reason is not None:
             self._finish = choice.finish_reason
-            if (reply.tokens or self._as_gym) and not self._items:
-                self._begin(MessageItem, present=self._as_gym)
+            if not self._items or self._ends_in_doubt():
+                self._begin(MessageItem)
             if reply.tokens:
                 self._items[-1].tokens = reply.tokens
             self._close("incomplete" if self._finish in _INCOMPLETE else "completed")
+
+    def _ends_in_doubt(self) -> bool:
+        """Whether the only item is a closed block of thinking whose id does not show its end."""
+        return len(self._items) == 1 and self._thinking.mark == CLOSED and self._items[0].prefix == INLINE
 
     def _item(self, kind: type[OutputItem], **options: Any) -> OutputItem:
         """Return the open item if it is of this kind, else a new one."""

@@ -26,7 +26,7 @@ import msgspec
 from tokencache.dialects import json_io
 from tokencache.dialects.gym import TAKEN, ReturnedIdFragments, take_all
 from tokencache.dialects.json_io import Position, bracketed, entries_of, fields_of, member
-from tokencache.dialects.responses.vocabulary import INLINE, Item, ToolSelection, flat_name, handle_of, own_id
+from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Item, ToolSelection, flat_name, handle_of, own_id
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
@@ -37,12 +37,12 @@ _UNFINISHED = "in_progress", "incomplete"
 
 
 def _mark_of(item: Mapping[str, Any], reply: Mapping[str, list[Any]]) -> Mark:
-    """Return where the thinking of a reasoning item was. Its id does not show whether the block was closed: it was if an item follows."""
+    """Return where the thinking of a reasoning item was. A block whose id does not show its end was closed if an item follows."""
     handle, mark = read_signature(item.get("encrypted_content"))
     ours = None if handle else own_id(item)
-    if ours is None or ours[1] != INLINE:
+    if ours is None or ours[1] not in {INLINE, INLINE_CLOSED}:
         return mark
-    return CLOSED if reply["content"] or reply["tool_calls"] else UNCLOSED
+    return CLOSED if ours[1] == INLINE_CLOSED or reply["content"] or reply["tool_calls"] else UNCLOSED
 
 
 class ItemMessages:

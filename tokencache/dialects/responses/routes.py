@@ -6,6 +6,7 @@
 `GET /v1/responses/<id>`                 a stored response (`stored`), as for the next two
 `GET /v1/responses/<id>/input_items`     with everything before it that `previous_response_id` added
 `DELETE /v1/responses/<id>`
+`GET /v1/responses`                      an upgrade to WebSocket: 426, after which Codex 0.169 uses HTTP at once. It repeats other errors
 =======================================  =====================================================================================
 
 `previous_response_id` does not use the engine's store. The history is the whole input and output of that response (vLLM's store returns
@@ -42,6 +43,8 @@ Raw = msgspec.Raw
 
 _ROOT = "/v1/responses"
 _RENDER = f"{_ROOT}/render"
+_UPGRADE_REQUIRED = 426
+"""RFC 9110 §15.5.22: the server serves the request only with another protocol, which `Upgrade` names."""
 Keep = Callable[[dict[str, Any]], dict[str, bytes]]
 _ID = re.compile(r"resp_([0-9a-f]{32})")
 
@@ -90,6 +93,9 @@ class ResponsesDialect(TranslatedDialect):
             return await _call(request)
         if request.path == f"{_ROOT}/input_tokens" and request.method == "POST":
             return TokenCount(body=(await _read(request)).body(), write=_write_count)
+        if request.path == _ROOT and "websocket" in request.headers.get("Upgrade", "").lower():
+            message = "WebSocket is not supported here: send the request with POST over HTTP"
+            raise HarnessError(message, status=_UPGRADE_REQUIRED, headers={"Upgrade": "HTTP/1.1"})
         return await answer_stored(request, request.path.removeprefix(_ROOT))
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:

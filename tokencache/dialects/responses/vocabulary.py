@@ -269,9 +269,10 @@ def _function(name: str, tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 Item = tuple[bytes, Any]
 """An item's JSON, `b""` if it is not stored, and its decoded form."""
-INLINE = "rst"
-"""Prefix of the id of a reasoning item whose thinking was in the text (`dialects.thinking`)."""
-_ITEM_ID = re.compile(r"(rs|rst|msg|fc|ctc)_([0-9a-f]{32})_\d+")
+INLINE, INLINE_CLOSED = "rst", "rsc"
+"""Prefixes of the id of a reasoning item whose thinking was in the text (`dialects.thinking`): of any, and of one that is known to be
+closed when the item begins. A streamed item begins before that is known."""
+_ITEM_ID = re.compile(r"(rs|rst|rsc|msg|fc|ctc)_([0-9a-f]{32})_\d+")
 
 
 def item_id(prefix: str, handle: str, index: int) -> str:
