@@ -56,10 +56,10 @@ HIDES_CALLS = frozenset({"Llama-3", "SmolLM3", "Granite 3.3", "gpt-oss", "Hunyua
 """Templates that show no calls, or not all of them."""
 
 
-def _since(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """The messages since the last reply, in normalised form."""
+def _since(entries: Sequence[Entry]) -> list[str]:
+    """The messages since the last reply, as written."""
     last = max((place for place, entry in enumerate(entries) if entry.is_reply), default=-1)
-    return [entry.loose for entry in entries[last + 1 :]]
+    return [entry.exact for entry in entries[last + 1 :]]
 
 
 class Oracle:
@@ -276,18 +276,18 @@ class Oracle:
         return [said for said in self._by_words[entry.loose] if said.number >= self._kept and said.is_said_by(entry)]
 
     def _levels(self, fits: Sequence[SampledTurn], entries: Sequence[Entry], place: int, scope: str) -> list[list[SampledTurn]]:
-        """The turns that each kind of evidence indicates, the strongest first: place (then normalised), ids, handle, neighbours."""
+        """The turns that each kind of evidence indicates, the strongest first: place (then normalised), ids, handle, neighbour."""
         entry = entries[place]
         context = tuple(one.loose for one in entries[:place])
         names = tuple(map(safe, call_ids(entry.message)))
-        before = entries[place - 1].loose if place else None
+        before = entries[place - 1].exact if place else None
         placed = [said for said in fits if said.scope == scope and not self._renamed(said.entries, entries)]
         return [
             [said for said in placed if self._unchanged(said, entries[:place])],
             [said for said in placed if said.loose == context],
             [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
-            [said for said in fits if before is not None and any(entry.loose[1:]) and said.loose[-1:] == (before,)],
+            [said for said in fits if before is not None and any(entry.loose[1:]) and said.entries and said.entries[-1].exact == before],
         ]
 
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
