@@ -99,6 +99,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         judged, foreign, before: hashes of the history that it answers (`evidence`).
         handle: the handle that was issued with it; `""` if none.
         cuts: where the harness may have disconnected in an aborted turn, packed (`verdict.pack_cuts`).
+        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`engine.ending`). `engine_reason` is what the
+            engine said, if the ids prove something else; otherwise `""`.
         stopped: whether the completion ends with a stop id, which is the template's end of turn or the next opener.
         sampling: the sampling parameters that were sent to the engine.
         replaced: sampling parameters that the session's policy replaced: name → the value that the harness requested, `None` if it
@@ -146,6 +148,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     handle: str = ""
     cuts: bytes = b""
     finish_reason: str | None = None
+    engine_reason: str = ""
     stop_reason: int | str | None = None
     stopped: bool = False
     model: str = ""

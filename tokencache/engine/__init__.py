@@ -9,6 +9,7 @@
 `pool`             chooses the engine for a call
 `membership`       shares the list of engines between the replicas of the proxy
 `reply`            collects a reply; `prompt_echo` reads the prompt's ids in it; `long_values` cuts long values out of its JSON
+`ending`           decides how a reply ended, from its ids
 `chunks`           splits a whole reply into the chunks of a stream
 `stream_protocol`  processes the events of a stream directly when they arrive
 """

@@ -23,6 +23,7 @@ from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, has
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
+from tokencache.engine.ending import finish_reason
 from tokencache.engine.figures import Finding, judge, wrong_prompt
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
@@ -259,6 +260,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
         versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
+        said = choice.finish_reason or ("abort" if self.broke else None)
+        ended = finish_reason(choice, call.fields, ids.count(prompt.ids), self.model) if self.whole else said
         experts, experts_start = ("", plan.routed) if self.uncertain else self.experts.get(index, ("", plan.routed))
         turn = Turn(
             id=secrets.token_hex(8),
@@ -281,7 +284,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             **self._evidence(plan),
             handle=call.handle,
             cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
-            finish_reason=choice.finish_reason or ("abort" if self.broke else None),
+            finish_reason=ended,
+            engine_reason="" if ended == said else said or "",
             stop_reason=choice.stop_reason,
             stopped=bool(choice.ids) and self.model is not None and choice.ids[-1] in self.model.stop_ids,
             model=self.reply.model or call.model,

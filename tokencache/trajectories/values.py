@@ -83,6 +83,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             turn from which it took its context.
         prefix_hash, completion_hash, logprobs_hash: `tokencache verify` uses them to find altered ids and log probabilities.
             `logprobs_hash` is empty if the turn has no log probabilities or an older version recorded it.
+        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`docs/formats.md`). `engine_reason`: what the
+            engine said, if the ids prove something else; otherwise `""`.
         sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
         weight_versions: spans of the completion with the weight version that sampled each, as the engine reports them.
@@ -116,6 +118,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     completion_hash: str = ""
     logprobs_hash: str = ""
     finish_reason: str | None = None
+    engine_reason: str = ""
     stop_reason: int | str | None = None
     model: str = ""
     harness: str = ""

@@ -157,6 +157,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "completion_hash": turn.completion_hash.hex(),
         "logprobs_hash": turn.logprobs_hash.hex(),
         "finish_reason": turn.finish_reason,
+        "engine_reason": turn.engine_reason,
         "stop_reason": turn.stop_reason,
         "model": turn.model,
         "harness": turn.harness,
