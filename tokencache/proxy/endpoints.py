@@ -37,6 +37,7 @@ from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import ChatCall, read_chat, read_tokenize, with_messages
 from tokencache.dialects.chat.routes import CHAT, COMPLETIONS, TOKENIZE
+from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.vocabulary import as_reminders, pin
 from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
@@ -214,6 +215,9 @@ class Endpoints:
         call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
         self._apply(asked, call)
         call.replaced = self._pin(asked, call.fields)
+        if is_search(call.fields):
+            await self._check_settings(asked)
+            return await self._relay_unrecorded(asked, f"a chat completion with {BEAM_SEARCH}", body=msgspec.json.encode(call.fields))
         options = self._options
         exchange = Exchange(asked.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
         return await self._run(asked, call, exchange, body)
