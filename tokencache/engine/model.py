@@ -27,18 +27,21 @@ from typing import Literal
 import msgspec
 
 from tokencache.backoff import delays
+from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import LEVELS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
+from tokencache.engine.probe import LEVELS, PLAIN_ARGS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
 from tokencache.engine.template.agreement import agreeing_local, chat_agrees
+from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.local import LocalRenderer
-from tokencache.engine.template.renderer import Renderer
+from tokencache.engine.template.renderer import Renderer, RenderError
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import VisibleReplies
+from tokencache.engine.thinking import find_thinking_marks
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 
@@ -66,7 +69,9 @@ class Model:
         self.tails = Tails(template)
         self.edited_histories = EditedHistories(template)
         self.visible_replies = VisibleReplies(template)
+        self._upstream = upstream
         self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
+        self._thinking: tuple[ThinkingMarks | None] | None = None
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
@@ -84,6 +89,32 @@ class Model:
                         names = ", ".join(sorted({*args.members, *args.chat})) or "no arguments"  # their values are the harness's
                         log.warning("no splicing under %s: /tokenize was not seen to render as chat completions do", names)
         return bool(known)
+
+    async def thinking_marks(self) -> ThinkingMarks | None:
+        """Return the ids around a thought, with which a thinking budget ends it; `None` if they are not known. Tested once.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        if self._thinking is None:
+            async with self._lock:
+                if self._thinking is None:
+                    self._thinking = (await self._find_thinking_marks(),)
+        return self._thinking[0]
+
+    async def _find_thinking_marks(self) -> ThinkingMarks | None:
+        found, driver = self.capability, self.driver
+        if not found.honours_ids or not found.tokenizes or driver.adds_tail:
+            return None
+        try:
+            plain = await self.renderer.render(found.model, [ASK], PLAIN_ARGS, generation=True)
+        except RenderError as why:
+            raise EngineError(str(why)) from why
+        supply = partial(driver.probe_members, ASK, ASK)
+        marks = await find_thinking_marks(partial(driver.ask, self._upstream), self._upstream, found.model, plain, supply)
+        if marks is None:
+            log.warning("model %s: it was not seen which ids end a thought whose budget is used up; such turns are marked", found.model)
+        return marks
 
     def observe(self, choice: Choice) -> None:
         """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, with no `stop_reason`.

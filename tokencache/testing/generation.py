@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.tokenizer import SimTokenizer
@@ -115,6 +115,21 @@ def generate(
             if step.finish_reason is not None:
                 return
             step, target = GenerationStep(), chunk
+
+
+def within_budget(ids: Iterator[int], prompt: Sequence[int], budget: int, tokenizer: SimTokenizer) -> Iterator[int]:
+    """Put `</think>` after as many ids of a thought as a budget allows, as vLLM does; the model then goes on as if nothing had happened."""
+    begins, ends = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
+    made, began = 0, None
+    for place, token_id in enumerate(prompt, 1 - len(prompt)):
+        began = place if token_id == begins else None if token_id == ends else began
+    for token_id in ids:
+        if began is not None and made - began >= budget:
+            yield ends
+            made, began = made + 1, None
+        yield token_id
+        made += 1
+        began = made if token_id == begins else None if token_id == ends else began
 
 
 def prompt_token(token_id: int, text: str, chance: float, mode: LogprobsMode) -> Token:

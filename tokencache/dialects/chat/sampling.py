@@ -2,8 +2,8 @@
 
 `RECORDED` names the members that do: such a member changes the distribution that a token is drawn from, puts another token in its place,
 or decides where the reply ends. They are recorded with the turn, as they were sent. `OTHERS` names the rest of the members that vLLM reads
-(0.32: `chat_completion/protocol.py`, `completion/protocol.py`, and the fields of `SamplingParams`), by what they concern. A test compares
-both with vLLM's own lists, so that a new member is found.
+(0.20 to 0.32: `chat_completion/protocol.py`, `completion/protocol.py`, the fields of `SamplingParams`), by what they concern. A test
+compares both with the lists of vLLM 0.32, so that a new member is found.
 
 What no member shows: the engine's own defaults (`--generation-config`, `--override-generation-config`, a watermark), its own logits
 processors (`--logits-processors`), and a grammar for all tool calls (`--tool-strict-level`).
@@ -46,7 +46,8 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "the client's form of the reply": (
         "stream", "stream_options", "stream_interval", "output_kind", "include_reasoning", "include_stop_str_in_output",
         "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "return_token_ids", "return_token_offsets",
-        "return_tokens_as_token_ids", "return_prompt_text", "return_weight_versions", "output_text_buffer_length",
+        "return_tokens_as_token_ids", "return_prompt_text", "return_weight_versions", "return_assistant_tokens_mask",
+        "output_text_buffer_length",
     ),
     "log probabilities of tokens": (
         "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start",

@@ -167,6 +167,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "pieces": [msgspec.to_builtins(piece) for piece in turn.pieces],
         "again": turn.again,
         "kv": turn.kv,
+        "forced": turn.forced,
         "sampling": turn.sampling,
         "replaced": turn.replaced,
         "logprob_kind": turn.logprob_kind,

@@ -38,6 +38,7 @@ TURN_LABELS = (
     "weight_versions",
     "version_source",
     "prompt_version",
+    "forced",
     "sampling",
     "replaced",
     "logprob_kind",
