@@ -15,7 +15,8 @@ END, OTHER_END = 90, 91
 def ended(said, *ids, stops=(END,), stop_reason=None, room=1000, **asked):
     choice = Choice()
     choice.ids, choice.finish_reason, choice.stop_reason = list(ids), said, stop_reason
-    model = SimpleNamespace(stop_ids=set(stops), capability=Capability("m", "exact", max_model_len=room, turn_ends=(OTHER_END,)))
+    found = Capability("m", "exact", max_model_len=room, turn_ends=(OTHER_END,))
+    model = SimpleNamespace(stop_ids=set(stops), stops_by_itself=bool(stops), capability=found)
     return finish_reason(choice, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}, 10, model)
 
 

@@ -6,7 +6,7 @@ which its parser found a call, also if the limit of tokens cut the next call. A 
 1. it has as many ids as its limit: `max_tokens` of the request, or what the context of the model has room for
 2. its last id is no stop id: of the request (`stop_token_ids`), of the model (the probe, and what was learned), or of the template
 3. the engine names neither a stop id nor a stop string that ended it (`stop_reason`)
-4. stop ids of the model are known: otherwise the last id may be one
+4. an id at which the model stops by itself is known: otherwise the last id may be one
 
 Then each id is the engine's, and none of them ended the reply. In every other case the engine's word stays.
 """
@@ -34,7 +34,9 @@ def finish_reason(choice: Choice, fields: Mapping[str, msgspec.Raw], prompt_toke
         model: the model; `None` if the engine could not be probed.
     """
     said = choice.finish_reason
-    if said is None or said in _BROKEN_OFF or choice.stop_reason is not None or model is None or not model.stop_ids or not choice.ids:
+    if said is None or said in _BROKEN_OFF or choice.stop_reason is not None or not choice.ids:
+        return said
+    if model is None or not model.stops_by_itself:
         return said
     last = choice.ids[-1]
     if last in model.stop_ids or last in model.capability.turn_ends or len(choice.ids) not in _limits(fields, prompt_tokens, model):

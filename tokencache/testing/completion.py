@@ -141,7 +141,7 @@ class Completion:
         limit, mode = self.limits[index // request.n], settings.logprobs_mode
         for step in generate(
             ids, request, settings.tokenizer, max_tokens=limit, chance=chance, first=settings.chunk_tokens, chunk=chunk,
-            halted=self.halted, mode=mode,
+            halted=self.halted, mode=mode, eos=settings.replies.eos,
         ):  # fmt: skip
             if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")

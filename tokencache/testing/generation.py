@@ -71,6 +71,7 @@ def generate(
     tokenizer: SimTokenizer,
     *,
     max_tokens: int,
+    eos: int,
     chance: Callable[[int], float],
     first: int = 1,
     chunk: int = 1,
@@ -84,6 +85,7 @@ def generate(
         request: the request.
         tokenizer: decodes the ids.
         max_tokens: largest number of tokens, at least 1.
+        eos: the id at which the engine stops by itself.
         chance: receives each sampled id; returns the number (0 to 1) that decides its log probability.
         first: tokens in the first step. It is one with vLLM's `stream_interval`, and more if its API server lags behind.
         chunk: tokens in each other step.
@@ -95,16 +97,16 @@ def generate(
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     step, target = GenerationStep(), first
     for count, token_id in enumerate(ids, 1):
-        decoded = decoder.decode(tokenizer.token_bytes(token_id))
+        decoded = "" if tokenizer.is_special(token_id) and token_id != eos else decoder.decode(tokenizer.token_bytes(token_id))
         step.tokens.append(_weighed(token_id, decoded, request, chance(token_id), mode))
-        ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
+        ended_by_id = (token_id == eos and not request.ignore_eos) or token_id in request.stop_token_ids
         if not ended_by_id or request.include_stop_str_in_output:
             step.stop_reason = text.add(decoded)
         if step.stop_reason is not None:
             step.finish_reason = "stop"
         elif ended_by_id:
             step.finish_reason = "stop"
-            step.stop_reason = None if token_id == tokenizer.stop_id else token_id
+            step.stop_reason = None if token_id == eos else token_id
         elif count >= max_tokens:
             step.finish_reason = "length"
         elif len(step.tokens) < target and halted(count):
