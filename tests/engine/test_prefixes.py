@@ -96,10 +96,9 @@ def test_a_prompt_without_a_known_beginning_or_without_a_tail_is_sent_whole():
     ("more", "can"),
     [
         ({}, True),
-        ({"echo": False, "use_beam_search": None, "add_generation_prompt": True}, True),
+        ({"echo": False, "add_generation_prompt": True}, True),
         ({"add_generation_prompt": False}, False),
         ({"echo": True}, False),
-        ({"use_beam_search": True}, False),
         ({"truncate_prompt_tokens": 5}, False),
     ],
 )

@@ -336,7 +336,7 @@ class _Sampler:
     """A model whose replies have lengths of a heavy-tailed distribution; it continues a reply like any text."""
 
     def __init__(self, tokenizer, seed):
-        self.tokenizer, self.seed = tokenizer, seed
+        self.tokenizer, self.seed, self.eos = tokenizer, seed, tokenizer.stop_id
         self._rng = random.Random(seed)
         self._word = tokenizer.encode(" and")[0]
 

@@ -160,7 +160,7 @@ async def test_a_false_hash_is_found_by_comparing_ids(monkeypatch):
             await recorded_is_true(rig)
 
 
-@pytest.mark.parametrize("more", [{"use_beam_search": True}, {"add_generation_prompt": False}])
+@pytest.mark.parametrize("more", [{"echo": True}, {"add_generation_prompt": False}])
 async def test_requests_that_the_plugin_would_refuse_are_as_without_it(more):
     async with proxied(remembering()) as rig:
         await rig.post(messages=[user("EPISODE:demo go")], **more)

@@ -84,10 +84,3 @@ async def test_in_other_dialects(path):
         assert (status, "step-3" in json.dumps(said)) == (200, False)
         (turn,) = await rig.turns()
         assert [span["version"] for span in turn["weight_versions"]] == ["step-3"]
-
-
-async def test_beam_search_is_not_asked():
-    """vLLM 0.33 refuses the question beside it."""
-    async with proxied(engine("spans")) as rig:
-        await rig.say("s", ASK, use_beam_search=True)
-        assert "return_weight_versions" not in rig.engine.requests[-1]

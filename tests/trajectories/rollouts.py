@@ -21,7 +21,7 @@ from tokencache.core.incidents import Incident
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.session import Labels, Reward
-from tokencache.core.turn import Anchor, Turn
+from tokencache.core.turn import Anchor, Turn, hash_logprobs
 from tokencache.store.base import OpenCall, SessionInfo
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 
@@ -343,6 +343,21 @@ def picture(digest):
     return {"type": "image_url", "image_url": {"url": f"media:{digest * 64}"}}
 
 
+def forced():
+    """A thinking budget ended the thinking: within a reply, at its beginning, and at its end."""
+    talk = Talk("forced")
+    first = talk.call(TASK, "Twelve.", reasoning="I count and count")
+    second = talk.call([*talk.history(first), user("Sure?")], "Yes.", after=first)
+    talk.call([*talk.history(second), user("And b.py?")], None, reasoning="I count again", after=second, cut=5)
+    for turn, spans in ((first, ((4, 6),)), (second, ((0, 1),)), ("t2", ((1, 2), (4, 5)))):
+        values = ids.unpack_logprobs(talk.tokens[turn].logprobs)
+        for start, end in spans:
+            values[start:end] = [0.0] * (end - start)
+        packed = ids.pack_logprobs(values)
+        talk.change(turn, forced=spans, marks=("forced",), logprobs=packed, logprobs_hash=hash_logprobs(packed))
+    return talk
+
+
 def nothing_said():
     """The model ended its turn at once, and once sampled no token."""
     talk = Talk("nothing-said")
@@ -385,6 +400,7 @@ SESSIONS = {
         choices,
         media,
         pictures,
+        forced,
         nothing_said,
         speechless,
         empty,

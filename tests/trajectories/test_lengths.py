@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.forest import Forest, grow
 from tests.core.settings import SOME
-from tests.trajectories.formats.readers import READERS, faults
+from tests.trajectories.formats.readers import READERS, faults, faults_of
 from tests.trajectories.formats.test_trained_once import as_received, ground_truth_of
 from tests.trajectories.rollouts import ROLLOUTS, SESSIONS, of_forest, torn
 from tokencache.errors import HarnessError
@@ -172,8 +172,8 @@ def test_every_format_has_what_remains(name, shape, policy):
     longest = max((ends(one)[-1] for one in whole.sequences), default=2) - 1
     made = limit(whole, Lengths(policy, max_length=longest))
     sampled = remaining(ground_truth_of(SESSIONS[shape]), SESSIONS[shape].turns, made)
-    assert faults(READERS[name](as_received(name, made)), sampled) == []
     written = as_received(name, made)
+    assert faults_of(name, written, sampled) == []
     figures = written.get("figures") or written["info"]["tokencache"]["figures"]
     assert figures["overlong"] == msgspec.to_builtins(made.figures.overlong)
     assert sum(figures["overlong"][what] for what in ("dropped", "cut", "masked")) == sum(

@@ -295,6 +295,13 @@ def test_each_check_can_fail(name):
         assert found[0].token == token
 
 
+def test_a_forced_token_that_is_trained_is_found():
+    changed = exported(ROLLOUTS["forced"])
+    at = turn(changed)["completion"][0] + turn(changed)["forced"][0][0]
+    sequence(changed)["loss_mask"][at] = 1
+    assert "forced token has loss mask 1" in {failure.words for failure in failures(changed)}
+
+
 def test_a_link_passes():
     trajectory = exported(ROLLOUTS["sub-agent"])
     link(trajectory)

@@ -121,3 +121,11 @@ def test_a_wrong_count_of_versions_is_found():
     assert read.figures.versions
     wrong = msgspec.structs.replace(read, figures=msgspec.structs.replace(read.figures, versions={"8": 1}))
     assert "versions" in "".join(failure.words for failure in verify(wrong) if failure.check == "figures")
+
+
+def test_forced_tokens_count_for_no_version():
+    (sequence,) = ROLLOUTS["forced"].sequences
+    assert sequence.versions == {"7": sequence.trainable}
+    assert sequence.trainable == sum(turn.chosen_tokens for turn in sequence.trained)
+    assert len(sequence.trained) == 3
+    assert limit_lag(ROLLOUTS["forced"], LagLimit(0, "7")).sequences == (sequence,)

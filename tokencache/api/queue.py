@@ -219,7 +219,7 @@ class SessionQueue:
             return True
         if info.epoch not in self._sampled:
             turns = await self._store.turns(info.id)
-            self._sampled[info.epoch] = count_versions(turns), sum(turn.completion_tokens for turn in turns)
+            self._sampled[info.epoch] = count_versions(turns), sum(turn.chosen_tokens for turn in turns)
         counts, tokens = self._sampled[info.epoch]
         lag = limit.lag(counts.versions, tokens)
         if lag is not None and lag <= limit.most:

@@ -10,6 +10,7 @@
 `match`         finds the recorded turn that a history continues
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call
+`forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
 `budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer

@@ -143,7 +143,7 @@ def trained_once(built: Sequence[TokenSequence], turns: Sequence[Turn], tokens: 
     """Check that the sequences together train each sampled token exactly once, and no other token.
 
     A trained token has loss mask 1, follows the prompt that it was sampled after, and has the log probability that it was sampled with. A
-    turn without log probabilities cannot be trained: it must be marked `no-logprobs` and have mask 0.
+    turn without log probabilities cannot be trained: it must be marked `no-logprobs` and have mask 0. So have the tokens that were forced.
     """
     prompts, found = _prompts(turns, tokens)
     known = {turn.id: turn for turn in turns}
@@ -176,7 +176,7 @@ def _span(sequence: TokenSequence, span: SequenceTurn, prompt: bytes, own: Token
     trained = len(values) == n
     if not trained and TurnMark.NO_LOGPROBS not in span.turn.marks:
         found.append(f"{where}: {len(values)} log probabilities for {n} tokens, and the turn is not marked")
-    if sequence.loss_mask[start:end] != [int(trained)] * n:
+    if sequence.loss_mask[start:end] != (span.turn.chosen_mask() if trained else [0] * n):
         found.append(f"{where}: mask is not {int(trained)} throughout")
     if sequence.logprobs[start:end] != (values if trained else [0.0] * n):
         found.append(f"{where}: not the log probabilities sampled with")

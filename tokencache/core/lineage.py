@@ -72,8 +72,8 @@ class TokenSequence(msgspec.Struct, frozen=True):
 
     @property
     def trained(self) -> list[Turn]:
-        """The turns whose completions have mask 1."""
-        return [span.turn for span in self.turns if any(self.loss_mask[span.completion[0] : span.completion[0] + 1])]
+        """The turns with tokens that have mask 1."""
+        return [span.turn for span in self.turns if any(self.loss_mask[slice(*span.completion)])]
 
     @property
     def trainable(self) -> int:
@@ -149,8 +149,8 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens
         values = ids.unpack_logprobs(sampled.logprobs)
-        trained = int(len(values) == turn.completion_tokens)
-        mask += [0] * (start - before) + [trained] * turn.completion_tokens
+        trained = len(values) == turn.completion_tokens
+        mask += [0] * (start - before) + (turn.chosen_mask() if trained else [0] * turn.completion_tokens)
         logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
         spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
     start_kind = "branch" if line[0].match == "continue" else line[0].match

@@ -164,7 +164,10 @@ class Reason(Described):
     )
     TEMPLATE_REFUSES = "template-refuses", "the template raises an error for these messages, as it does for a direct call"
     RENDER_ERROR = "render-error", "the engine could not render the conversation"
-    STOP_IDS_UNKNOWN = "stop-ids-unknown", "the probe found no stop ids, so the end of a reply cannot be located"
+    STOP_IDS_UNKNOWN = (
+        "stop-ids-unknown",
+        "the probe found no stop ids, and no reply has shown one, so the end of a reply cannot be located",
+    )
     EMPTY_TAIL = "empty-tail", "the template renders nothing after the reply"
     NO_STOP_ID_BEHIND_THE_REPLY = "no-stop-id-behind-the-reply", "no stop id follows the reply in the rendering"
     REPLY_NOT_RENDERED = "reply-not-rendered", "the template does not render the reply"

@@ -31,6 +31,11 @@ class TurnMark(Described):
         "uncertain",
         "not all ids of the reply are certain; only those that are certain are recorded, and no turn continues this one",
     )
+    FORCED = "forced", "the thinking budget put ids in the place of the policy's choice: `forced` lists them, and they have mask 0"
+    BUDGET_UNPROVEN = (
+        "budget-unproven",
+        "the request had a thinking budget, and it is not known which ids it put in the place of the policy's choice; they have mask 1",
+    )
     MEDIA = "media", "the request contains images or other media"
     MEDIA_NOT_KEPT = (
         "media-not-kept",
@@ -99,7 +104,11 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         judged, foreign, before: hashes of the history that it answers (`evidence`).
         handle: the handle that was issued with it; `""` if none.
         cuts: where the harness may have disconnected in an aborted turn, packed (`verdict.pack_cuts`).
+        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`engine.ending`). `engine_reason` is what the
+            engine said, if the ids prove something else; otherwise `""`.
         stopped: whether the completion ends with a stop id, which is the template's end of turn or the next opener.
+        forced: half-open ranges of the completion that the policy did not choose, because a thinking budget forced them (`core.forced`).
+            They have mask 0, and their log probabilities are recorded as 0.0.
         sampling: the sampling parameters that were sent to the engine.
         replaced: sampling parameters that the session's policy replaced: name → the value that the harness requested, `None` if it
             requested none.
@@ -146,6 +155,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     handle: str = ""
     cuts: bytes = b""
     finish_reason: str | None = None
+    engine_reason: str = ""
     stop_reason: int | str | None = None
     stopped: bool = False
     model: str = ""
@@ -154,6 +164,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     choice: int = 0
     messages: int = 0
     tools: int = 0
+    forced: tuple[tuple[int, int], ...] = ()
     sampling: dict[str, Any] = {}
     replaced: dict[str, Any] = {}
     logprob_kind: Literal["raw", "processed", ""] = ""
@@ -172,6 +183,18 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     pieces: tuple[ReplyPiece, ...] = ()
     again: str = ""
     media: tuple[PlacedMedia, ...] = ()
+
+    @property
+    def chosen_tokens(self) -> int:
+        """The number of tokens of its completion that the policy chose."""
+        return self.completion_tokens - sum(end - start for start, end in self.forced)
+
+    def chosen_mask(self) -> list[int]:
+        """Return 1 for each token of its completion that the policy chose, and 0 for each that was forced."""
+        mask = [1] * self.completion_tokens
+        for start, end in self.forced:
+            mask[start:end] = [0] * (end - start)
+        return mask
 
 
 class Tokens(msgspec.Struct, frozen=True):

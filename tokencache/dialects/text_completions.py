@@ -23,6 +23,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenChoice
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model
 from tokencache.dialects.json_io import fields_of, member, value_of
@@ -95,7 +96,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCa
     model = resolve_model(fields, served)
     causes = {
         "echo": member(fields, "echo", (bool,), False),
-        "beam-search": member(fields, "use_beam_search", (bool,), False),
+        BEAM_SEARCH: is_search(fields),
         "prompt-embeds": member(fields, "prompt_embeds", (str, list), None) is not None,
     }
     return TextCompletionCall(

@@ -4,11 +4,13 @@
 `drivers`          all code that depends on the kind of engine
 `template`         renders conversations, and finds the tail after a history
 `probe`            tests what an engine can do; `logprob_kind` tests its log probabilities
+`thinking`         finds the ids with which an engine ends a thought whose budget is used up
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
 `pool`             chooses the engine for a call
 `membership`       shares the list of engines between the replicas of the proxy
 `reply`            collects a reply; `prompt_echo` reads the prompt's ids in it; `long_values` cuts long values out of its JSON
+`ending`           decides how a reply ended, from its ids
 `chunks`           splits a whole reply into the chunks of a stream
 `stream_protocol`  processes the events of a stream directly when they arrive
 """

@@ -4,6 +4,9 @@ Engines come from `--upstream`, and from API requests that add, drain or remove 
 request writes it to the store. The others read the store every `POLL_SECONDS` seconds and do the same. The entry of a removed engine stays
 for an hour. So a missing entry means that the store lost it, and the replicas that know the engine write it again.
 
+The store also has the stop ids that replies showed and a probe cannot find (`model.Model.observe`), so that a proxy that starts later
+knows them.
+
 Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store.
 """
 
@@ -18,7 +21,7 @@ from tokencache.background import repeat
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
-from tokencache.store.base import EngineEntry, Store, StoreError
+from tokencache.store.base import LEARNED, EngineEntry, Store, StoreError
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
@@ -134,7 +137,8 @@ class EngineMembership:
             for monitor in list(self._pool.monitors):
                 if monitor.url not in wanted and monitor.url not in self._configured:
                     await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), time.time()))
-            await self._report(entries)
+            await self._share_stops([entry for entry in entries if entry.replica == LEARNED])
+            await self._report([entry for entry in entries if entry.replica != LEARNED])
             await self._pool.close_removed()
             return entries
 
@@ -147,6 +151,17 @@ class EngineMembership:
             await self._pool.remove(entry.url)
             if time.time() - entry.at > _REMOVED_SECONDS:
                 await self._store.drop_engine(entry.url)
+                await self._store.drop_engine(entry.url, LEARNED)
+
+    async def _share_stops(self, entries: Sequence[EngineEntry]) -> None:
+        """Take over the stop ids that other replicas have learned, and write those that only this one knows."""
+        stored = {entry.url: {model: set(tokens) for model, tokens in entry.stops} for entry in entries}
+        for monitor in self._pool.monitors:
+            others = stored.get(monitor.url, {})
+            monitor.engine.learn(others)
+            if any(not tokens <= others.get(model, set()) for model, tokens in monitor.engine.learned.items()):
+                stops = tuple((model, tuple(sorted(tokens))) for model, tokens in sorted(monitor.engine.learned.items()) if tokens)
+                await self._store.put_engine(EngineEntry(monitor.url, at=time.time(), replica=LEARNED, stops=stops))
 
     async def _report(self, entries: Sequence[EngineEntry]) -> None:
         """Report the calls under way on engines that are drained, and drop reports that are no longer valid."""

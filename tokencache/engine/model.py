@@ -20,25 +20,29 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Literal
 
 import msgspec
 
 from tokencache.backoff import delays
+from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import LEVELS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
+from tokencache.engine.probe import LEVELS, NO_END, PLAIN_ARGS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
 from tokencache.engine.template.agreement import agreeing_local, chat_agrees
+from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.local import LocalRenderer
-from tokencache.engine.template.renderer import Renderer
+from tokencache.engine.template.renderer import Renderer, RenderError
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import VisibleReplies
+from tokencache.engine.thinking import find_thinking_marks
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import EngineError
 
@@ -55,18 +59,38 @@ _SERVER_ERROR = 500
 
 
 class Model:
-    """A model on an engine: the probe's findings, and what is learned while the engine serves it."""
+    """A model on an engine: the probe's findings, and what is learned while the engine serves it.
 
-    def __init__(self, capability: Capability, upstream: Upstream, driver: Driver, small: Renderer | None = None) -> None:
+    Attributes:
+        capability: the findings.
+        stop_ids: where a reply ends: the ids at which the engine stopped. If it stopped at none in a test, the template's own ends of turn.
+        stops_by_itself: whether one of them is known to be the engine's own, and not only the template's, or that of a request.
+    """
+
+    def __init__(
+        self,
+        capability: Capability,
+        upstream: Upstream,
+        driver: Driver,
+        small: Renderer | None = None,
+        *,
+        learned: set[int] | None = None,
+    ) -> None:
+        """Create a model. `learned` are stop ids that earlier replies of it showed; those of this one are added."""
         self.capability = capability
         self.driver = driver
-        self.stop_ids: set[int] = set(capability.stop_ids)
+        self.stop_ids: set[int] = set(capability.stop_ids or capability.silent_ends)
+        self.stops_by_itself = bool(capability.stop_ids)
+        self._learned = learned if learned is not None else set()
+        self.recall()
         self.renderer = driver.renderer(upstream)
         template = LearnedTemplate(self.renderer, self.stop_ids, small)
         self.tails = Tails(template)
         self.edited_histories = EditedHistories(template)
         self.visible_replies = VisibleReplies(template)
+        self._upstream = upstream
         self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
+        self._thinking: tuple[ThinkingMarks | None] | None = None
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
@@ -85,16 +109,56 @@ class Model:
                         log.warning("no splicing under %s: /tokenize was not seen to render as chat completions do", names)
         return bool(known)
 
-    def observe(self, choice: Choice) -> None:
-        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids, with no `stop_reason`.
+    async def thinking_marks(self) -> ThinkingMarks | None:
+        """Return the ids around a thought, with which a thinking budget ends it; `None` if they are not known. Tested once.
 
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        if self._thinking is None:
+            async with self._lock:
+                if self._thinking is None:
+                    self._thinking = (await self._find_thinking_marks(),)
+        return self._thinking[0]
+
+    async def _find_thinking_marks(self) -> ThinkingMarks | None:
+        found, driver = self.capability, self.driver
+        if not found.honours_ids or not found.tokenizes or driver.adds_tail:
+            return None
+        try:
+            plain = await self.renderer.render(found.model, [ASK], PLAIN_ARGS, generation=True)
+        except RenderError as why:
+            raise EngineError(str(why)) from why
+        supply = partial(driver.probe_members, ASK, ASK)
+        marks = await find_thinking_marks(partial(driver.ask, self._upstream), self._upstream, found.model, plain, supply)
+        if marks is None:
+            log.warning("model %s: it was not seen which ids end a thought whose budget is used up; such turns are marked", found.model)
+        return marks
+
+    def observe(self, choice: Choice) -> None:
+        """Learn a stop id from a reply: vLLM keeps the stop id at the end of the ids.
+
+        `stop_reason` is `None` if the engine stopped by itself, and the id if the request named it (`stop_token_ids`), as for a base model.
         The finish reason alone proves nothing (a call may be complete when the limit cuts the reply). So only ids that can do nothing but
         end a turn count. This is needed where the probe could not find the stop ids: on an engine without `allowed_token_ids`.
         """
-        if choice.finish_reason in {"stop", "tool_calls"} and choice.stop_reason is None and choice.ids:
+        if choice.finish_reason in {"stop", "tool_calls"} and choice.ids and choice.stop_reason in {None, choice.ids[-1]}:
             last = choice.ids[-1]
             if last in self.capability.turn_ends:
-                self.stop_ids.add(last)
+                self.stops_by_itself |= choice.stop_reason is None
+                self._learn(last)
+
+    def recall(self) -> None:
+        """Use the stop ids that were learned, here or on another replica, and that are still ends of turn of the template."""
+        for token in self._learned.intersection(self.capability.turn_ends):
+            self._learn(token)
+
+    def _learn(self, token: int) -> None:
+        self.stop_ids.add(token)
+        self._learned.add(token)
+        if self.capability.why == NO_END:
+            self.capability = msgspec.structs.replace(self.capability, level="exact", why="")
+            log.info("model %s: level=exact: its replies end with %d", self.capability.model, token)
 
 
 class ModelState:
@@ -169,6 +233,8 @@ class Engine:
         self._doubted = -math.inf
         self._logged = ""
         self._forgotten = 0
+        self.learned: dict[str, set[int]] = {}
+        """Stop ids that replies showed, by model. They hold after a restart of the engine, for the template's own ends of turn."""
         self.weight_label = ""
         """Its own label of its weights (`/weight_info`) when it was checked last; `""` if it has none."""
         self.error = "not probed yet"
@@ -212,6 +278,14 @@ class Engine:
             failure = status.failure
             raise EngineError(failure.client_message, private=failure.private, status=failure.status) from failure
         return status.model
+
+    def learn(self, stops: Mapping[str, AbstractSet[int]]) -> None:
+        """Add stop ids, by model, that replies showed on another replica."""
+        for name, tokens in stops.items():
+            self.learned.setdefault(name, set()).update(tokens)
+        for status in self._statuses.values():
+            if status.model is not None:
+                status.model.recall()
 
     async def probe_lowered(self) -> None:
         """Probe models with a lowered level again when their delay has passed; until then they are served with the lower level."""
@@ -277,7 +351,8 @@ class Engine:
         status = self._statuses.get(found.model)
         if status is None or status.model is None or status.state == "lowered":
             status = status or ModelState()
-            status.found(Model(found, self.upstream, self.driver, small), wanted)
+            learned = self.learned.setdefault(found.model, set())
+            status.found(Model(found, self.upstream, self.driver, small, learned=learned), wanted)
         self._statuses[name] = self._statuses[found.model] = status
         assert status.model is not None  # noqa: S101 - it was found
         if self._on_probe is not None:

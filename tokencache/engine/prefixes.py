@@ -43,7 +43,7 @@ _TRY_EVERY = 16
 """Of the prompts for such an engine, one is named in spite of that, to learn whether it has them again."""
 _MOST_STATES = 16_384
 """Prompts whose state of the hash is kept, some 400 bytes each."""
-_UNUSABLE = ("echo", "use_beam_search", "truncate_prompt_tokens")
+_UNUSABLE = ("echo", "truncate_prompt_tokens")
 """Members with which the plugin refuses a named prompt."""
 
 

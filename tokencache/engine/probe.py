@@ -27,7 +27,7 @@ from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
-from tokencache.engine.reply import Reply
+from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
@@ -45,6 +45,8 @@ _REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _QUESTION = Raw(b"[" + ASK + b"]")
 _MAX_CANDIDATES = 16
+NO_END = "the engine stops at no id with which the template ends a turn, and these ids are ordinary text"
+"""Why a model has the level `record` until a reply shows where it ends."""
 _VOCABULARY = re.compile(rb"Vocabulary size: ([0-9]{1,10})\b")
 
 
@@ -90,6 +92,8 @@ class Capability(msgspec.Struct, frozen=True):
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
         stop_ids: those candidates at which the engine stopped in a test.
+        silent_ends: those `turn_ends` that have no text, because they are special tokens. Without a stop id, they are where a reply ends;
+            empty if there is one.
         local_tokenizer: whether the local tokenizer makes small renderings.
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
@@ -114,6 +118,7 @@ class Capability(msgspec.Struct, frozen=True):
     stop_candidates: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    silent_ends: tuple[int, ...] = ()
     local_tokenizer: bool = False
     derenders: bool = False
     logprobs: LogprobKind = ""
@@ -136,7 +141,7 @@ class Capability(msgspec.Struct, frozen=True):
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} "
-            f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids)} "
+            f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
         )
@@ -237,16 +242,22 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     offered = ends.possible[:_MAX_CANDIDATES]
     blank = await _blank(requests, model, offered)
     possible = tuple(token for token in offered if token not in blank)
-    stops = tuple([token for token in possible if await _stops_at(ask, model, token)])
+    alone = {token: await _sampled_alone(ask, model, token) for token in possible}
+    stops = tuple(token for token, choice in alone.items() if choice is not None and _stopped(choice))
+    own_ends = () if stops else [token for token in ends.turn_ends if token in possible]
+    silent = tuple([token for token in own_ends if await _is_silent(requests, found.model, supply.plain, token)])
+    no_end = not (stops or silent) and any(alone.values())  # an engine without masks shows its stop ids with its first reply
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
     prefixes = await probe_prefixes(ask, found.model, supply.plain) if driver.prefixes else _no_prefixes(driver)
     images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else _no_images(driver)
     return _changed(
         found,
-        level="exact",
+        level="record" if no_end else "exact",
+        why=NO_END if no_end else "",
         stop_candidates=possible,
         turn_ends=tuple(ends.turn_ends),
         stop_ids=stops,
+        silent_ends=silent,
         derenders=derenders,
         prefixes=prefixes.accepted,
         prefixes_why=prefixes.why,
@@ -433,8 +444,27 @@ async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> 
     return found
 
 
-async def _stops_at(ask: AskChat, model: str, token: int) -> bool:
-    """Whether the engine stops at `token`; tested by allowing it to sample nothing else."""
+async def _is_silent(requests: ProbeRequests, model: str, plain: bytes, token: int) -> bool:
+    """Whether an id at which the engine does not stop has no text: then it is a special token, which no text contains.
+
+    Text completions show it, because the parsers of a chat may keep such tokens in the text.
+    """
+    body = {"model": model, "prompt": ids.unpack(plain), "max_tokens": 1, "allowed_token_ids": [token], "return_token_ids": True}
+    answer = await requests.post("/v1/completions", body)
+    reply = Reply()
+    if answer.status == _OK:
+        reply.add(answer.body)
+    choice = reply.choices.get(0)
+    return choice is not None and (choice.ids, choice.finish_reason, choice.has_words) == ([token], "length", False)
+
+
+def _stopped(choice: Choice) -> bool:
+    """Whether the engine stopped at the first id."""
+    return len(choice.ids) == 1 and choice.finish_reason == "stop"
+
+
+async def _sampled_alone(ask: AskChat, model: str, token: int) -> Choice | None:
+    """Return a reply in which nothing but `token` was allowed, at most twice; `None` if the engine does not give one."""
     body: dict[str, Any] = {
         "model": model,
         "messages": _QUESTION,
@@ -447,10 +477,10 @@ async def _stops_at(ask: AskChat, model: str, token: int) -> bool:
     except EngineError as why:
         if why.passing:
             raise
-        return False
+        return None
     if answer.status in NOT_NOW:
         raise _refusal(answer)
     reply = Reply()
     reply.add(answer.body)
     choice = reply.choices.get(0)
-    return choice is not None and choice.ids == [token] and choice.finish_reason == "stop"
+    return choice if choice is not None and choice.ids and set(choice.ids) == {token} else None

@@ -27,6 +27,7 @@ from aiohttp import web
 from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
+from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
@@ -42,6 +43,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
+from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
 from tokencache.held_bytes import read_reply
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
@@ -500,7 +502,10 @@ class CallAttempt:
         """
         outcome, started = self._outcome, self._waiting_since or time.time()
         outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
+        outcome.budget = budget_of(self._chat.fields)
         if outcome.model is not None:
+            if outcome.budget is not None:
+                outcome.thinking = await self._thinking_marks(outcome.model)
             found = outcome.model.capability
             self._reply.vocabulary, self._reply.must_count = found.vocabulary, found.counts
         metrics.BEFORE.observe(time.time() - started)
@@ -513,6 +518,14 @@ class CallAttempt:
         except EngineError as why:
             engine.forget(str(why))
             raise
+
+    async def _thinking_marks(self, model: Model) -> ThinkingMarks | None:
+        """Return the ids around a thought; `None` if they are not known now. The call is made in any case."""
+        try:
+            return await model.thinking_marks()
+        except EngineError as why:
+            log.warning("session %s call %s: it is not known which ids a thinking budget forces: %s", self._session, self.id, why)
+            return None
 
     async def _send(self, engine: Engine) -> aiohttp.ClientResponse:
         """Send the call as planned. If the engine refuses the exact prompt, send the call again as the client wrote it.

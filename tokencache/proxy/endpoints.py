@@ -37,9 +37,9 @@ from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import ChatCall, read_chat, read_tokenize, with_messages
 from tokencache.dialects.chat.routes import CHAT, COMPLETIONS, TOKENIZE
+from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.vocabulary import as_reminders, pin
 from tokencache.dialects.gym import prefix_of
-from tokencache.dialects.json_io import member
 from tokencache.dialects.probes import model_list
 from tokencache.dialects.registry import credential_headers, use_bearer
 from tokencache.engine.model import Engine, Model
@@ -235,9 +235,11 @@ class Endpoints:
         call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
         self._apply(asked, call)
         call.replaced = self._pin(asked, call.fields)
-        if member(call.fields, "use_beam_search", (bool,), False):  # the reply is selected, not sampled
+        if is_search(call.fields):
             await self._check_settings(asked)
-            return await self._relay_unrecorded(asked, "a chat completion with beam search", body=msgspec.json.encode(call.safe_fields()))
+            return await self._relay_unrecorded(
+                asked, f"a chat completion with {BEAM_SEARCH}", body=msgspec.json.encode(call.safe_fields())
+            )
         options = self._options
         exchange = Exchange(asked.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
         return await self._run(asked, call, exchange, body)

@@ -14,6 +14,7 @@ import msgspec
 from tokencache.core import evidence, ids
 from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
+from tokencache.core.forced import Span, ThinkingMarks, forced_spans
 from tokencache.core.ids import Fragment
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import PlacedMedia, Places, PlacesDifferError, place_media
@@ -23,6 +24,7 @@ from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, has
 from tokencache.core.verdict import Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
+from tokencache.engine.ending import finish_reason
 from tokencache.engine.figures import Finding, judge, wrong_prompt
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
@@ -79,6 +81,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         continuation: continues a reply that an engine broke off; `None` if none did.
         ended: the versions of the pieces that have ended, each with its number of tokens.
         again: why a reply that an engine broke off is not continued.
+        budget: the thinking budget of the request, in tokens; `None` if it has none. `thinking`: the ids around a thought; `None` if they
+            are not known.
         uncertain: whether ids of the reply are in doubt (`engine.figures`); set by `record`.
     """
 
@@ -103,6 +107,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     continuation: Continuation | None = None
     ended: list[tuple[PieceVersions, int]] = []
     again: str = ""
+    budget: int | None = None
+    thinking: ThinkingMarks | None = None
     uncertain: bool = False
 
     async def end_piece(self, how: str) -> None:
@@ -253,12 +259,17 @@ class Outcome(msgspec.Struct, kw_only=True):
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
         call, plan = self.call, prompt.plan
         completion = ids.pack(choice.ids)
+        forced = self._forced(prompt, completion)
+        for start, end in forced or () if len(choice.logprobs) == len(choice.ids) else ():
+            choice.logprobs[start:end] = [0.0] * (end - start)
         logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
         packed = prompt.ids + completion
         base, shared = self._base(prompt, prefixes)
         context_base, context_shared = self._context_base(plan, prefixes)
         served = choice.message(with_reasoning=call.shows_reasoning)
         versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
+        said = choice.finish_reason or ("abort" if self.broke else None)
+        ended = finish_reason(choice, call.fields, ids.count(prompt.ids), self.model) if self.whole else said
         experts, experts_start = ("", plan.routed) if self.uncertain else self.experts.get(index, ("", plan.routed))
         turn = Turn(
             id=secrets.token_hex(8),
@@ -281,7 +292,8 @@ class Outcome(msgspec.Struct, kw_only=True):
             **self._evidence(plan),
             handle=call.handle,
             cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
-            finish_reason=choice.finish_reason or ("abort" if self.broke else None),
+            finish_reason=ended,
+            engine_reason="" if ended == said else said or "",
             stop_reason=choice.stop_reason,
             stopped=bool(choice.ids) and self.model is not None and choice.ids[-1] in self.model.stop_ids,
             model=self.reply.model or call.model,
@@ -290,6 +302,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             choice=index,
             messages=len(call.raw_messages),
             tools=call.tool_count,
+            forced=forced or (),
             sampling=call.sampling,
             replaced=dict(call.replaced),
             logprob_kind=self.model.capability.logprobs if self.model is not None and logprobs else "",
@@ -298,7 +311,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             harness=call.harness,
             context_base=context_base,
             context_shared=context_shared,
-            marks=self._marks(prompt, choice, versions),
+            marks=self._marks(prompt, choice, versions, forced),
             created=self.started,
             seconds=round(time.time() - self.started, 6),
             versions=[msgspec.structs.asdict(span) for span in versions.spans],
@@ -361,13 +374,21 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Whether the client left during a text, so that it may send back the part that it received."""
         return self.broke == ABORTED and not (self.reply.error or self.uncertain) and bool(choice.steps) and not choice.calls
 
-    def _marks(self, prompt: "_Prompt", choice: Choice, versions: PieceVersions) -> tuple[str, ...]:
+    def _forced(self, prompt: "_Prompt", completion: bytes) -> tuple[Span, ...] | None:
+        """Return the ranges of a completion that a thinking budget forced; `None` if that is not certain."""
+        if self.budget is None:
+            return ()
+        return forced_spans(prompt.ids, completion, self.budget, self.thinking) if self.thinking is not None else None
+
+    def _marks(self, prompt: "_Prompt", choice: Choice, versions: PieceVersions, forced: tuple[Span, ...] | None) -> tuple[str, ...]:
         marks = {
             self.broke: bool(self.broke),
             DROPPED: choice.finish_reason == "abort",
             TurnMark.NO_LOGPROBS: len(choice.logprobs) != len(choice.ids),
             TurnMark.UNCERTAIN: self.uncertain,
             TurnMark.ENGINE_ERROR: bool(self.reply.error),
+            TurnMark.FORCED: bool(forced),
+            TurnMark.BUDGET_UNPROVEN: forced is None,
             TurnMark.MEDIA: bool(self.call.media),
             TurnMark.MEDIA_NOT_KEPT: not self.media_kept,
             TurnMark.SAMPLED_PLACEHOLDER: self._sampled_placeholder(choice),

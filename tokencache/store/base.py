@@ -198,7 +198,7 @@ class Binding(msgspec.Struct, frozen=True, omit_defaults=True):
 class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """State of an engine that the proxy's replicas share.
 
-    Without `replica` it is the wanted state. With `replica` it is what that replica reports.
+    Without `replica` it is the wanted state. With `replica` it is what that replica reports, or what all have learned (`LEARNED`).
 
     Attributes:
         url: base URL of the engine.
@@ -206,6 +206,7 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         at: Unix time in seconds.
         replica: id of the reporting replica.
         calls: number of calls that the replica has in flight there.
+        stops: by model, the stop ids that its replies showed and a probe cannot find.
     """
 
     url: str
@@ -213,6 +214,11 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float = 0.0
     replica: str = ""
     calls: int = 0
+    stops: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+LEARNED = "learned"
+"""In place of a replica's id: the entry of an engine with what all replicas have learned about its models."""
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tokencache.testing import wire
 from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
-from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token
+from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token, within_budget
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
 from tokencache.testing.prefixes import pack_prompt, pack_tokens
 
@@ -131,6 +131,9 @@ class Completion:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
         request, settings, entry = self.request, self.settings, self.entries[index]
         ids = settings.replies.reply(request, self._prompt(index), self.call, index)
+        budget = request.body.get("thinking_token_budget")
+        if settings.reasoning_parser and budget is not None and budget >= 0:
+            ids = within_budget(ids, self._prompt(index), budget, settings.tokenizer)
         kv = self._keys_and_values(index)
         rng = random.Random(f"{settings.replies.seed}:{self.call}:{index}")
         chance = kv.chance if kv is not None else lambda _token: rng.random()
@@ -138,7 +141,7 @@ class Completion:
         limit, mode = self.limits[index // request.n], settings.logprobs_mode
         for step in generate(
             ids, request, settings.tokenizer, max_tokens=limit, chance=chance, first=settings.chunk_tokens, chunk=chunk,
-            halted=self.halted, mode=mode,
+            halted=self.halted, mode=mode, eos=settings.replies.eos,
         ):  # fmt: skip
             if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")

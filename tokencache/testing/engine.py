@@ -78,6 +78,7 @@ class SimulatedEngine:
         images: whether its model accepts images, and whether it has the plugin for exact prompts with them; see `images`.
         prefixes: whether it has the plugin for prompts by hash; see `prefixes`.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
+        eos: the token at which it stops by itself. A base model's is `<|endoftext|>`, which its template does not write.
         journal: file that receives every token before it is sent; see `ground_truth`.
         orders: receives faults over HTTP; used instead of `choose_fault`.
 
@@ -115,6 +116,7 @@ class SimulatedEngine:
         images: ImageMode = "",
         prefixes: bool = False,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
+        eos: str = "<|im_end|>",
         journal: Path | None = None,
         orders: FaultOrders | None = None,
     ) -> None:
@@ -128,7 +130,7 @@ class SimulatedEngine:
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.metadata = ReplyMetadata(weight_versions, routed_experts)
-        self.replies = ReplyGenerator(self.tokenizer, episodes or {}, seed, drift)
+        self.replies = ReplyGenerator(self.tokenizer, episodes or {}, seed, drift, eos=self.tokenizer.id_of(eos))
         self.choose_fault = orders or choose_fault
         self._orders = orders
         self._log = GroundTruthLog(journal) if journal is not None else None

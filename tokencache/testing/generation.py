@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.tokenizer import SimTokenizer
@@ -71,6 +71,7 @@ def generate(
     tokenizer: SimTokenizer,
     *,
     max_tokens: int,
+    eos: int,
     chance: Callable[[int], float],
     first: int = 1,
     chunk: int = 1,
@@ -84,6 +85,7 @@ def generate(
         request: the request.
         tokenizer: decodes the ids.
         max_tokens: largest number of tokens, at least 1.
+        eos: the id at which the engine stops by itself.
         chance: receives each sampled id; returns the number (0 to 1) that decides its log probability.
         first: tokens in the first step. It is one with vLLM's `stream_interval`, and more if its API server lags behind.
         chunk: tokens in each other step.
@@ -95,16 +97,16 @@ def generate(
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     step, target = GenerationStep(), first
     for count, token_id in enumerate(ids, 1):
-        decoded = decoder.decode(tokenizer.token_bytes(token_id))
+        decoded = "" if tokenizer.is_special(token_id) and token_id != eos else decoder.decode(tokenizer.token_bytes(token_id))
         step.tokens.append(_weighed(token_id, decoded, request, chance(token_id), mode))
-        ended_by_id = (token_id == tokenizer.stop_id and not request.ignore_eos) or token_id in request.stop_token_ids
+        ended_by_id = (token_id == eos and not request.ignore_eos) or token_id in request.stop_token_ids
         if not ended_by_id or request.include_stop_str_in_output:
             step.stop_reason = text.add(decoded)
         if step.stop_reason is not None:
             step.finish_reason = "stop"
         elif ended_by_id:
             step.finish_reason = "stop"
-            step.stop_reason = None if token_id == tokenizer.stop_id else token_id
+            step.stop_reason = None if token_id == eos else token_id
         elif count >= max_tokens:
             step.finish_reason = "length"
         elif len(step.tokens) < target and halted(count):
@@ -115,6 +117,21 @@ def generate(
             if step.finish_reason is not None:
                 return
             step, target = GenerationStep(), chunk
+
+
+def within_budget(ids: Iterator[int], prompt: Sequence[int], budget: int, tokenizer: SimTokenizer) -> Iterator[int]:
+    """Put `</think>` after as many ids of a thought as a budget allows, as vLLM does; the model then goes on as if nothing had happened."""
+    begins, ends = tokenizer.id_of("<think>"), tokenizer.id_of("</think>")
+    made, began = 0, None
+    for place, token_id in enumerate(prompt, 1 - len(prompt)):
+        began = place if token_id == begins else None if token_id == ends else began
+    for token_id in ids:
+        if began is not None and made - began >= budget:
+            yield ends
+            made, began = made + 1, None
+        yield token_id
+        made += 1
+        began = made if token_id == begins else None if token_id == ends else began
 
 
 def prompt_token(token_id: int, text: str, chance: float, mode: LogprobsMode) -> Token:

@@ -61,6 +61,7 @@ class ReplyGenerator:
         episodes: replies by name.
         seed: seed of all random choices.
         drift: probability that a token is split into two. 0 makes every reply canonical.
+        eos: the id at which the engine stops by itself. A base model's is not the template's end of turn: it samples both.
         script: returns the text of the reply to a request, or `None`. The text is an iterable of pieces, possibly infinite. No token
             crosses the border of a piece.
     """
@@ -70,6 +71,11 @@ class ReplyGenerator:
     seed: int = 0
     drift: float = 0.3
     script: Callable[[ChatRequest], Iterable[str] | None] | None = None
+    eos: int = -1
+
+    def __post_init__(self) -> None:
+        """Stop at the template's end of turn, unless another id is set."""
+        self.eos = self.tokenizer.stop_id if self.eos < 0 else self.eos
 
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
         """Yield the ids of one reply. The caller may stop at any id.
@@ -87,7 +93,7 @@ class ReplyGenerator:
         if request.allowed_token_ids is not None:
             while True:
                 yield (token_id := rng.choice(request.allowed_token_ids))
-                if token_id == self.tokenizer.stop_id and not request.ignore_eos:
+                if token_id == self.eos and not request.ignore_eos:
                     return
         scripted = self.script(request) if self.script is not None else None
         if scripted is not None:
@@ -96,8 +102,8 @@ class ReplyGenerator:
         else:
             yield from self._rest(request, prompt_ids, rng)
         yield self.tokenizer.stop_id
-        while request.ignore_eos:
-            yield self.tokenizer.stop_id
+        while request.ignore_eos or self.eos != self.tokenizer.stop_id:
+            yield self.eos
 
     def _rest(self, request: ChatRequest, prompt_ids: Sequence[int], rng: random.Random) -> Iterator[int]:
         """Yield the ids of a reply, without the beginning of it that the prompt has already."""

@@ -89,6 +89,7 @@ class SimTokenizer:
         added = [token for token in SPECIAL_TOKENS + MARKUP_TOKENS + IMAGE_TOKENS if token in self._ids]
         self._added = frozenset(self._ids[token] for token in added)
         self._split_at_added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
+        self._special = frozenset(self._ids[token] for token in SPECIAL_TOKENS)
         self.stop_id = self._ids["<|im_end|>"]
         self.opener_ids = tuple(self.encode("<|im_start|>assistant\n"))
 
@@ -119,6 +120,10 @@ class SimTokenizer:
         if token_id in self._added:
             return token.encode()
         return bytes(_BYTE_OF[character] for character in token)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether an id is omitted from decoded text by default."""
+        return token_id in self._special
 
     def spell(self, data: bytes) -> list[int]:
         """Return one id for each byte. Bytes of an incomplete character have no other ids."""

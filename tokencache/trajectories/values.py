@@ -83,6 +83,9 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             turn from which it took its context.
         prefix_hash, completion_hash, logprobs_hash: `tokencache verify` uses them to find altered ids and log probabilities.
             `logprobs_hash` is empty if the turn has no log probabilities or an older version recorded it.
+        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`docs/formats.md`). `engine_reason`: what the
+            engine said, if the ids prove something else; otherwise `""`.
+        forced: half-open ranges of the completion that a thinking budget forced, counted from its first token; they have mask 0.
         sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
         weight_versions: spans of the completion with the weight version that sampled each, as the engine reports them.
@@ -116,6 +119,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     completion_hash: str = ""
     logprobs_hash: str = ""
     finish_reason: str | None = None
+    engine_reason: str = ""
     stop_reason: int | str | None = None
     model: str = ""
     harness: str = ""
@@ -125,6 +129,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     kv: str = ""
     pieces: list[ReplyPiece] = []
     again: str = ""
+    forced: list[tuple[int, int]] = []
     sampling: dict[str, Any] = {}
     replaced: dict[str, Any] = {}
     logprob_kind: str = ""
@@ -267,7 +272,8 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         calls: model calls that produced a turn. `turns` is larger if a call had several choices.
         trainable_tokens: tokens with mask 1. `masked_tokens`: all other tokens of the sequences.
-        untrainable_tokens: masked tokens that were sampled, but have no log probabilities or are in a sequence that is too long.
+        untrainable_tokens: masked tokens that were sampled, but were forced, have no log probabilities, or are in a sequence that is
+            too long.
         matches, forgiven, incidents: number of turns for each kind of match and each applied rule; number of incidents of each kind.
         versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
             Trainable tokens in neither have no known version.

@@ -189,14 +189,17 @@ def _trained(s: Sequence) -> Iterator[CheckFailure]:
     for turn in s.turns:
         trained = int(not masked and TurnMark.NO_LOGPROBS not in turn.marks)
         sampled = "token of a masked sequence" if masked else _SAMPLED[trained]
-        for (start, end), mask, words in ((turn.prompt, 0, "context token"), (turn.completion, trained, sampled)):
+        at = turn.completion[0]
+        forced = {at + i for start, end in turn.forced for i in range(max(start, 0), min(end, turn.completion_tokens))}
+        for (start, end), all_, words in ((turn.prompt, 0, "context token"), (turn.completion, trained, sampled)):
             for i in range(start, end):
+                mask, what = (0, "forced token") if i in forced else (all_, words)
                 value = s.logprobs[i]
                 if s.loss_mask[i] != mask:
-                    yield _failure("trained", f"{words} has loss mask {s.loss_mask[i]}", s, turn, i)
+                    yield _failure("trained", f"{what} has loss mask {s.loss_mask[i]}", s, turn, i)
                     break
                 if not (math.isfinite(value) and value <= 0.0 if mask else value == 0.0):
-                    yield _failure("trained", f"{words} has log probability {value}", s, turn, i)
+                    yield _failure("trained", f"{what} has log probability {value}", s, turn, i)
                     break
 
 

@@ -54,11 +54,12 @@ class LagLimit(msgspec.Struct, frozen=True):
 
 
 def count_versions(turns: Iterable[Turn], history: Sequence[Announced] = ()) -> VersionCounts:
-    """Count the versions that sampled the completions of turns. `history`: the announced versions, which tell the order of names."""
+    """Count the versions of the tokens that the policy chose in turns. `history`: the announced versions, which tell the order of names."""
     counts = Counter[str]()
     for turn in turns:
         for span in spans_of(turn):
-            counts[span.version] += span.end - span.start
+            forced = sum(max(0, min(end, span.end) - max(start, span.start)) for start, end in turn.forced)
+            counts[span.version] += span.end - span.start - forced
     mixed = counts.pop(MIXED, 0)
     oldest, newest = oldest_and_newest(counts, history)
     return VersionCounts(dict(counts), mixed, oldest, newest)

@@ -154,6 +154,18 @@ async def test_a_sampled_reply_without_log_probabilities_is_unscored(rig):
     assert outline["figures"] == {k: v for k, v in (await rig.exported("bare"))["figures"].items() if k != "drift"}
 
 
+async def test_tokens_that_a_budget_forced_are_unscored(rig):
+    rig.engine.replies.episodes = {"thinks": ["<think>\nOne two three four five.\n</think>\n\nDone."]}
+    await rig.say("s", [user("EPISODE:thinks")], thinking_token_budget=3)
+    (turn,) = await rig.store.turns("s")
+    described, response = await whole(rig, "s", turn.id)
+    assert [run["kind"] for run in described["runs"]] == ["prompt", "sampled", "unscored", "sampled"]
+    assert response["logprobs"].count(None) == turn.prompt_tokens + 1
+    outline = await rig.get(f"{V1}/sessions/s/outline")
+    assert outline["figures"] == {k: v for k, v in (await rig.exported("s"))["figures"].items() if k != "drift"}
+    assert outline["figures"]["untrainable_tokens"] == 1
+
+
 async def test_torn_records_are_reported(rig):
     await rig.say("s", [user("EPISODE:talk")])
     (turn,) = await rig.store.turns("s")

@@ -263,11 +263,19 @@ class Stack:
 
             self._model = SimpleNamespace(
                 capability=SimpleNamespace(
-                    level="exact", tokenizes=True, max_model_len=0, later_system=bool(later), logprobs="raw", images="", placeholder_ids=()
+                    level="exact",
+                    tokenizes=True,
+                    max_model_len=0,
+                    later_system=bool(later),
+                    logprobs="raw",
+                    images="",
+                    placeholder_ids=(),
+                    turn_ends=(),
                 ),
                 driver=Vllm(),
                 renderer=self.renderer,
                 stop_ids=stop_ids,
+                stops_by_itself=bool(stop_ids),
                 tails=Tails(template := LearnedTemplate(self.renderer, stop_ids)),
                 edited_histories=EditedHistories(template),
                 visible_replies=VisibleReplies(template),

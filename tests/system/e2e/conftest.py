@@ -198,6 +198,9 @@ ENGINES = {
     "scaled out": r"/test_completions_driver\.py",
     "processed log probabilities": r"\[processed_logprobs\]",
     "policy": r"/test_trl\.py",
+    "base model": r"/test_base_model\.py",
+    "budgets with a phrase": r"/test_forced\.py::.*a phrase",
+    "budgets with its own end": r"/test_forced\.py",
     "Qwen3": r"\[qwen3\]|-qwen3\]|\[qwen3-",
 }
 """Engine → the tests that use it and not the usual one. A mistake here costs a start."""

@@ -37,11 +37,18 @@ def test_harbor_accepts_them(shape):
         assert json.loads(read.model_dump_json(exclude_unset=True)) == trajectory
 
 
+def masks(sequence):
+    """The turn of each token of a sequence, and its mask."""
+    turns = [span.turn for span in sequence.turns for _ in range(span.prompt[0], span.completion[1])]
+    return zip(turns, sequence.loss_mask, strict=True)
+
+
 @pytest.mark.parametrize("shape", ROLLOUTS)
 def test_one_trajectory_is_one_sequence(shape):
     made = ROLLOUTS[shape]
     for row, sequence in zip(read_atif(written(made)), made.sequences, strict=True):
-        assert row == (sequence.token_ids, sequence.loss_mask, sequence.logprobs)
+        whole = [one if not turn.forced else 0 for turn, one in masks(sequence)]  # a step with forced ids is context
+        assert row == (sequence.token_ids, whole, [value * one for value, one in zip(sequence.logprobs, whole, strict=True)])
     assert [one["trajectory_id"] for one in trajectories(made)] == [s.id for s in made.sequences]
     assert {one["session_id"] for one in trajectories(made)} <= {made.session}
 

@@ -36,18 +36,23 @@ def test_a_reply_without_log_probabilities_is_context_in_the_response():
 
 
 @pytest.mark.parametrize(
-    ("finish", "means"),
+    ("finish", "stopped", "means"),
     [
-        ("stop", "stop"),
-        ("tool_calls", "stop"),
-        ("length", "length"),
-        ("abort", "abort"),
-        (None, "abort"),
-        ("content_filter", "abort"),
+        ("stop", True, "stop"),
+        ("stop", False, "stop"),
+        ("tool_calls", True, "stop"),
+        ("length", False, "length"),
+        ("length", True, "length"),  # with `ignore_eos`
+        ("abort", False, "abort"),
+        ("error", False, "abort"),
+        (None, False, "abort"),
+        ("repetition", False, "length"),  # vLLM, `repetition_detection`
+        ("content_filter", False, "length"),
+        ("of-a-later-version", True, "stop"),
     ],
 )
-def test_how_a_reply_ended(finish, means):
-    assert ending(Turn(id="t", call="t", match="root", finish_reason=finish)) == means
+def test_how_a_reply_ended(finish, stopped, means):
+    assert ending(Turn(id="t", call="t", match="root", finish_reason=finish, stopped=stopped)) == means
 
 
 def labels_of(name, made):

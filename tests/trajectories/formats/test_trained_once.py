@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.forest import grow
 from tests.core.settings import SOME
-from tests.trajectories.formats.readers import READERS, Trained, faults
+from tests.trajectories.formats.readers import READERS, Trained, faults, faults_of
 from tests.trajectories.rollouts import ROLLOUTS, SESSIONS, of_forest
 from tokencache.core import ids
 from tokencache.core.turn import rebuild_prefix
@@ -21,13 +21,18 @@ def as_received(name, made):
     return json.loads(msgspec.json.encode(FORMATS[name].write(made)))
 
 
+def chosen(turn, logprobs):
+    """The log probabilities of a turn, `None` for each token that was forced."""
+    return [None if any(start <= i < end for start, end in turn.forced) else value for i, value in enumerate(logprobs)]
+
+
 def ground_truth_of(records):
     lookup = {turn.id: (turn, records.tokens[turn.id]) for turn in records.turns}
     return [
         (
             ids.unpack(rebuild_prefix(lookup, turn.id).prompt),
             ids.unpack(records.tokens[turn.id].completion),
-            ids.unpack_logprobs(records.tokens[turn.id].logprobs),
+            chosen(turn, ids.unpack_logprobs(records.tokens[turn.id].logprobs)),
         )
         for turn in records.turns
     ]
@@ -40,7 +45,7 @@ def test_every_format_has_a_reader():
 @pytest.mark.parametrize("shape", SESSIONS)
 @pytest.mark.parametrize("name", READERS)
 def test_sessions_of_every_shape(name, shape):
-    assert faults(READERS[name](as_received(name, ROLLOUTS[shape])), ground_truth_of(SESSIONS[shape])) == []
+    assert faults_of(name, as_received(name, ROLLOUTS[shape]), ground_truth_of(SESSIONS[shape])) == []
 
 
 @SOME

@@ -76,7 +76,7 @@ class _Member(NamedTuple):
             **msgspec.to_builtins(self.summary),
             "sequence": line[0].id,
             "length": self.tokens,
-            "trainable": sum(turn.completion_tokens for turn in line if is_scored(turn)),
+            "trainable": sum(turn.chosen_tokens for turn in line if is_scored(turn)),
         }
 
     def place(self, token: int) -> dict[str, Any]:

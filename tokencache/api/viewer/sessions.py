@@ -204,7 +204,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
         sequences=len(found),
         tokens=sum(line[-1].prompt_tokens + line[-1].completion_tokens for line in found),
         sampled=sum(turn.completion_tokens for turn in turns),
-        trainable=sum(turn.completion_tokens for turn in turns if is_scored(turn)),
+        trainable=sum(turn.chosen_tokens for turn in turns if is_scored(turn)),
         versions=count_versions((turn for turn in turns if is_scored(turn)), announced),
     )
     return {
@@ -237,7 +237,7 @@ def _sequence(
         "tools": first.tools,
         "turns": len(line),
         "tokens": last.prompt_tokens + last.completion_tokens,
-        "trainable_tokens": sum(turn.completion_tokens for turn in line if is_scored(turn)),
+        "trainable_tokens": sum(turn.chosen_tokens for turn in line if is_scored(turn)),
         "reward": reward.sequences.get(first.id),
     }
 

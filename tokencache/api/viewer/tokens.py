@@ -9,7 +9,7 @@ tokens of one kind:
 `anchor`   a recognized reply with its exact ids in an edited context (`resplice`); here it is context too
 `tail`     the tokens between two replies: end of turn, new messages, generation prompt
 `sampled`  sampled by the policy in this sequence: mask 1
-`unscored` sampled too, but without log probabilities: mask 0
+`unscored` sampled too, but without log probabilities, or forced by a thinking budget: mask 0
 =========  ==========================================================================================================
 
 Texts come from the engine's `/detokenize`, which returns one text for all ids of a request. So the ids are sent with the stop id between
@@ -88,7 +88,8 @@ class SequenceLayout(msgspec.Struct, frozen=True):
             first, last = turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens
             if first < end and last > start and is_scored(turn):
                 low, high = max(first, start), min(last, end)
-                found[low - start : high - start] = ids.unpack_logprobs(self.packed_logprobs[turn.id])[low - first : high - first]
+                values = zip(ids.unpack_logprobs(self.packed_logprobs[turn.id]), turn.chosen_mask(), strict=True)
+                found[low - start : high - start] = [value if chosen else None for value, chosen in values][low - first : high - first]
         return found
 
 
@@ -113,8 +114,18 @@ def lay_out(line: Sequence[Turn], packed: bytes, tokens: Mapping[str, Tokens], t
             _add(runs, runs[-1].end, turn.prompt_tokens, "tail", turn.id)
         else:
             _add_first_prompt(runs, turn, packed, turns)
-        _add(runs, turn.prompt_tokens, turn.prompt_tokens + turn.completion_tokens, "sampled" if is_scored(turn) else "unscored", turn.id)
+        _add_completion(runs, turn)
     return SequenceLayout(tuple(line), packed, tuple(runs), {turn.id: tokens[turn.id].logprobs for turn in line if turn.id in tokens})
+
+
+def _add_completion(runs: list[Run], turn: Turn) -> None:
+    """Divide the completion of a turn into what the policy chose and what was forced."""
+    at, first = turn.prompt_tokens, turn.prompt_tokens
+    for start, end in turn.forced if is_scored(turn) else ():
+        _add(runs, at, first + start, "sampled", turn.id)
+        at = first + end
+        _add(runs, first + start, at, "unscored", turn.id)
+    _add(runs, at, first + turn.completion_tokens, "sampled" if is_scored(turn) else "unscored", turn.id)
 
 
 def _add_first_prompt(runs: list[Run], turn: Turn, packed: bytes, turns: Mapping[str, Turn]) -> None:

@@ -7,8 +7,9 @@ A request's members stay raw JSON, except for numbers in odd spellings, and the 
 `reply`        removes what the client did not ask for from a reply
 `vocabulary`   messages and sampling parameters
 `scalars`      numbers and truth values as the engine will read them
+`sampling`     decides which members of a request bend or replace the policy's choice
 `incremental`  parses only the new part of a body that begins like the session's last one
 `rendering`    what shapes the prompt besides the messages
 
-Other dialects have no `incremental` and `rendering`, because their requests pass through these two as chat requests.
+Other dialects have no `sampling`, `incremental` and `rendering`, because their requests pass through these three as chat requests.
 """

@@ -18,19 +18,13 @@ from tokencache.core.session import History
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
+from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
+from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
-
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "stop",
-    "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids",
-    "ignore_eos", "n", "tool_choice", "parallel_tool_calls",
-)  # fmt: skip
-"""Members that are recorded with the turn as its sampling parameters."""
 
 _EXTRAS = ("kv_transfer_params", "vllm_xargs")
 _EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix", gym.PREFIX)
@@ -89,8 +83,8 @@ class ChatCall(msgspec.Struct):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters in the request."""
-        return {name: value_of(self.fields[name]) for name in SAMPLING if name in self.fields}
+        """The members of the request that bend or replace the policy's choice (`chat.sampling`)."""
+        return recorded(self.fields)
 
     @property
     def messages(self) -> tuple[Message, ...]:

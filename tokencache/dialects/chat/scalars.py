@@ -91,6 +91,7 @@ _OPTIONS = _Kind(f"an object, and its {_USAGE!r} true or false", re.compile(rb'n
 
 _KINDS = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_k", "truncate_prompt_tokens"), _WHOLE),
+    "thinking_token_budget": _WHOLE,
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _COUNT),
     **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _NUMBER),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),

@@ -122,14 +122,12 @@ def _whole(fields: dict[str, Raw]) -> dict[str, Raw]:
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     """Return the members of a request for the engine, which always request ids, log probabilities and reasoning.
 
-    With `include_reasoning: false` vLLM would leave out the ids (0.26 and later). The request also asks for weight versions, unless vLLM
-    would refuse that (beam search, 0.33). Everything else stays as the harness sent it.
+    With `include_reasoning: false` vLLM would leave out the ids (0.26 and later). The request also asks for weight versions. Everything
+    else stays as the harness sent it.
     """
-    fields = {**call.fields, "return_token_ids": _TRUE}
+    fields = {**call.fields, "return_token_ids": _TRUE, "return_weight_versions": _TRUE}
     if call.shows_logprobs or not any(value_of(call.fields.get(name, _NULL)) for name in _NEED_LOGPROBS):
         fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
-    if bytes(fields.get("use_beam_search", _NULL)) != b"true":
-        fields["return_weight_versions"] = _TRUE
     return fields

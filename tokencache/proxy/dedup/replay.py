@@ -77,7 +77,7 @@ async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamRes
         call=with_request_id(exchange.headers, first.call)[REQUEST_ID],
         created=first.created,
         model=first.model,
-        choices=[WrittenChoice(turn.choice, turn.served, turn.finish_reason, turn.stop_reason) for turn in turns],
+        choices=[WrittenChoice(turn.choice, turn.served, turn.engine_reason or turn.finish_reason, turn.stop_reason) for turn in turns],
         prompt_tokens=prompt,
         completion_tokens=sum(turn.completion_tokens for turn in turns),
     )

@@ -6,7 +6,7 @@
 There is one trajectory for each sequence. All share `session_id`; `trajectory_id` is the id of the sequence. A step is a message of one
 side: `system`, `user`, or `agent`. Tool results are the observation of the step that called the tools. An agent step that was sampled in
 this sequence has `metrics` with `prompt_token_ids` (the whole prompt), `completion_token_ids` and `logprobs`. Do not train a step without
-`logprobs`.
+`logprobs`. A step within which ids were forced (`core.forced`) has none, because a step has no mask.
 
 An image is named by its file, `<sha256>.png`, as `tokencache media` writes it. The format has PNG, JPEG, GIF and WebP. Messages with other
 images are left out, and `wordless` names their turns.
@@ -136,7 +136,7 @@ def _sampled_step(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, 
         "completion_tokens": turn.completion_tokens,
         "prompt_token_ids": own.prompt,
         "completion_token_ids": own.completion,
-        **({"logprobs": own.logprobs} if own.logprobs else {}),
+        **({"logprobs": own.logprobs} if all(own.mask) and own.logprobs else {}),  # a step is trained as a whole
     }
     return {
         "timestamp": datetime.fromtimestamp(turn.created, UTC).isoformat(),

@@ -10,6 +10,7 @@ their place. Its tokens are available in any case.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,12 +45,24 @@ class SampledTokens(NamedTuple):
         prompt: all ids of the prompt. `added`: the ids at its end that are new in this turn.
         completion: the sampled ids.
         logprobs: one value for each id of `completion`; empty if nothing can be trained.
+        mask: 1 for each id of `completion` that is trained.
     """
 
     prompt: list[int]
     added: list[int]
     completion: list[int]
     logprobs: list[float]
+    mask: list[int]
+
+    def trained_parts(self) -> list[tuple[list[int], list[int], list[float]]]:
+        """Split the completion at ids that are not trained. Returns for each trained part all ids before it, its ids and their values."""
+        found, at = [], 0
+        for trained, run in groupby(self.mask):
+            end = at + len(list(run))
+            if trained:
+                found.append(([*self.prompt, *self.completion[:at]], self.completion[at:end], self.logprobs[at:end]))
+            at = end
+        return found
 
 
 def exchanges(sequence: TokenSequence, contexts: Mapping[str, Context]) -> list[TurnMessages]:
@@ -108,12 +121,13 @@ def _image_part(image: ImageReference) -> dict[str, Any]:
 def sampled(sequence: TokenSequence, span: SequenceTurn) -> SampledTokens:
     """Cut the tokens of a turn out of its sequence."""
     (start, end), (_, stop) = span.prompt, span.completion
-    trained = any(sequence.loss_mask[end:stop])
+    mask = sequence.loss_mask[end:stop]
     return SampledTokens(
         prompt=sequence.token_ids[:end],
         added=sequence.token_ids[start:end],
         completion=sequence.token_ids[end:stop],
-        logprobs=sequence.logprobs[end:stop] if trained else [],
+        logprobs=sequence.logprobs[end:stop] if any(mask) else [],
+        mask=mask,
     )
 
 

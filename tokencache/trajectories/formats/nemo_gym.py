@@ -13,6 +13,7 @@ these three members.
 NeMo RL walks the output and requires that the prompt of an item begins with all tokens before it
 (`_postprocess_nemo_gym_to_nemo_rl_result`). New tokens of the prompt get mask 0, the generation gets mask 1. So tokens that must not be
 trained get no item: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the next item.
+An answer within which ids were forced (`core.forced`) has an item for each part between them.
 NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. `reward` is that of the
 sequence, otherwise of the session. If none was given, it is missing, and the verifier adds it; a missing reward is not 0.
 
@@ -94,9 +95,12 @@ def _output(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str
     for place, exchange in enumerate(found):
         if place:
             items += _items(exchange.messages or (), exchange.turn.id)
-        answer = _answer(exchange.turn.served, exchange.turn.id)
-        answer[-1] |= _tokens(sequence, exchange)
-        items += answer
+        answer, tokens = _answer(exchange.turn.served, exchange.turn.id), _tokens(sequence, exchange)
+        while len(answer) < len(tokens):
+            answer.append(_text_item("", f"{exchange.turn.id}_{len(answer)}"))
+        wordless = len(answer) - len(tokens)
+        items += answer[:wordless]
+        items += ({**item, **own} for item, own in zip(answer[wordless:], tokens, strict=True))
     return items
 
 
@@ -104,16 +108,18 @@ def _messages(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[s
     messages: list[dict[str, Any]] = []
     for exchange in found:
         messages += (written for message in exchange.messages or () for written in _chats(message))
-        messages.append({**_chat(exchange.turn.served), **_tokens(sequence, exchange)})
+        *first, last = _tokens(sequence, exchange) or [{}]
+        messages += ({"role": "assistant", "content": "", **own} for own in first)
+        messages.append({**_chat(exchange.turn.served), **last})
     return messages
 
 
-def _tokens(sequence: TokenSequence, exchange: TurnMessages) -> dict[str, Any]:
-    """Return the members that make an item trainable; none if there is nothing to train."""
-    own = sampled(sequence, exchange.span)
-    if not own.logprobs:
-        return {}
-    return {"prompt_token_ids": own.prompt, "generation_token_ids": own.completion, "generation_log_probs": own.logprobs}
+def _tokens(sequence: TokenSequence, exchange: TurnMessages) -> list[dict[str, Any]]:
+    """Return the members that make items trainable, for each item; none if there is nothing to train."""
+    return [
+        {"prompt_token_ids": prompt, "generation_token_ids": completion, "generation_log_probs": logprobs}
+        for prompt, completion, logprobs in sampled(sequence, exchange.span).trained_parts()
+    ]
 
 
 def _items(messages: Iterable[Message], name: str) -> list[dict[str, Any]]:
@@ -150,13 +156,17 @@ def _answer(message: Message, name: str) -> list[dict[str, Any]]:
     if thought:
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [{"type": "summary_text", "text": thought}]})
     if spoken or not (items or message.calls):
-        text = {"type": "output_text", "text": spoken, "annotations": []}
-        items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": [text]})
+        items.append(_text_item(spoken, name))
     items += (
         {"type": "function_call", "id": call.id, "call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
         for call in message.calls
     )
     return items
+
+
+def _text_item(text: str, name: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed", "content": content}
 
 
 def _chats(message: Message) -> list[dict[str, Any]]:

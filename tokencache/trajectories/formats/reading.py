@@ -67,7 +67,7 @@ def _turn(span: TurnSpan) -> Turn:
     given = {name: getattr(span, name) for name in TurnSpan.__struct_fields__}
     members = {_RENAMED.get(name, name): value for name, value in given.items() if _RENAMED.get(name, name) in Turn.__struct_fields__}
     members |= {name: bytes.fromhex(given[name]) for name in _HASHES}
-    members |= {name: tuple(members[name]) for name in ("applied_rules", "anchors", "marks", "pieces")}
+    members |= {name: tuple(members[name]) for name in ("applied_rules", "anchors", "marks", "pieces", "forced")}
     served = Message("assistant", span.served.content, span.served.reasoning, tuple(span.served.tool_calls))
     request = span.request or TurnRequest()
     return Turn(**(members | {"served": served, "context_base": request.base, "context_shared": request.shared}))

@@ -38,6 +38,7 @@ TURN_LABELS = (
     "weight_versions",
     "version_source",
     "prompt_version",
+    "forced",
     "sampling",
     "replaced",
     "logprob_kind",
@@ -108,12 +109,18 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
     )
 
 
-def ending(turn: Turn) -> Ending:
-    """Return how a reply ended, as the engine itself would name it.
+_NORMAL = frozenset({"stop", "tool_calls", "function_call"})
+_ABORTED = frozenset({None, "abort", "error"})
 
-    A chat completion reports `tool_calls` where the engine stopped normally. Trainers that mask or penalize everything but `stop` (SkyRL's
-    `apply_overlong_filtering`) expect the engine's reason. Any other end that is neither normal nor `length` is an `abort`.
+
+def ending(turn: Turn) -> Ending:
+    """Return how a reply ended, in the engine's own words.
+
+    The recorded finish reason is `length` wherever the ids prove that the reply was cut (`engine.ending`). A chat completion reports
+    `tool_calls` where the engine stopped normally. Trainers that mask or penalize everything but `stop` (SkyRL's
+    `apply_overlong_filtering`) expect the engine's reason. A reply that was broken off has no reason, `abort` or `error`. The engine ended
+    a reply with any other reason (`repetition`, `content_filter`), and its last id shows whether that was where the model ended it.
     """
-    if turn.finish_reason == "length":
-        return "length"
-    return "stop" if turn.finish_reason in ("stop", "tool_calls", "function_call") else "abort"
+    if turn.finish_reason in _ABORTED:
+        return "abort"
+    return "stop" if turn.finish_reason in _NORMAL or (turn.stopped and turn.finish_reason != "length") else "length"

@@ -95,8 +95,8 @@ def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: in
     nodes[-1] |= {
         "sampled": True,
         "token_ids": [*own.added, *own.completion],
-        "mask": [False] * len(own.added) + [bool(own.logprobs)] * len(own.completion),
-        "logprobs": own.logprobs,
+        "mask": [False] * len(own.added) + [bool(one) for one in own.mask],
+        "logprobs": [value for value, trained in zip(own.logprobs, own.mask, strict=False) if trained],
     }
     return nodes
 

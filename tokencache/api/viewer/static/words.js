@@ -16,7 +16,7 @@ export const KINDS = {
   anchor: ["anchor", "a recognized reply in an edited context, with its exact tokens; mask 0"],
   tail: ["tail", "the tokens between two replies: end of turn, new messages, generation prompt; mask 0"],
   sampled: ["sampled", "sampled by the policy in this sequence; mask 1"],
-  unscored: ["sampled, unscored", "sampled, but without log probabilities; mask 0"],
+  unscored: ["sampled, unscored", "sampled without log probabilities, or forced by a thinking budget; mask 0"],
 };
 
 export const VERDICTS = {

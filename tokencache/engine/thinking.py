@@ -1,0 +1,108 @@
+"""Tests with which ids an engine ends a thought whose budget is used up (`thinking_token_budget`), and which ids begin one.
+
+No answer of vLLM names them: they follow from `--reasoning-parser` and `--reasoning-config` (0.32, `config/reasoning.py`). So the proxy
+lets the engine force them. It sends an exact prompt that ends with the openers of all known parsers, one after another, a budget, and a
+mask that allows a single id (`allowed_token_ids`). Whatever else the reply holds was forced, because vLLM forces after it masks. Two
+requests with different masks show it: an id that both replies have in the same place was in one mask at most. The place says how many
+tokens were counted, and so which opener began the thought.
+
+If an engine forces nothing, or if the place fits no opener, the ids are not known, and so it is not known which ids of a reply were forced.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tokencache.core import ids
+from tokencache.core.forced import ThinkingMarks
+from tokencache.dialects.json_io import value_of
+from tokencache.engine.reply import Reply
+from tokencache.engine.upstream import AskChat, EngineClient
+from tokencache.errors import NOT_NOW, EngineError
+
+BUDGET = "thinking_token_budget"
+_PAIRS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|channel>", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<ifm|think>", "</ifm|think>"),
+)
+"""What begins and ends a thought, by the reasoning parsers of vLLM 0.32 (`vllm/reasoning`, `vllm/parser`)."""
+_LONGEST_FORCED = 64
+"""Ids that an engine may force: `--reasoning-config` may put a sentence before the end of a thought."""
+_OK = 200
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:
+    """Return the thinking budget in a request's members (raw), in tokens; `None` if there is none (-1 sets no limit)."""
+    found = value_of(fields[BUDGET]) if BUDGET in fields else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
+
+
+async def find_thinking_marks(
+    ask: AskChat, client: EngineClient, model: str, plain: bytes, supply: Callable[[list[int]], dict[str, Any]]
+) -> ThinkingMarks | None:
+    """Find the ids around a thought; `None` if they cannot be proven.
+
+    Args:
+        ask: sends a chat request.
+        client: sends other requests.
+        model: the model's name.
+        plain: packed ids of any prompt.
+        supply: returns the members of a chat request whose prompt has the given ids.
+
+    Raises:
+        EngineError: the engine cannot be reached, or cannot answer now.
+    """
+    openers = [await _encoded(client, model, opener) for opener, _ in _PAIRS]
+    ends = [sum(map(len, openers[: n + 1])) for n in range(len(openers))]
+    added = [token for opener in openers for token in opener]
+    masks = sorted(set(ids.unpack(plain)) - set(added))
+    if len(masks) < 2 or not all(openers):  # noqa: PLR2004 - two masks
+        return None
+    body = {"model": model, **supply([*ids.unpack(plain), *added]), BUDGET: len(added) + 1, "ignore_eos": True, "return_token_ids": True}
+    body["max_tokens"] = length = len(added) + 2 + _LONGEST_FORCED
+    prompt = plain + ids.pack(added)
+    one, other = [await _sampled(ask, {**body, "allowed_token_ids": [mask]}, prompt) for mask in (masks[0], masks[-1])]
+    forced = [place for place, both in enumerate(zip(one, other, strict=False)) if both[0] == both[1]]
+    if not forced or len(one) != length or len(other) != length or forced[-1] - forced[0] + 1 != len(forced) or forced[-1] == length - 1:
+        return None
+    free = set(range(length)) - set(forced)
+    if any((one[place], other[place]) != (masks[0], masks[-1]) for place in free) or forced[0] - 1 not in ends:
+        return None
+    opener = ends.index(forced[0] - 1)
+    closer = await _encoded(client, model, _PAIRS[opener][1])
+    return ThinkingMarks(ids.pack(openers[opener]), ids.pack(closer), ids.pack(one[forced[0] : forced[-1] + 1])) if closer else None
+
+
+async def _encoded(client: EngineClient, model: str, text: str) -> list[int]:
+    """Return the ids of a text; none if the engine does not tokenize it."""
+    answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+    _check(answer.status, answer.body)
+    try:
+        return msgspec.json.decode(answer.body, type=_Tokenized).tokens
+    except ValueError:
+        return []
+
+
+async def _sampled(ask: AskChat, body: Mapping[str, Any], prompt: bytes) -> list[int]:
+    """Return the ids of the reply to a request with this exact prompt; none if the engine refuses it or used another prompt."""
+    answer = await ask(body)
+    _check(answer.status, answer.body)
+    reply = Reply()
+    if answer.status == _OK:
+        reply.add(answer.body)
+    return reply.choices[0].ids if 0 in reply.choices and reply.prompt.packed == prompt else []
+
+
+def _check(status: int, body: bytes) -> None:
+    if status in NOT_NOW:
+        raise EngineError(f"the engine answered {status}: {body[:300].decode(errors='replace')}", status=status)
