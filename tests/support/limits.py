@@ -48,6 +48,8 @@ class Limits:
 
     def pytest_sessionstart(self):
         if not self.is_worker:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that for what it starts in the background
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             _later(self.ends_at - time.monotonic() + 1, self._end_run)
 
     @pytest.hookimpl(wrapper=True)

@@ -15,6 +15,7 @@ if a worker dies, the connections in its queue are lost like those that it serve
 
 import asyncio
 import base64
+import contextlib
 import logging
 import os
 import pickle
@@ -22,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
@@ -214,12 +216,18 @@ def serve_as_worker(restarted: bool) -> None:
     Args:
         restarted: whether it replaces a process that died.
     """
-    with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
-        sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))
+    out = os.dup(1)
+    os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
+    sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))
 
 
-async def _serve_worker(out: TextIO, *, restarted: bool) -> int:
+def _tell(out: int, words: str) -> None:
+    """Write a line for the supervisor, unless it has ended because of another worker."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(out, f"{words}\n".encode())
+
+
+async def _serve_worker(out: int, *, restarted: bool) -> int:
     """Serve until the supervisor sends `stop`. Returns the exit code."""
     commands = asyncio.StreamReader(limit=_MAX_SETTINGS)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), os.fdopen(0, "rb", buffering=0))
@@ -232,9 +240,9 @@ async def _serve_worker(out: TextIO, *, restarted: bool) -> int:
     stop = StopSignal()
     obeying = asyncio.create_task(_obey(commands, stop))
     try:
-        await run(settings, stop, shared=True, ready=lambda: print("ready", file=out))
+        await run(settings, stop, shared=True, ready=partial(_tell, out, "ready"))
     except (OSError, StoreError, ValueError) as why:
-        print("failed", " ".join(str(why).split()), file=out)
+        _tell(out, f"failed {' '.join(str(why).split())}")
         return 1
     finally:
         obeying.cancel()

@@ -206,7 +206,7 @@ def nested():
             yield pytest.param(dialect, member, deep, marks=() if usual else pytest.mark.whole)
 
 
-@pytest.mark.parametrize(("dialect", "member", "deep"), nested())
+@pytest.mark.parametrize(("dialect", "member", "deep"), list(nested()))
 async def test_unlimited_nesting(target, dialect, member, deep):
     """A complete one and one that never ends, in every member that is parsed."""
     answer = await post(target, dialect, shape(dialect, more=member % DEEP[deep]))
