@@ -226,6 +226,13 @@ def chat_facts(call, held):
     return facts | sampled_facts(fields, call.sampling, held)
 
 
+def shown_text(message):
+    """The text of a message as a template of strings shows it: the names of tools that it refers to are a part of it."""
+    if not message.media:
+        return message.content or ""
+    return "\n".join(part if isinstance(part, str) else part["name"] for part in msgspec.json.decode(message.media))
+
+
 def conversation_facts(taken, held):
     call = taken.call
     if not taken.supplies_ids:
@@ -237,7 +244,7 @@ def conversation_facts(taken, held):
         ours = read_message(msgspec.json.decode(raw))
         role = "system" if theirs["role"] == "developer" else theirs["role"]
         facts[f"{index}.role"] = (ours.role, role)
-        facts[f"{index}.content"] = (ours.content or "", theirs["content"])
+        facts[f"{index}.content"] = (shown_text(ours), theirs["content"])
         if role == "assistant":
             facts[f"{index}.reasoning"] = (ours.reasoning or "", theirs.get("reasoning") or "")
             names = [call["function"]["name"] for call in theirs.get("tool_calls") or ()]

@@ -111,6 +111,8 @@ async def exchange(http, url, request, **headers):
         return answer.status, answer.reason, kept, masked(by_choice(raw) if "stream" in answer.content_type else raw)
 
 
+OWN_WORDS = ("no-body", "no-json", "no-messages", "hot", "text-hot")
+"""Requests that the proxy itself refuses within a session, with its own text."""
 WITHIN = [name for name in REQUESTS | STREAMED if (REQUESTS | STREAMED)[name][1] in (CHAT, TEXT) and "own-ids" not in name]
 
 
@@ -130,7 +132,7 @@ async def test_first_call_of_a_session_has_the_same_answer(proxied, name):
     if direct[0] == 200:
         assert through[3] == direct[3]
         assert sorted(through[2]) == sorted(direct[2])
-    elif name not in ("no-body", "no-json", "no-messages"):  # refused by the proxy itself, with its own text
+    elif name not in OWN_WORDS:
         assert through[3] == direct[3]
     else:
         assert through[3].startswith(b'{"error":{"message":')
@@ -156,12 +158,13 @@ async def test_refusals_leave_no_hole(proxied):
     """A refused call was never sampled: nothing is missing, even if the refusal is an event of a 200."""
     harness = proxied.harness("refused", stream=True, tools=TOOLS).say("EPISODE:agent please")
     await harness.turn()
-    for name in ("hot", "too-much", "refused-late"):
+    refused = ("too-much", "refused-late")
+    for name in refused:
         body = harness.body() | {key: value for key, value in REQUESTS[name][2].items() if key != "messages"}
         await exchange(proxied.http, proxied.url, ("POST", CHAT, body), **{SESSION_HEADER: "refused"})
     await harness.turn()
     exported = await trajectory(proxied, "refused")
     assert exported["complete"]
-    assert [incident["kind"] for incident in exported["incidents"]] == ["engine-refused"] * 3
+    assert [incident["kind"] for incident in exported["incidents"]] == ["engine-refused"] * len(refused)
     assert harness.contiguous == (1, 1)
     assert len(exported["sequences"]) == 1
