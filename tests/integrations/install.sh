@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS
 # Installs the packages that the tests of the integrations import: a minute and 1.2 GB the first time; does nothing
-# if these versions are already installed.
+# if these versions, and what pyproject.toml lists, are already installed.
 #
 # VENV_TRAINERS: verl and SkyRL, on the torch of VENV_VLLM. Without their dependencies, which include CUDA builds: only
 #     those that an import needs. Nothing is installed into VENV_VLLM.
@@ -15,7 +15,9 @@ agent_packages="harbor==0.25.0 verifiers==0.4.0"
 tests="pytest pytest-asyncio hypothesis openai"
 python=${PYTHON:-python3}
 
-installed() { [ -f "$1/.installed" ] && [ "$(cat "$1/.installed")" = "$2" ]; }
+listed=$(sha256sum <"$repository/pyproject.toml")
+
+installed() { [ -f "$1/.installed" ] && [ "$(cat "$1/.installed")" = "$2 $listed" ]; }
 
 if ! installed "$trainers" "$trainer_packages"; then
     "$vllm/bin/python" -m venv --without-pip "$trainers"
@@ -28,7 +30,7 @@ if ! installed "$trainers" "$trainer_packages"; then
         wadler-lindig cloudpathlib
     # shellcheck disable=SC2086
     "$uv" pip install -q --python "$trainers/bin/python" -e "$repository[testing]" $tests
-    echo "$trainer_packages" > "$trainers/.installed"
+    echo "$trainer_packages $listed" > "$trainers/.installed"
 fi
 
 if ! installed "$agents" "$agent_packages"; then
@@ -42,5 +44,5 @@ if ! installed "$agents" "$agent_packages"; then
     # shellcheck disable=SC2086
     "$uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
         -e "$repository[testing]" $agent_packages $tests
-    echo "$agent_packages" > "$agents/.installed"
+    echo "$agent_packages $listed" > "$agents/.installed"
 fi

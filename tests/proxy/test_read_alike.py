@@ -146,6 +146,14 @@ async def test_log_probabilities_are_requested_with_any_zero(value):
         assert (await rig.check())["complete"]
 
 
+@pytest.mark.parametrize("budget", ['"5"', "5.0", "true", "[]", '"x"'])
+async def test_a_thinking_budget_that_vllm_may_read_otherwise_is_refused(budget):
+    """vLLM 0.32 refuses these; an engine that read them as 5 would force ids that no record shows."""
+    async with proxied() as rig:
+        status, text = await sent(rig, f'{{{ASK}, "thinking_token_budget": {budget}}}')
+        assert (status, json.loads(text)["error"]["param"]) == (400, "thinking_token_budget")
+
+
 @pytest.mark.parametrize("options", ["NaN", "1e999", '{"a": NaN}', '{"a": "\\ud800"}', '{"include_usage": "off"}'])
 async def test_options_of_a_stream_that_cannot_be_read_are_refused(options):
     async with proxied() as rig:

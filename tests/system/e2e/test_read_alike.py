@@ -43,6 +43,7 @@ from tokencache.dialects.stream_usage import HiddenUsage
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.prefixes import can_be_named
+from tokencache.engine.thinking import BUDGET
 from tokencache.errors import HarnessError
 from tokencache.proxy.continuation import limits_of, reason_against, remaining_fields
 
@@ -161,7 +162,10 @@ def differences(taken, held):
 
 def sampled_facts(fields, recorded, held):
     """Members that are recorded, and those that a continuation of the reply reduces."""
-    facts = {f"sampling.{name}": (value, held.get(name)) for name, value in recorded.items() if value is not None and name != "tool_choice"}
+    as_held = {name: value for name, value in recorded.items() if value is not None and name not in AS_SENT}
+    facts = {f"sampling.{name}": (value, held.get(name)) for name, value in as_held.items()}
+    if recorded.get(BUDGET) == -1:  # no budget, for which vLLM holds null
+        facts[f"sampling.{BUDGET}"] = (None, held[BUDGET])
     if isinstance(stop := recorded.get("stop"), str) and stop[:1] == '"':  # a lone surrogate is recorded as it was written
         facts["sampling.stop"] = (json.loads(stop), held["stop"])
     if reason_against(fields) == "":
@@ -172,6 +176,16 @@ def sampled_facts(fields, recorded, held):
     return facts
 
 
+AS_SENT = {
+    "tool_choice",
+    "vllm_xargs",
+    "response_format",
+    "structured_outputs",
+    "repetition_detection",
+    "watermarking",
+    "logits_processors",
+}
+"""Objects and lists that are recorded as they were sent; vLLM holds them with their defaults."""
 LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")
 HARMLESS = {
     "n": [None, 1],
@@ -221,7 +235,7 @@ def chat_facts(call, held):
     unusable = held["echo"] or held["continue_final_message"] or held["truncate_prompt_tokens"] not in {None, -1}
     if unusable or not held["add_generation_prompt"]:
         facts["plain"] = (bool(call.plain), True)
-    if held["echo"] or held["use_beam_search"] or held["truncate_prompt_tokens"] is not None or not held["add_generation_prompt"]:
+    if held["echo"] or held["truncate_prompt_tokens"] is not None or not held["add_generation_prompt"]:
         facts["named"] = (can_be_named(call), False)
     return facts | sampled_facts(fields, call.sampling, held)
 

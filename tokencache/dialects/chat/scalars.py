@@ -5,7 +5,7 @@ https://docs.pydantic.dev/latest/concepts/conversion_table/, tried on vLLM 0.32)
 numbers, `0` and `"off"` are false. The proxy decides on these values, counts with them and records them. So it replaces a value that both
 sides clearly read alike by what it means, and refuses every other one:
 
-    whole numbers   `2.0`, and `"2"` where vLLM accepts text; not `true`, `" 2"`, `"1_0"`
+    whole numbers   `2.0`, and `"2"` where vLLM accepts them; not `true`, `" 2"`, `"1_0"`
     numbers         `"0.5"`; not `true`, NaN or infinities
     true, false     1 and 0, `1.0` and `0.0`; no text, which some of vLLM's checks take for true whatever it says
     lists of ids    no other values than whole numbers
@@ -38,6 +38,10 @@ def _whole(value: Any) -> int | None:
 def _count(value: Any) -> int | None:
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
+    return value if type(value) is int else None
+
+
+def _integer(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
@@ -83,6 +87,7 @@ class _Kind(NamedTuple):
 _INTEGERS = re.compile(rb"null|0|-?[1-9]\d{0,17}")
 _WHOLE = _Kind("a whole number", _INTEGERS, _whole)
 _COUNT = _Kind("a whole number", _INTEGERS, _count)
+_INTEGER = _Kind("a whole number", _INTEGERS, _integer)
 _NUMBER = _Kind("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number)
 _TRUTH = _Kind("true or false", re.compile(rb"null|true|false"), _truth)
 _IDS = _Kind("a list of token ids", re.compile(rb"null|\[\]"), _ids)
@@ -91,7 +96,7 @@ _OPTIONS = _Kind(f"an object, and its {_USAGE!r} true or false", re.compile(rb'n
 
 _KINDS = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_k", "truncate_prompt_tokens"), _WHOLE),
-    "thinking_token_budget": _WHOLE,
+    "thinking_token_budget": _INTEGER,
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _COUNT),
     **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _NUMBER),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),

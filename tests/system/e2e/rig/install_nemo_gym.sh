@@ -12,7 +12,9 @@ venv=$1
 stamp=$venv/.nemo-gym-version
 repository=$(cd "$(dirname "$0")/../../../.." && pwd)
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
+installed="$version $(sha256sum <"$repository/pyproject.toml")"
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$installed" ]; then exit 0; fi
 "${PYTHON:-python3}" -m venv "$venv"
 uv=$repository/tests/system/e2e/rig/uv.sh
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -38,4 +40,4 @@ PYTHON
     pytest pytest-asyncio hypothesis google-genai
 pip install -q --no-deps --no-compile --ignore-requires-python "$downloads"/nemo_gym-*.whl
 "$venv/bin/python" -c 'from importlib.metadata import version; print("nemo-gym", version("nemo-gym"))'
-echo "$version" > "$stamp"
+echo "$installed" > "$stamp"
