@@ -152,7 +152,7 @@ async def replies(count: int, *options: str) -> None:
 
 async def main() -> None:
     """Measure, with the default limit and, if the proxy has it, with 256 MiB."""
-    small = ("--max-held-bytes", str(2**28))
+    small = ("--request-memory", str(2**28))
     limits = [(), small] if "--old" not in sys.argv else [()]
     await idle(200, 400)
     await idle(400, 400)

@@ -248,11 +248,11 @@ class Settings(BaseSettings):
         False,
         description="Listen beyond loopback without an admin key. Everyone who reaches the port can then read and delete all rollouts.",
     )
-    max_held_bytes: Annotated[int, Shown("BYTES")] = Field(
+    request_memory: Annotated[int, Shown("BYTES")] = Field(
         0,
         ge=0,
         description="Most bytes that the requests of one worker may hold in memory: bodies, fetched media, replies that are read whole. "
-        "Further ones get 503. One tenant may hold half of it, one session at most 512 MiB. 0 means a quarter of the memory of the "
+        "Further ones get 503. One tenant may hold half of it, one session at most 512 MiB. 0 means an eighth of the memory of the "
         "machine or container, divided by the number of workers (docs/budgets.md).",
     )
     max_body: Annotated[int, Shown("BYTES")] = Field(

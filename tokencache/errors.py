@@ -81,7 +81,7 @@ class HarnessError(TokencacheError):
 
 
 class MemoryFullError(TokencacheError):
-    """The request would hold more memory than requests may (`held_bytes`). It may succeed later."""
+    """The request would hold more memory than requests may (`request_memory`). It may succeed later."""
 
     status = 503
     kind = "overloaded_error"

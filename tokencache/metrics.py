@@ -39,16 +39,16 @@ UNSAVED = Gauge(
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
-_HELD_BYTES = Gauge(
-    "tokencache_held_bytes",
+_REQUEST_MEMORY = Gauge(
+    "tokencache_request_memory_bytes",
     "Bytes in memory for requests now: incomplete heads, bodies, fetched media, and replies that are read whole.",
     ["what"],
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
-HELD_BYTES = {what: _HELD_BYTES.labels(what) for what in ("head", "body", "media", "reply")}
-HELD_REFUSED = Counter(
-    "tokencache_held_bytes_refused", "Requests refused because they would pass --max-held-bytes.", ["what"], registry=REGISTRY
+REQUEST_MEMORY = {what: _REQUEST_MEMORY.labels(what) for what in ("head", "body", "media", "reply")}
+REQUEST_MEMORY_REFUSED = Counter(
+    "tokencache_request_memory_refused", "Requests refused because they would pass --request-memory.", ["what"], registry=REGISTRY
 )
 OVERHEAD = Histogram(
     "tokencache_added_seconds",

@@ -12,9 +12,9 @@ from tests.images import image
 from tests.proxy.kit import HEADER, echo, proxied, results
 from tests.proxy.test_images import seeing, sha256, shown
 from tokencache.errors import HarnessError, MemoryFullError
-from tokencache.held_bytes import HeldBytes, Holding, Owner
 from tokencache.proxy import fetched_media
 from tokencache.proxy.fetched_media import FetchedMedia, is_public
+from tokencache.request_memory import Holding, Owner, RequestMemory
 
 PICTURE = base64.b64decode(image(1)["image_url"]["url"].partition(",")[2])
 
@@ -102,7 +102,7 @@ def anywhere(_address):
 
 async def written(media, session, body, *, most=2**26, held=None):
     """Write the images into a request, as the task that serves it does."""
-    return await media.written_in(session, body, Holding(held or HeldBytes(2**30)), most=most)
+    return await media.written_in(session, body, Holding(held or RequestMemory(2**30)), most=most)
 
 
 async def test_the_bytes_are_written_into_the_request_and_fetched_once(site):
@@ -247,9 +247,9 @@ async def test_the_images_of_a_request_have_a_limit_together(site, parts):
 
 async def test_images_are_fetched_within_the_memory_of_all_requests(site):
     site.content = bytes(1000)
-    held = HeldBytes(40_000)
+    held = RequestMemory(40_000)
     async with fetching(allows=anywhere) as media:
-        with pytest.raises(MemoryFullError, match="--max-held-bytes"):
+        with pytest.raises(MemoryFullError, match="--request-memory"):
             await written(media, "s", request(*(f"{site.url}/{n}.png" for n in range(64))), held=held)
         assert held.of(Owner()) <= held.share(Owner())
 

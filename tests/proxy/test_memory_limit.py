@@ -17,12 +17,12 @@ from tests.proxy.raw import read_message
 from tests.proxy.test_images import shown
 from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
-from tokencache.held_bytes import Holding, Owner
+from tokencache.request_memory import Holding, Owner
 from tokencache.testing import Fault, SimulatedEngine
 
 ROUTES = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/tokenize", "/v1beta/models/sim:generateContent"]
 BODY, MOST = 20_000, 100_000
-LIMITS = {"max_body": BODY, "max_held_bytes": MOST}
+LIMITS = {"max_body": BODY, "request_memory": MOST}
 
 
 class Stalled:
@@ -53,7 +53,7 @@ class Stalled:
 
 
 def shown_as_held():
-    return metrics.REGISTRY.get_sample_value("tokencache_held_bytes", {"what": "body"})
+    return metrics.REGISTRY.get_sample_value("tokencache_request_memory_bytes", {"what": "body"})
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +67,7 @@ async def limited(*args, **settings):
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_body_counts_as_long_as_it_is_after_decompression(path):
-    async with limited(max_body=2 * MOST, max_held_bytes=2 * MOST) as rig:
+    async with limited(max_body=2 * MOST, request_memory=2 * MOST) as rig:
         stalled = await Stalled(rig).send(BODY - 1, session="other")
         await until(lambda: rig.proxy.held.total)
         headers = {HEADER: "s", "Content-Encoding": "gzip"}
@@ -87,7 +87,7 @@ async def test_bodies_that_stop_hold_no_more_than_the_limit(path, chunked):
         answer = await late.answer()
         assert (" 503 " in answer.line, answer.of("Retry-After")) == (True, ["5"])
         error = json.loads(answer.body)["error"]
-        assert "--max-held-bytes" in error["message"]
+        assert "--request-memory" in error["message"]
         assert ("status" in error) == ("v1beta" in path), "the error has the form of its dialect"
         assert shown_as_held() - before == 5 * (BODY - 1)
         for one in [*held, late]:
@@ -163,7 +163,7 @@ async def test_a_reply_that_does_not_fit_is_missing_in_the_session_and_says_so(s
         async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
             said = await answer.json()
             assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
-        assert "--max-held-bytes" in said["error"]["message"]
+        assert "--request-memory" in said["error"]["message"]
         info = await rig.info()
         assert (info["complete"], [incident["kind"] for incident in info["incidents"]]) == (False, ["reply-not-read"])
         assert not info["open_calls"]
@@ -179,7 +179,7 @@ async def test_a_gathered_reply_that_does_not_fit_is_recorded_as_far_as_it_was_r
     engine = SimulatedEngine(episodes={"long": ["word " * 400]}, seed=7, derenders=True)
     async with limited(engine) as rig:
         status, said = await rig.post("s", messages=[user("EPISODE:long")])
-        assert (status, "--max-held-bytes" in said["error"]["message"]) == (503, True)
+        assert (status, "--request-memory" in said["error"]["message"]) == (503, True)
         info = await rig.info()
         assert not info["complete"]
         assert "reply-not-read" in [incident["kind"] for incident in info["incidents"]]

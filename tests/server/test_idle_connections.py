@@ -128,7 +128,7 @@ async def test_a_huge_head_ends(monkeypatch):
 
 
 async def test_all_incomplete_heads_together_have_a_limit():
-    async with proxied(max_body=1, max_held_bytes=4000) as rig, clients(rig) as connect:
+    async with proxied(max_body=1, request_memory=4000) as rig, clients(rig) as connect:
         half = HEALTH[:-2] + b"X-A: %s\r\n" % (b"b" * 900)
         held = [await connect(half), await connect(half)]
         await until(lambda: rig.proxy.held.total == 2 * len(half))

@@ -130,7 +130,7 @@ class IncidentKind(StrEnum):
         "reply-not-read",
         "the turn of this call",
         "the engine's reply was not read, because requests held as many bytes in memory as they may; the client got 503",
-        "Raise `--max-held-bytes`, or request streams, fewer choices or no top log probabilities ([budgets](budgets.md)).",
+        "Raise `--request-memory`, or request streams, fewer choices or no top log probabilities ([budgets](budgets.md)).",
     )
     UNRECORDED_ROUTE = (
         "unrecorded-route",

@@ -45,7 +45,6 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
-from tokencache.held_bytes import read_reply
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -59,6 +58,7 @@ from tokencache.proxy.planner import Plan, keys_wanted, media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
+from tokencache.request_memory import read_reply
 from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 log = logging.getLogger(__name__)

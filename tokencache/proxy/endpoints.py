@@ -46,7 +46,6 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.routes import SAMPLES_NOTHING
 from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
-from tokencache.held_bytes import Owner, holding_of
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.client_ids import require_prefix
@@ -61,6 +60,7 @@ from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
 from tokencache.proxy.session_settings import SettingsCache
 from tokencache.proxy.sessions import Origin
+from tokencache.request_memory import Owner, holding_of
 from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from tokencache.dialects import json_io
 from tokencache.dialects.chat.vocabulary import may_be_media
 from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError, TokencacheError
-from tokencache.held_bytes import Holding
+from tokencache.request_memory import Holding
 
 MOST_BYTES = 20 * 2**20
 """Largest content that is fetched."""

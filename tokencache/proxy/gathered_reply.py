@@ -16,8 +16,8 @@ from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
 from tokencache.engine.reply import Choice, Reply
-from tokencache.held_bytes import Holding
 from tokencache.proxy.continuation import events_of
+from tokencache.request_memory import Holding
 
 Raw = msgspec.Raw
 

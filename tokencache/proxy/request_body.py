@@ -4,7 +4,7 @@ A body is refused with an error message if it
 
 - arrives too slowly (408): each `PIECE` of it, or its end, must arrive within `PIECE_SECONDS`. It would keep memory and a socket endlessly.
   Only time spent waiting for the client counts, not time that an engine takes to read;
-- would hold more memory than requests may (503, `held_bytes`);
+- would hold more memory than requests may (503, `request_memory`);
 - is compressed in a way that `compressed_body` does not read (415), or damaged (400);
 - has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
   million messages take longer to parse than the longest history that fits a model;
@@ -21,8 +21,8 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError, MemoryFullError
-from tokencache.held_bytes import holding_of
 from tokencache.proxy.compressed_body import coding_of, decompressed
+from tokencache.request_memory import holding_of
 
 PIECE_SECONDS = 60.0
 PIECE = 960 * 1024

@@ -35,9 +35,9 @@ from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
-from tokencache.held_bytes import Holding, holding_of
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.recorder import ABORTED, BROKE
+from tokencache.request_memory import Holding, holding_of
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
-from tokencache.held_bytes import HELD, MEMORY_PART, HeldBytes, machine_memory
 from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
@@ -46,6 +45,7 @@ from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.response import keep_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
+from tokencache.request_memory import HELD, MEMORY_PART, RequestMemory, machine_memory
 from tokencache.server.routing import RequestRouter, send_errors
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import SECRET_BYTES, Store, StoreError
@@ -124,8 +124,8 @@ class Proxy:
             sources=sources,
             registered_only=settings.registered_only,
         )
-        memory = settings.max_held_bytes or machine_memory() // MEMORY_PART // settings.workers
-        self.held = HeldBytes(memory, least=settings.max_body)
+        memory = settings.request_memory or machine_memory() // MEMORY_PART // settings.workers
+        self.held = RequestMemory(memory, least=settings.max_body)
         self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
     @property

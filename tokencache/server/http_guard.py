@@ -5,7 +5,7 @@ heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This 
 
     an incomplete head       the connection is closed after `HEAD_SECONDS`; otherwise a byte a minute would hold a socket forever
     a huge head              the connection is closed after `HEAD_BYTES`: aiohttp limits only its lines and their number
-    many heads               incomplete ones are counted (`held_bytes`), and the connection is closed if its own does not fit
+    many heads               incomplete ones are counted (`request_memory`), and the connection is closed if its own does not fit
     no request               the connection is closed after `IDLE_SECONDS`
     not HTTP                 the response is a JSON error like every other; it is logged only at debug level
     an ambiguous head        refused: a version other than HTTP/1.0 and 1.1, a transfer coding other than chunked, two keys, two sessions
@@ -24,8 +24,8 @@ from multidict import CIMultiDictProxy
 
 from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError, MemoryFullError
-from tokencache.held_bytes import HELD, HeldBytes, Owner
 from tokencache.proxy.request_body import PIECE
+from tokencache.request_memory import HELD, Owner, RequestMemory
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class GuardedRunner(web.AppRunner):
 
 
 class _Server(web.Server):
-    held: HeldBytes
+    held: RequestMemory
 
     def __call__(self) -> web.RequestHandler:
         return GuardedConnection(self, loop=self._loop, **self._kwargs)

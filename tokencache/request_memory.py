@@ -4,8 +4,8 @@ A request takes bytes before it keeps them (`Holding.take`). It gives all of the
 would pass a limit is refused with 503. All requests together have a limit. A tenant has half of it, and a session without a tenant less:
 nobody's requests refuse those of all others.
 
-What a request holds is a few times as much as is counted: a body is parsed, and written again for the engine. So the default limit is a
-quarter of the memory.
+What a request holds is a few times as much as is counted: a body is parsed, and written again for the engine. So the default limit is an
+eighth of the memory.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from aiohttp import web
 from tokencache import metrics
 from tokencache.errors import MemoryFullError
 
-MEMORY_PART = 4
+MEMORY_PART = 8
 """The default limit is this part of the memory."""
 OWNER_PART = 2
 """One tenant or session may hold this part of the limit."""
@@ -36,7 +36,7 @@ class Owner(NamedTuple):
     is_tenant: bool = False
 
 
-class HeldBytes:
+class RequestMemory:
     """Counts the bytes that the requests of this process hold.
 
     Attributes:
@@ -71,13 +71,13 @@ class HeldBytes:
         held = self._checked(owner, what, size)
         self.total += size
         self._by_owner[owner] = held
-        metrics.HELD_BYTES[what].inc(size)
+        metrics.REQUEST_MEMORY[what].inc(size)
 
     def remove(self, owner: Owner, what: What, size: int) -> None:
         """Count bytes no more."""
         self.total -= size
         self._leave(owner, size)
-        metrics.HELD_BYTES[what].dec(size)
+        metrics.REQUEST_MEMORY[what].dec(size)
 
     def move(self, old: Owner, new: Owner, size: int) -> None:
         """Count bytes for another owner.
@@ -105,8 +105,8 @@ class HeldBytes:
 
 
 def _refused(what: What, why: str) -> MemoryFullError:
-    metrics.counter(metrics.HELD_REFUSED, what).inc()
-    return MemoryFullError(f"{why} in memory, as many as --max-held-bytes allows")
+    metrics.counter(metrics.REQUEST_MEMORY_REFUSED, what).inc()
+    return MemoryFullError(f"{why} in memory, as many as --request-memory allows")
 
 
 class Holding:
@@ -114,7 +114,7 @@ class Holding:
 
     __slots__ = ("_held", "_owner", "_sizes", "_tasks")
 
-    def __init__(self, held: HeldBytes) -> None:
+    def __init__(self, held: RequestMemory) -> None:
         self._held, self._owner, self._tasks = held, Owner(), 0
         self._sizes: dict[What, int] = {}
 
@@ -162,7 +162,7 @@ class Holding:
             self.give_all()
 
 
-HELD = web.AppKey("held", HeldBytes)
+HELD = web.AppKey("held", RequestMemory)
 """The count of an application."""
 _HOLDING = web.RequestKey("holding", Holding)
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencache import held_bytes, metrics
+from tokencache import metrics, request_memory
 from tokencache.errors import MemoryFullError
-from tokencache.held_bytes import HeldBytes, Holding, Owner, machine_memory
+from tokencache.request_memory import Holding, Owner, RequestMemory, machine_memory
 
 MOST = 100
 WHAT = ("body", "media", "reply")
@@ -25,7 +25,7 @@ STEPS = st.lists(
 
 
 def gauge():
-    return {what: metrics.REGISTRY.get_sample_value("tokencache_held_bytes", {"what": what}) for what in WHAT}
+    return {what: metrics.REGISTRY.get_sample_value("tokencache_request_memory_bytes", {"what": what}) for what in WHAT}
 
 
 class Request:
@@ -65,7 +65,7 @@ def wrong(held, requests, before):
 
 async def run(steps):
     """Run some requests, and end them all. Returns what was counted wrongly at some time."""
-    held, before = HeldBytes(MOST), gauge()
+    held, before = RequestMemory(MOST), gauge()
     requests = [Request(held) for _ in range(4)]
     found = []
     for step, number, what, size in steps:
@@ -100,13 +100,13 @@ def test_what_is_taken_is_given_back_whatever_ends_a_request(steps):
 def unlimited(held, owner, what, size):
     held.total += size
     held._by_owner[owner] = held.of(owner) + size
-    metrics.HELD_BYTES[what].inc(size)
+    metrics.REQUEST_MEMORY[what].inc(size)
 
 
 FAULTS = {
     "nothing is given back": (Holding, "_end", lambda *_: None),
-    "a move is forgotten": (HeldBytes, "move", lambda *_: None),
-    "there is no limit": (HeldBytes, "add", unlimited),
+    "a move is forgotten": (RequestMemory, "move", lambda *_: None),
+    "there is no limit": (RequestMemory, "add", unlimited),
 }
 
 
@@ -118,7 +118,7 @@ def test_the_check_finds_a_wrong_count(monkeypatch, fault):
 
 
 def test_one_owner_has_half_and_all_together_no_more_than_the_limit():
-    held = HeldBytes(MOST)
+    held = RequestMemory(MOST)
     first, second, third = Holding(held), Holding(held), Holding(held)
     first.belong_to(Owner("a", True))
     second.belong_to(Owner("a", True))
@@ -136,8 +136,8 @@ def test_one_owner_has_half_and_all_together_no_more_than_the_limit():
 
 
 def test_a_session_without_a_tenant_has_less(monkeypatch):
-    monkeypatch.setattr(held_bytes, "MOST_OF_SESSION", 20)
-    held = HeldBytes(MOST)
+    monkeypatch.setattr(request_memory, "MOST_OF_SESSION", 20)
+    held = RequestMemory(MOST)
     session, tenant = Holding(held), Holding(held)
     tenant.belong_to(Owner("a", True))
     tenant.take("body", 50)
@@ -146,7 +146,7 @@ def test_a_session_without_a_tenant_has_less(monkeypatch):
 
 
 def test_one_body_always_fits():
-    held = HeldBytes(10, least=64)
+    held = RequestMemory(10, least=64)
     Holding(held).take("body", 64)
 
 
