@@ -262,6 +262,13 @@ async def test_a_broken_image_is_the_engines_to_refuse_and_the_session_goes_on(r
     await rig.check()
 
 
+async def test_a_salt_that_is_no_text_is_the_engines_to_refuse(rig):
+    body = json.dumps({"model": "sim", "messages": [shown("EPISODE:talk", image(1))], "cache_salt": "SALT"}).encode()
+    headers = {HEADER: "s", "Content-Type": "application/json"}
+    async with rig.http.post(rig.url + CHAT, data=body.replace(b"SALT", b"\xff"), headers=headers) as answer:
+        assert answer.status == 400, await answer.text()
+
+
 async def test_an_image_by_url_is_relayed_and_says_why(rig):
     messages = [shown("EPISODE:see go", {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}})]
     messages.append(echo(await rig.say("s", messages)))

@@ -69,7 +69,7 @@ class EngineSender:
         target = target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
         if not outcome.call.media or media_reason(outcome.call, model):
             return target
-        salt = outcome.weights.salt.text or bytes(outcome.call.fields.get(SALT, b"")).decode()
+        salt = outcome.weights.salt.text or bytes(outcome.call.fields.get(SALT, b"")).decode(errors="backslashreplace")
         return target._replace(names=self._images.of_call(outcome.call, engine.upstream.url, salt))
 
     async def post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
