@@ -52,15 +52,15 @@ def forced_spans(prompt: bytes, completion: bytes, budget: int, marks: ThinkingM
 
 def _read(prompt: bytes, completion: bytes, budget: int, marks: ThinkingMarks, way: _Way) -> tuple[Span, ...] | None:
     """Read a completion in one way; `None` if other ids are where this way expects forced ones."""
-    n, at = ids.count(completion), 0
+    n, at, whole, first = ids.count(completion), 0, prompt + completion, ids.count(prompt)
     last = ids.find_last(prompt, marks.start)
-    begin = last + ids.count(marks.start) - ids.count(prompt) if last > ids.find_last(prompt, way.end) else None
+    begin = last + ids.count(marks.start) - first if last > ids.find_last(prompt, way.end) else None
     events = sorted([*((end, False) for end in _ends(completion, way.end)), *((end, True) for end in _ends(completion, marks.start))])
     spans: list[Span] = []
     for end, starts in [*events, (n + 1, False)]:
         due = None if begin is None else max(begin + budget, at)
         if due is not None and due < min(end, n):
-            length = _forced_length(prompt + ids.head(completion, due), ids.tail(completion, due), marks.forced, way)
+            length = _forced_length(whole, first + due, marks.forced, way)
             if length is None:
                 return None
             at, begin = due + length, None
@@ -74,18 +74,19 @@ def _read(prompt: bytes, completion: bytes, budget: int, marks: ThinkingMarks, w
     return tuple(spans)
 
 
-def _forced_length(before: bytes, after: bytes, forced: bytes, way: _Way) -> int | None:
-    """Return how many ids were forced at a place; `None` if there are others."""
+def _forced_length(whole: bytes, place: int, forced: bytes, way: _Way) -> int | None:
+    """Return how many ids were forced at a place of prompt and completion; `None` if there are others."""
+    cut = place * ids.ID_BYTES
+    before = whole[max(0, cut - len(forced)) : cut]
     begun = next((j for j in range(ids.count(forced) - 1, 0, -1) if before.endswith(ids.head(forced, j))), 0) if way.completes else 0
     rest = ids.tail(forced, begun)
-    there = after[: len(rest)]
+    there = whole[cut : cut + len(rest)]
     return ids.count(there) if rest.startswith(there) else None
 
 
 def _ends(completion: bytes, mark: bytes) -> list[int]:
     """Return the positions after each occurrence of a mark."""
-    found, at, size = [], 0, ids.count(mark)
-    while (place := ids.find(ids.tail(completion, at), mark)) >= 0:
-        at += place + 1
-        found.append(at + size - 1)
+    found, place, size = [], -1, ids.count(mark)
+    while (place := ids.find(completion, mark, place + 1)) >= 0:
+        found.append(place + size)
     return found

@@ -115,9 +115,9 @@ class Fragment:
         return longer
 
 
-def find(haystack: bytes, needle: bytes) -> int:
-    """Return the first position, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
-    at = haystack.find(needle)
+def find(haystack: bytes, needle: bytes, start: int = 0) -> int:
+    """Return the first position from `start` on, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
+    at = haystack.find(needle, start * ID_BYTES)
     while at != -1 and at % ID_BYTES:  # skip matches that are not aligned to tokens
         at = haystack.find(needle, at + 1)
     return at // ID_BYTES if at != -1 else -1

@@ -260,8 +260,9 @@ class Outcome(msgspec.Struct, kw_only=True):
         call, plan = self.call, prompt.plan
         completion = ids.pack(choice.ids)
         forced = self._forced(prompt, completion)
-        for start, end in forced or () if len(choice.logprobs) == len(choice.ids) else ():
-            choice.logprobs[start:end] = [0.0] * (end - start)
+        if forced and len(choice.logprobs) == len(choice.ids):
+            for start, end in forced:
+                choice.logprobs[start:end] = [0.0] * (end - start)
         logprobs = ids.pack_logprobs(choice.logprobs) if len(choice.logprobs) == len(choice.ids) else b""
         packed = prompt.ids + completion
         base, shared = self._base(prompt, prefixes)
