@@ -48,9 +48,27 @@ drift           where the spliced prompt differs from a plain rendering of the s
 dialect         a wire format of model calls: chat completions, Anthropic messages, Responses, Gemini
 engine          the server that samples tokens, usually vLLM
 driver          the code that probes, prompts and reads one kind of engine
-store           where sessions are recorded: Redis, or the memory of one process
+store           where sessions are recorded: the memory of one process, a file, or Redis
 ledger          the part of the proxy that starts, ends and records calls in the store
 replica         one of several proxies that share a store
+
+Packages, each of which imports only those after it:
+
+`cli`, `commands`, `demo`   the command line
+`testing`                   a simulated engine
+`server`, `config`          the application on a port, and its settings
+`api`                       the trainer's HTTP API, and the viewer
+`proxy`                     a call, from the request to the recorded turn
+`engine`                    what engines can do, prompts for them, and their replies
+`client`                    the trainer's Python client
+`adapters`, `batching`, `scoring`   start harnesses; make batches of trajectories; recompute log probabilities
+`trajectories`              from recorded turns to training data
+`dialects`, `store`         the wire formats of harnesses; where sessions are recorded
+`core`                      the rules of exactness: pure, without I/O
+`session_url`, `background`, `request_memory`   parts that several packages use
+`errors`, `metrics`, `logs`, `net`, `backoff`, `wakeup`   parts that all packages use
+
+Outside of this order: `integrations` run in trainers and agent frameworks, `vllm_plugin` in vLLM.
 """
 
 

@@ -2,6 +2,12 @@
 
 `openapi`       the table of all routes, and the OpenAPI document
 `routes`        handlers for sessions, turns, trajectories and keys
+`lifecycle`     handlers that create, label, reward, finish, seal and delete sessions
+`requests`      the bodies of their requests
+`listing`       lists sessions with filters, a page at a time
+`queue`         delivers finished sessions to consumers
+`media`         handlers for the images and other media of a session
+`weights`       handlers for the weights of the engines
 `engines`       handlers that add, drain and remove engines
 `viewer`        handlers and pages of the viewer
 `auth`          the check of the admin key

@@ -6,6 +6,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 `selection`   chooses the rows to train on, and reports every row that it drops
 `advantages`  compares the rewards of the sessions of a group
 `forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
+`forest_check` checks a prefix forest against its rows
 `experts`     loads the routed experts of a row as a numpy array (needs numpy)
 `media`       loads the images of a row (as images of Pillow, if that is installed), and processes them for a model
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)

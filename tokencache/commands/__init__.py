@@ -1,10 +1,18 @@
 """The commands that read from a running proxy, or from files that they exported.
 
 `sessions`   `tokencache sessions`: list sessions
+`lifecycle`  `tokencache create`, `finish`, `reward`, `label`, `seal`, `delete`
+`rewards`    reads a reward from a file
 `show`       `tokencache show`: print one session as a tree
 `export`     `tokencache export`: write many sessions into one file
+`convert`    `tokencache convert`: write a file of native rollouts in another format
+`media`      `tokencache media`: write the images of sessions to files
 `verify`     `tokencache verify`: check exported files or sessions
 `drift`      `tokencache drift`: report drift; `drift_plot` draws it
+`score`      `tokencache score`: the log probabilities of recorded sequences by any engine
+`audit`      `tokencache audit`: compare recorded log probabilities with an engine's
+`weights`    `tokencache weights`: show, set and replace the version of the weights
+`harness`    `tokencache run`, `env` and `harnesses`
 `files`      reads and writes files of rollouts: JSON lines or Parquet (`parquet`); both implement `sink`
 `console`    shared parts of the commands: options, error exits, texts for counts and sizes
 

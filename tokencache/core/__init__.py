@@ -10,6 +10,10 @@
 `match`         finds the recorded turn that a history continues
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call
+`media`         identifies images and other media by their content
+`expansion`     compact and expanded ids of a prompt with images
+`experts`       routed experts, one row for each token
+`weights`       policy versions, and what the trainer announced about the weights
 `forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
 `budget`        limits of a session

@@ -11,6 +11,7 @@ Each package has the same four modules: `routes` (routes, credentials, models), 
 
 `registry`           lists the dialects; finds the dialect and the API keys of a request
 `completion_reader`  parses chat completions and their chunks
+`stream_usage`       requests the usage of every stream, and hides it from clients that did not request it
 `json_io`            reads clients' JSON
 `sse`                server-sent events
 `thinking`           splits inline thinking from a reply's text

@@ -1,16 +1,23 @@
 """Connects to the engines: finds out what each can do, sends prompts, and reads replies.
 
 `upstream`         sends HTTP requests to one engine
+`routes`           the engine's routes that sample nothing
 `drivers`          all code that depends on the kind of engine
 `template`         renders conversations, and finds the tail after a history
 `probe`            tests what an engine can do; `logprob_kind` tests its log probabilities
 `thinking`         finds the ids with which an engine ends a thought whose budget is used up
+`images`           tests whether an engine accepts exact prompts with images; `image_support` describes how, `image_names` names images for it
+`prefixes`         names exact prompts by a hash, so that requests do not grow with the conversation
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
 `pool`             chooses the engine for a call
 `membership`       shares the list of engines between the replicas of the proxy
+`weight_updates`   replaces the weights of the engines; `announced_weights` follows what trainers announce about them
 `reply`            collects a reply; `prompt_echo` reads the prompt's ids in it; `long_values` cuts long values out of its JSON
 `ending`           decides how a reply ended, from its ids
+`figures`          decides what the figures of a reply prove about its ids
 `chunks`           splits a whole reply into the chunks of a stream
+`derender`         makes messages from token ids with vLLM's own parsers
+`generate`         speaks vLLM's routes for prompts with images
 `stream_protocol`  processes the events of a stream directly when they arrive
 """

@@ -1,4 +1,12 @@
 """Integrations: parts of tokencache that run inside another framework's process and import that framework.
 
 No other package imports them, so a framework is needed only by those who use its integration.
+
+`rollouts`   runs a harness in a session of its own; `rows` chooses the rows that a trainer gets
+`verl`       an agent loop for verl
+`skyrl`      a generator for SkyRL
+`trl`        rollouts, rewards and transfer of weights for TRL
+`verifiers`  an environment for verifiers, and so for prime-rl
+`harbor`     an agent and a plugin for Harbor
+`nemo_gym`   a model server for NeMo Gym
 """

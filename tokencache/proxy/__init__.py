@@ -3,20 +3,29 @@
 In the order of a call:
 
 `sessions`           finds the session that a request belongs to
+`session_settings`   caches the settings of sessions
 `harness_profile`    the rules that apply to each harness, and its model names
 `request_body`       reads a request's body within its limits
 `compressed_body`    decompresses it
+`fetched_media`      fetches the images that a request names by URL
+`media_record`       stores the bytes of a request's media
 `endpoints`          the routes within a session: model calls, token counts, lists of models
 `dedup`              deduplicates retries, so that each call is made once
 `call`               one model call as a state machine
+`call_states`        its states, and every legal transition between them
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back
+`kv_salt`            keeps the engine's prefix cache apart by policy version
 `partial_reply`      how much of an aborted reply the client received
 `engine_retry`       tries other engines, or waits for one
+`engine_sender`      writes the requests of a call and posts them
+`continuation`       continues a reply that an engine broke off
 `response`           sends the reply to the client
+`gathered_reply`     gathers a streamed reply for a client that requested a whole one
 `generated_replies`  writes replies without an engine: for a used-up budget, and for a prompt that is too long
 `recorder`           makes turns from a reply
+`policy_version`     finds out which policy version sampled each token
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails
 `passthrough`        forwards every other request byte for byte

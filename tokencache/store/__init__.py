@@ -3,10 +3,12 @@
 =============  =====================================================================================================
 `base`         the interface of a store, its values and its errors
 `memory`       for one process, and the reference for the others
+`memory_queue` the queue of finished sessions in the memory of a process
 `file`         for one machine: one SQLite file
 `redis`        for several replicas
 `pruning`      removes entries of the queue whose session has expired
 `encoding`     records and tokens as bytes
+`clock`        keeps the ages of sessions right if a clock is set
 `conformance`  checks that a store does what the interface promises; import it to test your own
 =============  =====================================================================================================
 

@@ -2,6 +2,19 @@
 
 `SimulatedEngine` serves vLLM's HTTP API with a real tokenizer and chat template. It returns the replies that a test defines, and records
 every prompt and completion id. Needs the extra `testing`.
+
+`engine`        the server: its routes, settings and state
+`chat_request`  reads and checks a request; `errors` are its refusals
+`prompt`        the ids of a prompt; `template` and `tokenizer` make them
+`replies`       which reply a call gets
+`completion`    generates a completion, from the prompt's ids to the last event; `generation` one reply step by step
+`parser`        parses a completion's text into a message; `derender` serves that as a route
+`wire`          the bodies of responses; `responses` sends them
+`faults`        faults that a test requests
+`ground_truth`  the true ids of every prompt and completion
+`images`, `prefixes`, `generate_route`  what the plugin and vLLM 0.32 add for images and prompts by hash
+`weights`, `dev_mode`, `metadata`  weights that change: what they do, the routes that replace them, and what replies report
+`harness`       a scripted agent, which changes the history that it sends back as real ones do
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ If no rule explains a difference, the echo is not recognized. `Rule` documents t
 
 Metrics count each rule that was needed. Every rule can be switched off (`Leniency.off`).
 
+`base`            what a rule is, the table of all rules, and which apply in a session
+`apply`           applies harness rules, and finds the rules that explain a changed call
+`truncated_json`  completes truncated JSON as some harnesses do
+
 To add a harness rule, add a `Rule` with its function to `harness.py`, and a row to `tests/core/test_rules.py`. Other packages add rules
 with `register`.
 """

@@ -1,1 +1,11 @@
-"""Contains a driver for each kind of engine; `base` defines what a driver does, `registry` lists the drivers."""
+"""Contains a driver for each kind of engine.
+
+`base`               defines what a driver does
+`registry`           lists the drivers, in the order in which `--engine auto` tries them
+`vllm`               vLLM: 0.27 and later without changes, older releases with the plugin
+`text_prompts`       a vLLM that accepts exact prompts only as text completions, and parses with `derender`
+`image_prompts`      exact prompts with images for a vLLM without the plugin
+`nemo_rl`            NeMo RL's vLLM worker
+`nemo_gym`           NeMo Gym's model server
+`parsed_completion`  makes a chat completion from the answer of a route that samples but does not parse
+"""

@@ -6,6 +6,7 @@
 `shapes`     defines the features of a conversation that its tail may depend on
 `tails`      finds the ids that follow a history, proven to be the end of a full rendering
 `edited`     finds the ids around recorded replies in a history that was edited
+`visible`    finds the part of each recorded reply that the template still shows
 `local`      makes small renderings in this process, with transformers
 `agreement`  compares renderers on sample conversations: chat completions, `/tokenize`, the local tokenizer
 

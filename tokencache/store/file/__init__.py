@@ -4,6 +4,7 @@
 `worker`       runs operations in a thread, several in one transaction
 `schema`       the tables
 `queue`        the queue of finished sessions
+`clock`        the clock that all processes share that use the file
 `store`        the store itself
 =============  =====================================================================================================
 
