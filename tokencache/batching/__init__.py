@@ -7,6 +7,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 `advantages`  compares the rewards of the sessions of a group
 `forest`      joins rows to a prefix forest: a shared prefix occurs once, and each sampled token has one owner
 `forest_check` checks a prefix forest against its rows
+`files`       reads files beside trajectories, from a directory or an object store
 `experts`     loads the routed experts of a row as a numpy array (needs numpy)
 `media`       loads the images of a row (as images of Pillow, if that is installed), and processes them for a model
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)

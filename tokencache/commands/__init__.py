@@ -13,6 +13,7 @@
 `audit`      `tokencache audit`: compare recorded log probabilities with an engine's
 `weights`    `tokencache weights`: show, set and replace the version of the weights
 `harness`    `tokencache run`, `env` and `harnesses`
+`rollouts`   reads rollouts for a command, from files or from sessions
 `files`      reads and writes files of rollouts: JSON lines or Parquet (`parquet`); both implement `sink`
 `console`    shared parts of the commands: options, error exits, texts for counts and sizes
 

@@ -19,7 +19,9 @@
 `budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer
 `drift`         where plain renderings differ from what was sent, and why
+`session`       a session's state, settings, labels and rewards
 `incidents`     the kinds of incidents
+`finish`        the reasons with which an engine ends a reply
 `reasons`       the reasons why a turn does not simply continue another
 `invariants`    checks what must always hold
 ==============  =====================================================================================================

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.trajectories.rollouts import ROLLOUTS, text, torn, turn_of
-from tokencache.core.turn import Turn
+from tokencache.core.finish import ending
 from tokencache.trajectories.formats.registry import FORMATS
-from tokencache.trajectories.formats.rows import ending, rows_of
+from tokencache.trajectories.formats.rows import rows_of
 
 ROWS = ("verl", "slime", "miles", "skyrl", "trl", "tinker")
 
@@ -52,7 +52,7 @@ def test_a_reply_without_log_probabilities_is_context_in_the_response():
     ],
 )
 def test_how_a_reply_ended(finish, stopped, means):
-    assert ending(Turn(id="t", call="t", match="root", finish_reason=finish, stopped=stopped)) == means
+    assert ending(finish, stopped=stopped) == means
 
 
 def labels_of(name, made):

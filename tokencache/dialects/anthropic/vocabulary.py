@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from tokencache.core.finish import FinishReason
 from tokencache.dialects import json_io
 from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, dotted
@@ -162,7 +163,17 @@ def _image_url(block: dict[str, Any], at: Position) -> str:
     raise wrong((at, "type"), f"images of type {shown(source.get('type'))} are not supported here; 'base64' and 'url' are")
 
 
-_FINISHED = {"length": "max_tokens", "content_filter": "refusal"}
+FINISHED: dict[str, str | None] = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.FUNCTION_CALL: "tool_use",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.REPETITION: None,
+    FinishReason.CONTENT_FILTER: "refusal",
+    FinishReason.ABORT: None,
+    FinishReason.ERROR: None,
+}
+"""Anthropic's stop reason for each finish reason, as in vLLM 0.32; `None` if its API has none."""
 
 
 def usage_of(usage: Usage) -> dict[str, int]:
@@ -178,15 +189,14 @@ def usage_of(usage: Usage) -> dict[str, int]:
 def ending(finish: str | None, stop: int | str | None, last: str | None) -> dict[str, Any]:
     """Return the members with the stop reason, as vLLM 0.32 does; `last` are the arguments of the last call.
 
-    A call that a stop string cut short must not run, so the stop string is then the reason. For ends that Anthropic's API does not know
-    (`abort`, `error`) the reason is null.
+    A call that a stop string cut short must not run, so the stop string is then the reason.
     """
-    reason, sequence = _FINISHED.get(finish or ""), None
-    if finish in {"stop", "tool_calls"}:
+    reason, sequence = FINISHED.get(finish or ""), None
+    if reason in {"end_turn", "tool_use"}:
         if isinstance(stop, str) and (last is None or not is_json(last)):
             reason, sequence = "stop_sequence", stop
-        else:
-            reason = "tool_use" if last is not None or finish == "tool_calls" else "end_turn"
+        elif last is not None:
+            reason = "tool_use"
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 

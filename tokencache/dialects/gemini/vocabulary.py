@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.finish import FinishReason
 from tokencache.dialects import json_io
 from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, bracketed
@@ -153,7 +154,17 @@ def snake(name: str) -> str:
 
 
 Raw = msgspec.Raw
-_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS", "content_filter": "SAFETY"}
+FINISHED: dict[str, str] = {
+    FinishReason.STOP: "STOP",
+    FinishReason.TOOL_CALLS: "STOP",
+    FinishReason.FUNCTION_CALL: "STOP",
+    FinishReason.LENGTH: "MAX_TOKENS",
+    FinishReason.REPETITION: "OTHER",
+    FinishReason.CONTENT_FILTER: "SAFETY",
+    FinishReason.ABORT: "OTHER",
+    FinishReason.ERROR: "OTHER",
+}
+"""Gemini's reason for each finish reason (google-genai, `types.FinishReason`)."""
 _STATUSES = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -173,7 +184,7 @@ _SERVER_ERROR = 500
 
 def finish_reason_of(reason: str | None) -> str:
     """Return Gemini's reason for the end of a reply; `OTHER` if it has none."""
-    return _REASONS.get(reason or "", "OTHER")
+    return FINISHED.get(reason or "", "OTHER")
 
 
 def error_of(status: int, message: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.finish import FinishReason
 from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage, text_piece
 from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, FreeformInput, ToolName, item_id
@@ -240,8 +241,18 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": None}
-"""Finish reasons of incomplete replies, and OpenAI's reason for each; OpenAI has none for an engine's abort."""
+FINISHED: dict[str, tuple[str, str | None]] = {
+    FinishReason.STOP: ("completed", None),
+    FinishReason.TOOL_CALLS: ("completed", None),
+    FinishReason.FUNCTION_CALL: ("completed", None),
+    FinishReason.LENGTH: ("incomplete", "max_output_tokens"),
+    FinishReason.REPETITION: ("completed", None),
+    FinishReason.CONTENT_FILTER: ("incomplete", "content_filter"),
+    FinishReason.ABORT: ("incomplete", None),
+    FinishReason.ERROR: ("incomplete", None),
+}
+"""The status of a response for each finish reason, and OpenAI's reason if it is incomplete (none for what an engine broke off)."""
+_COMPLETED = ("completed", None)
 _ITEM_TYPES = {b"content": MessageItem, b"reasoning": ReasoningItem}
 _UNREADABLE = CompletionChunk(error={"message": "the engine sent what cannot be read"})
 
@@ -282,6 +293,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         self._open: OutputItem | None = None
         self._calls: dict[int, OutputItem] = {}
         self._finish: str | None = None
+        self._cause: str | None = None
         self._usage: Usage | None = None
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
@@ -359,7 +371,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
                 self._begin(MessageItem)
             if reply.tokens:
                 self._items[-1].tokens = reply.tokens
-            self._close("incomplete" if self._finish in _INCOMPLETE else "completed")
+            self._close(FINISHED.get(choice.finish_reason, _COMPLETED)[0])
 
     def _ends_in_doubt(self) -> bool:
         """Whether the only item is a closed block of thinking whose id does not show its end."""
@@ -396,7 +408,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         if self._finish is None:
             self._fail("the engine's reply ended before it was finished")
             return
-        self._status = "incomplete" if self._finish in _INCOMPLETE else "completed"
+        self._status, self._cause = FINISHED.get(self._finish, _COMPLETED)
         self._events.add(self._status, response=self._response())
 
     def _fail(self, message: str) -> None:
@@ -417,7 +429,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
             "created_at": self._created or 0,
             "status": self._status,
             "error": self._error,
-            "incomplete_details": {"reason": _INCOMPLETE[self._finish or ""]} if incomplete else None,
+            "incomplete_details": {"reason": self._cause} if incomplete else None,
             "model": self._model,
             "output": [item.shown() for item in self._items] if output is None else output,
             "usage": _usage_of(self._usage) if self._usage is not None else None,

@@ -10,6 +10,11 @@
 
 Each check gets an open store and raises `AssertionError` if the store breaks a promise. It works in sessions of its own, so a store in
 use is not disturbed. `check_replicas` gets two stores over one database. No test framework is needed.
+
+`sessions`, `lifecycle`, `listing`, `deletion`   sessions, from their creation to their end
+`lookup`, `duplicates`, `concurrency`            calls and turns: found again, written once, by several writers
+`queue`, `media`                                 the queue of finished sessions; images
+`support`                                        builds the records that the checks write
 """
 
 from collections.abc import Awaitable, Callable

@@ -3,6 +3,7 @@
 =============  =====================================================================================================
 `worker`       runs operations in a thread, several in one transaction
 `schema`       the tables
+`operations`   makes methods of functions on a database; they run in a worker's thread
 `queue`        the queue of finished sessions
 `clock`        the clock that all processes share that use the file
 `store`        the store itself

@@ -8,16 +8,14 @@ Facts for which a trainer has no field are exported as *labels* under the single
 field of the trainer. A reward that was not given is absent or `None`, never 0.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from tokencache.core.finish import Ending, ending
 from tokencache.core.lineage import TokenSequence
-from tokencache.core.turn import Turn
 from tokencache.trajectories.formats.native import incident_object, labels_object, outline_object, reward_object, span_object
 from tokencache.trajectories.rollout import Rollout
-
-Ending = Literal["stop", "length", "abort"]
 
 TURN_LABELS = (
     "turn",
@@ -87,7 +85,7 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
 
 def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
     ids = sequence.token_ids
-    at = sequence.response_start
+    at, last = sequence.response_start, sequence.turns[-1].turn
     turns = (span_object(span, rollout.reward) for span in sequence.turns)
     return Row(
         sequence=sequence,
@@ -95,7 +93,7 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
         response_ids=ids[at:],
         response_mask=sequence.loss_mask[at:],
         response_logprobs=sequence.logprobs[at:],
-        ending="length" if sequence.overlong == "cut" else ending(sequence.turns[-1].turn),
+        ending="length" if sequence.overlong == "cut" else ending(last.finish_reason, stopped=last.stopped),
         reward=rollout.sequence_reward(sequence),
         labels={
             "session": rollout.session,
@@ -107,20 +105,3 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
             "turns": [{name: turn[name] for name in TURN_LABELS} for turn in turns],
         },
     )
-
-
-_NORMAL = frozenset({"stop", "tool_calls", "function_call"})
-_ABORTED = frozenset({None, "abort", "error"})
-
-
-def ending(turn: Turn) -> Ending:
-    """Return how a reply ended, in the engine's own words.
-
-    The recorded finish reason is `length` wherever the ids prove that the reply was cut (`engine.ending`). A chat completion reports
-    `tool_calls` where the engine stopped normally. Trainers that mask or penalize everything but `stop` (SkyRL's
-    `apply_overlong_filtering`) expect the engine's reason. A reply that was broken off has no reason, `abort` or `error`. The engine ended
-    a reply with any other reason (`repetition`, `content_filter`), and its last id shows whether that was where the model ended it.
-    """
-    if turn.finish_reason in _ABORTED:
-        return "abort"
-    return "stop" if turn.finish_reason in _NORMAL or (turn.stopped and turn.finish_reason != "length") else "length"

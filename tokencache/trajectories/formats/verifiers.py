@@ -24,6 +24,7 @@ Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph
 from collections.abc import Iterable
 from typing import Any
 
+from tokencache.core.finish import FinishReason
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
@@ -35,8 +36,17 @@ from tokencache.trajectories.rollout import Rollout
 
 _IMAGE = 1
 """The type of an image's tokens (verifiers, `Branch.mm_token_type_ids`)."""
-_FINISHED = frozenset({"stop", "length", "tool_calls"})
-"""Finish reasons that verifiers knows. Any other is written as `null`."""
+FINISHED: dict[str, str | None] = {
+    FinishReason.STOP: "stop",
+    FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.FUNCTION_CALL: None,
+    FinishReason.LENGTH: "length",
+    FinishReason.REPETITION: None,
+    FinishReason.CONTENT_FILTER: None,
+    FinishReason.ABORT: None,
+    FinishReason.ERROR: None,
+}
+"""Finish reasons as verifiers writes them: it knows three of them, and `None`."""
 
 
 def verifiers(rollout: Rollout) -> dict[str, Any]:
@@ -116,7 +126,7 @@ def _call(turn: Turn, node: int) -> dict[str, Any]:
         "node": node,
         "model": turn.model,
         "sampling": turn.sampling,
-        "finish_reason": turn.finish_reason if turn.finish_reason in _FINISHED else None,
+        "finish_reason": FINISHED.get(turn.finish_reason or ""),
         "usage": {"prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.completion_tokens},
         "time": {"start": turn.created, "end": turn.created + turn.seconds},
     }

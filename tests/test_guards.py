@@ -1,0 +1,121 @@
+"""Guards of the structure: what was won is not lost without notice.
+
+Each limit is today's figure. A change that lowers a figure lowers its limit; none is raised without a reason in its commit.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import tokencache
+from bench.call_path import measured
+from tests.support.syntax import parse
+from tokencache.core.finish import FinishReason, ending
+from tokencache.core.turn import Turn
+from tokencache.dialects.anthropic import vocabulary as anthropic
+from tokencache.dialects.gemini import vocabulary as gemini
+from tokencache.dialects.responses import reply as responses
+from tokencache.trajectories.formats import slime, verifiers
+from tokencache.trajectories.formats.native import turn_object
+from tokencache.trajectories.rollout import Reward
+
+PACKAGE = Path(tokencache.__file__).parent
+
+# --- The path of a call.
+
+WARM = {"product files": 72, "modules of proxy/": 16, "moves": 360, "frames above": 17}
+STREAMED = {"product files": 75, "modules of proxy/": 16, "moves": 560, "frames above": 17}  # moves depend on how the chunks arrive
+
+
+@pytest.mark.parametrize(("stream", "limits"), [(False, WARM), (True, STREAMED)], ids=["whole", "stream"])
+async def test_the_path_of_a_call_gets_no_longer(stream, limits):
+    figures = (await measured(stream=stream)).figures()
+    assert {name: figure for name, figure in figures.items() if figure > limits[name]} == {}
+
+
+# --- Classes.
+
+LINES, LINES_OF_A_CALL = 400, 300
+LARGER = {  # lines of the classes above their limit
+    "proxy/call.py CallAttempt": 768,
+    "proxy/planner.py _Planning": 421,
+    "proxy/recorder.py Outcome": 357,
+    "proxy/endpoints.py Endpoints": 349,
+    "proxy/ledger.py Ledger": 312,
+    "store/file/store.py FileStore": 513,
+    "store/redis/store.py RedisStore": 416,
+    "testing/engine.py SimulatedEngine": 401,
+}
+
+
+def sizes(name, source):
+    return {f"{name} {node.name}": node.end_lineno - node.lineno + 1 for node in ast.walk(parse(source)) if isinstance(node, ast.ClassDef)}
+
+
+def too_large(found):
+    """The classes above their limit; and those that got smaller, whose limit must follow."""
+    limits = {one: LARGER.get(one, LINES_OF_A_CALL if one.startswith("proxy/") else LINES) for one in found | LARGER}
+    larger = {one: size for one, size in found.items() if size > limits[one]}
+    return larger, {one: found.get(one, 0) for one, limit in LARGER.items() if found.get(one, 0) < limit}
+
+
+def test_no_class_grows_beyond_its_limit():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        found |= sizes(path.relative_to(PACKAGE).as_posix(), path.read_text())
+    assert too_large(found) == ({}, {})
+
+
+def test_a_large_class_is_found():
+    large = sizes("proxy/new.py", "class Large:\n" + "    x = 1\n" * LINES_OF_A_CALL)
+    assert too_large(LARGER | large) == ({"proxy/new.py Large": LINES_OF_A_CALL + 1}, {})
+    assert too_large(LARGER | {"proxy/call.py CallAttempt": 299}) == ({}, {"proxy/call.py CallAttempt": 299})
+
+
+# --- Modules.
+
+
+def unnamed(package, text):
+    """The modules and packages in a folder that the text of its `__init__` does not name."""
+    packages = [path.name for path in package.iterdir() if (path / "__init__.py").exists()]
+    return [
+        name
+        for name in [*packages, *(path.stem for path in package.glob("*.py"))]
+        if name != "__init__" and not re.search(rf"`{name}/?`", text)
+    ]
+
+
+@pytest.mark.parametrize("init", sorted(PACKAGE.rglob("__init__.py")), ids=lambda init: init.parent.relative_to(PACKAGE).as_posix())
+def test_each_package_names_its_modules(init):
+    assert unnamed(init.parent, init.read_text()) == []
+
+
+def test_a_module_without_a_name_is_found():
+    text = (PACKAGE / "store/__init__.py").read_text()
+    assert unnamed(PACKAGE / "store", text.replace("`memory_queue`", "")) == ["memory_queue"]
+
+
+# --- A fact that several modules must know.
+
+INTERNAL = {  # fields of a turn that no export has: how its tokens and messages are stored, and how echoes are judged
+    "base", "shared", "position_key", "judged", "foreign", "before", "handle", "cuts", "stopped", "context_base", "context_shared", "media",
+}  # fmt: skip
+EXPORTED_AS = {"id": "turn", "applied_rules": "forgiven", "versions": "weight_versions"}
+
+
+def test_each_field_of_a_turn_is_exported_or_internal():
+    exported = turn_object(Turn(id="t", call="c", match="root"), Reward())
+    fields = {EXPORTED_AS.get(name, name) for name in Turn.__struct_fields__}
+    assert fields - set(exported) == INTERNAL
+
+
+@pytest.mark.parametrize("table", [anthropic.FINISHED, gemini.FINISHED, responses.FINISHED, verifiers.FINISHED])
+def test_each_finish_reason_is_written(table):
+    assert set(table) == set(FinishReason)
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_each_finish_reason_has_an_end(reason):
+    assert slime.STATUS[ending(reason, stopped=True)] in {"completed", "truncated", "aborted"}
