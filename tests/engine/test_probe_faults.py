@@ -210,7 +210,7 @@ async def _more(intermediary, count):
 async def test_a_call_survives_an_engine_that_dies_while_it_is_probed_again(monkeypatch):
     """Its process is being ended: it resets the call, then the probe, and the call that is made again. Then another process is there."""
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 60.0)
-    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.01)
     calls = []
 
     def dying(count, path):

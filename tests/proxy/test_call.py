@@ -10,8 +10,9 @@ from tests.support.waiting import PATIENCE
 from tokencache.core.budget import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
-from tokencache.proxy.call import CallAttempt, CallRequest, Services
+from tokencache.proxy.call import CallAttempt, CallRequest
 from tokencache.proxy.call_states import DEFERRED, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
+from tokencache.proxy.dispatch import Services
 from tokencache.proxy.response import Exchange, Response
 from tokencache.store.base import BeginResult
 

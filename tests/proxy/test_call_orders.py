@@ -181,7 +181,7 @@ async def random_orders(monkeypatch, linger: float, *, all_end: bool = True) -> 
         trace.transitions[call.id].append((before, event, call.state))
 
     monkeypatch.setattr(CallAttempt, "_advance", traced)
-    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.005)
+    monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.005)
     monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.02)
     store = WatchedStore(trace, random.Random(linger))
     engine = SimulatedEngine(episodes=EPISODES, token_delay=0.001)

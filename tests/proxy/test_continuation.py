@@ -21,8 +21,8 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("tokencache.proxy.engine_retry.LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("tokencache.proxy.dispatch.LONGEST_PAUSE", 0.02)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ async def test_where_it_does_not_the_user_is_reminded():
 
 async def test_a_call_that_waits_for_its_engine_is_rendered_as_the_template_accepts_it(monkeypatch):
     """What is known of an engine that is away still holds."""
-    monkeypatch.setattr("tokencache.proxy.engine_retry.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.01)
     engine = SystemFirst(episodes={"talk": [f"<think>\nhm\n</think>\n\nNumber {n}." for n in range(4)]}, seed=3)
     async with proxied(engine, hold=30) as rig:
         history = [*FIRST, await ask(rig, FIRST), REMINDER, {"role": "user", "content": "and?"}]

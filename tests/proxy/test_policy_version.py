@@ -8,7 +8,7 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, proxied, results, user
 from tests.support.waiting import until
 from tokencache.core.weights import MIXED
-from tokencache.proxy import engine_retry
+from tokencache.proxy import dispatch
 from tokencache.store.base import StoreError
 from tokencache.testing import SimulatedEngine
 
@@ -18,7 +18,7 @@ WEIGHTS = "/tokencache/v1/weights"
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(dispatch, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 

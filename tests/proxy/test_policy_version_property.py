@@ -16,7 +16,7 @@ from tests.proxy.test_several_engines import Fleet, serving
 from tests.support.pairwise import seeds
 from tokencache.core import ids
 from tokencache.core.weights import MIXED
-from tokencache.proxy import engine_retry
+from tokencache.proxy import dispatch
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.ground_truth import GroundTruthEntry
@@ -29,8 +29,8 @@ SEEDS = seeds(4, 12)
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.005)
-    monkeypatch.setattr(engine_retry, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(dispatch, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(dispatch, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 

@@ -14,7 +14,7 @@ from tests.support.waiting import until
 from tokencache import cli
 from tokencache.config import Settings, names_in
 from tokencache.engine.pool import preference
-from tokencache.proxy import engine_retry
+from tokencache.proxy import dispatch
 from tokencache.testing import SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -61,8 +61,8 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(engine_retry, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(dispatch, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(dispatch, "LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
 
 

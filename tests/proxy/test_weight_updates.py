@@ -8,7 +8,7 @@ import pytest
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, events, proxied, results, user
 from tests.support.waiting import PATIENCE, until
-from tokencache.proxy import engine_retry
+from tokencache.proxy import dispatch
 from tokencache.proxy.dedup import in_flight
 from tokencache.testing import Fault, SimulatedEngine
 
@@ -24,8 +24,8 @@ DIALECTS = {
 
 @pytest.fixture(autouse=True)
 def _briskly(monkeypatch):
-    monkeypatch.setattr(engine_retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(engine_retry, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(dispatch, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(dispatch, "LONGEST_PAUSE", 0.02)
     monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.05)
 
 
@@ -231,11 +231,11 @@ async def test_what_a_harness_was_shown_of_an_abort_is_continued(held):
 
 async def test_aborts_without_end_are_passed_on(held):
     """Weights that change faster than a reply is sampled: after some attempts it is as the engine says."""
-    held.engine.faults.extend([Fault.abort(3)] * (engine_retry.MAX_RESAMPLES + 1))
+    held.engine.faults.extend([Fault.abort(3)] * (dispatch.MAX_RESAMPLES + 1))
     status, said = await held.post("s", **ASK)
     assert (status, said["choices"][0]["finish_reason"]) == (200, "abort")
     turns = await held.turns()
-    assert [turn["marks"] for turn in turns] == [["engine-aborted"]] * (engine_retry.MAX_RESAMPLES + 1)
+    assert [turn["marks"] for turn in turns] == [["engine-aborted"]] * (dispatch.MAX_RESAMPLES + 1)
     await held.check()
 
 

@@ -18,7 +18,7 @@ In the order of a call:
 `client_ids`         token ids that clients send back
 `kv_salt`            keeps the engine's prefix cache apart by policy version
 `partial_reply`      how much of an aborted reply the client received
-`engine_retry`       tries other engines, or waits for one
+`dispatch`           plans the call for an engine and posts it; tries other engines, or waits for one
 `engine_sender`      writes the requests of a call and posts them
 `continuation`       continues a reply that an engine broke off
 `response`           sends the reply to the client

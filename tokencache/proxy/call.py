@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -27,7 +27,6 @@ from aiohttp import web
 from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
-from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
@@ -35,27 +34,18 @@ from tokencache.core.turn import Turn
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
-from tokencache.engine.derender import ANY_MESSAGES, Derender, DerenderRequest
-from tokencache.engine.drivers.base import Driver, ParsedCompletion
-from tokencache.engine.image_names import ImageNames
+from tokencache.engine.derender import Derender
+from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.images import read_places
-from tokencache.engine.model import Engine, Model
-from tokencache.engine.pool import Pool
-from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.engine.thinking import budget_of
-from tokencache.errors import NOT_NOW, EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.errors import EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
-from tokencache.proxy.client_ids import compare, require_prefix
-from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
-from tokencache.proxy.engine_retry import NotTakenError, until_taken
-from tokencache.proxy.engine_sender import REFUSED, EngineSender
-from tokencache.proxy.gathered_reply import GatheredReply, as_stream
+from tokencache.proxy.client_ids import compare
+from tokencache.proxy.continuation import Continuation, ContinuationError
+from tokencache.proxy.dispatch import Dispatch, Services
+from tokencache.proxy.gathered_reply import GatheredReply
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
-from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
-from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.planner import Plan, keys_wanted, media_reason
-from tokencache.proxy.policy_version import PolicyVersions
+from tokencache.proxy.planner import Plan, keys_wanted
 from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
 from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
 from tokencache.request_memory import read_reply
@@ -88,30 +78,6 @@ class CallRequest(NamedTuple):
     settings: bytes
 
 
-class Services(NamedTuple):
-    """The components that serve the calls of all sessions.
-
-    Attributes:
-        pool: the engines.
-        ledger: begins and ends calls in the store.
-        plan: plans a call for an engine (`planner`).
-        versions: reads the policy version of each request's engine.
-        hold: seconds for which a call may wait for an engine.
-        aborted: what happens to a reply that an engine broke off.
-        image_names: names the images of requests.
-        prefixes: names the prompts of requests.
-    """
-
-    pool: Pool
-    ledger: Ledger
-    plan: Callable[[Engine, str, ChatCall, Sequence[bytes], BeginResult | None], Awaitable[tuple[Plan, Model | None]]]
-    versions: PolicyVersions
-    hold: float
-    aborted: AbortedPolicy
-    image_names: ImageNames
-    prefixes: PrefixUse
-
-
 class Opening(NamedTuple):
     """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
 
@@ -141,12 +107,9 @@ class CallAttempt:
         self._reply = Reply(asked.chat.n)
         self._begun: BeginResult | None = None
         self._outcome: Outcome
-        self._engine: Engine
-        self._sender: EngineSender
-        self._driver: Driver
-        self._continues = self._gathers = False
+        self._dispatch: Dispatch
         self._documents: dict[str, bytes] = {}
-        self._started = self._waiting_since = time.time()
+        self._started = time.time()
         self._ended: asyncio.Event | None = None
 
     def _advance(self, event: Event) -> None:
@@ -218,10 +181,7 @@ class CallAttempt:
             started=self._started,
             asked=self._fingerprint,
         )
-        services = self._services
-        self._sender = EngineSender(
-            self._outcome, self._exchange, services.image_names, services.prefixes, experts=self._ledger.keeps_experts
-        )
+        self._dispatch = Dispatch(self._outcome, self._exchange, self._services, self._keys, self._begun, advance=self._advance)
         if self.state is State.ABANDONED:
             raise asyncio.CancelledError
         if begun is None:
@@ -340,7 +300,8 @@ class CallAttempt:
             return None
         try:
             async with asyncio.timeout(_PLACES_SECONDS):
-                return await self._driver.places(self._chat, prompt, self._sender.target(self._engine))
+                dispatch = self._dispatch
+                return await dispatch.driver.places(self._chat, prompt, dispatch.sender.target(dispatch.engine))
         except (EngineError, TimeoutError) as why:
             log.warning("session %s call %s: the places of its images are not known: %s", self._session, self.id, why)
             return None
@@ -354,9 +315,9 @@ class CallAttempt:
         """Probe the engine again if its behaviour contradicts the probe: another engine may run at its URL now."""
         model = self._outcome.model
         if IncidentKind.ENGINE_DISAGREES in kinds:
-            self._engine.doubt("it used other ids than were sent")
+            self._dispatch.engine.doubt("it used other ids than were sent")
         elif IncidentKind.NO_TOKEN_IDS in kinds and model is not None and model.capability.level != "relay":
-            self._engine.doubt("it no longer says which ids it used")
+            self._dispatch.engine.doubt("it no longer says which ids it used")
 
     # Plan and send
 
@@ -381,14 +342,14 @@ class CallAttempt:
             return await self._stop(spent)
         try:
             async with self._response.keep_alive():
-                answer = await self._send_to_engines()
+                answer = await self._dispatch.accepted(self._dispatch.post_call)
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
             return await self._drop()  # the engine died before it answered: nothing that it sampled is known
         try:
             self._reply.prompt.sent = self._outcome.plan.sent
-            if self._sender.proven:
+            if self._dispatch.sender.proven:
                 self._reply.prompt.confirm()
             if self._chat.media:
                 self._outcome.places = read_places(answer.headers)
@@ -397,16 +358,16 @@ class CallAttempt:
                 await self._compare_returned_ids()
             if answer.status != _OK:
                 return await self._pass_refusal(answer)
-            if self._gathers and answer.content_type == EVENT_STREAM:
+            if self._dispatch.gathers and answer.content_type == EVENT_STREAM:
                 return await self._pass_gathered(answer)
             delivery = ReplyForwarder(
                 self._response,
                 self._reply,
-                self._driver,
+                self._dispatch.driver,
                 self,
                 may_resample=self._may_resample,
-                may_continue=self._continues,
-                is_parsed=self._sender.request.parse is not None,
+                may_continue=self._dispatch.continues,
+                is_parsed=self._dispatch.sender.request.parse is not None,
             )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
@@ -422,7 +383,7 @@ class CallAttempt:
         found nothing.
         """
         dying = self._outcome.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
-        return self._may_resample and (self._continues or dying)
+        return self._may_resample and (self._dispatch.continues or dying)
 
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
@@ -438,123 +399,6 @@ class CallAttempt:
         log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
         await self.close([self._outcome.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._chat, self.id), self._reply)
-
-    async def _send_to_engines(self) -> aiohttp.ClientResponse:
-        """Send the call to the session's engines until one takes it.
-
-        Raises:
-            EngineError: an engine failed after it may have begun to sample, or the time is over.
-            HarnessError: the prompt would not begin with the ids that the client requires.
-        """
-        return await self._until_taken(partial(self._ask_each_engine, self._ask))
-
-    async def _until_taken(self, ask: Callable[[], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
-        """Try the engines until one takes the request, for `Services.hold` seconds. Raises the errors of `ask` and `until_taken`."""
-        try:
-            return await ask()
-        except NotTakenError as refused:
-            taken = await until_taken(ask, refused, self._services.hold, self._services.versions.changed)
-        if taken.waited:
-            self._outcome.noted.append(self._outcome.incident(IncidentKind.HELD, f"{taken.waited:.1f} s: {taken.why}"))
-        return taken.answer
-
-    async def _ask_each_engine(self, ask: Callable[[Engine], Awaitable[aiohttp.ClientResponse]]) -> aiohttp.ClientResponse:
-        """Try each engine once, in the session's order.
-
-        Args:
-            ask: sends the request to an engine.
-
-        Raises:
-            NotTakenError: no engine took the call.
-            EngineError: an engine failed after it may have begun to sample.
-        """
-        refused: NotTakenError | None = None
-        for engine in self._services.pool.order(self._session):
-            if refused is not None:
-                refused.close()
-            self._engine = engine
-            try:
-                answer = await ask(engine)
-            except EngineError as why:
-                if not why.passing and self._outcome.continuation is None:
-                    raise
-                if not why.reached:
-                    self._services.pool.mark_down(engine, why)
-                refused = NotTakenError(str(why), error=why)
-            else:
-                metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
-                if answer.status not in NOT_NOW:
-                    return answer
-                refused = NotTakenError(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
-            self._waiting_since = 0.0
-            if self._outcome.continuation is None:
-                self._advance(Event.NOT_TAKEN)
-            log.info("session %s call %s: not taken: %s", self._session, self.id, refused)
-        assert refused is not None  # noqa: S101 - `order` is never empty
-        raise refused
-
-    async def _ask(self, engine: Engine) -> aiohttp.ClientResponse:
-        """Plan the call for an engine, and send it there.
-
-        Raises:
-            EngineError: the engine cannot be reached, or cannot serve now.
-            HarnessError: the prompt would not begin with the ids that the client requires.
-        """
-        outcome, started = self._outcome, self._waiting_since or time.time()
-        outcome.plan, outcome.model = await self._services.plan(engine, self._session, self._chat, self._keys, self._begun)
-        outcome.budget = budget_of(self._chat.fields)
-        if outcome.model is not None:
-            if outcome.budget is not None:
-                outcome.thinking = await self._thinking_marks(outcome.model)
-            found = outcome.model.capability
-            self._reply.vocabulary, self._reply.must_count = found.vocabulary, found.counts
-        metrics.BEFORE.observe(time.time() - started)
-        if self._chat.required_prefix:
-            require_prefix(self._session, self._chat, outcome.plan.prompt, outcome.plan.reason)
-        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
-        self._advance(Event.SEND)
-        try:
-            return await self._send(engine)
-        except EngineError as why:
-            engine.forget(str(why))
-            raise
-
-    async def _thinking_marks(self, model: Model) -> ThinkingMarks | None:
-        """Return the ids around a thought; `None` if they are not known now. The call is made in any case."""
-        try:
-            return await model.thinking_marks()
-        except EngineError as why:
-            log.warning("session %s call %s: it is not known which ids a thinking budget forces: %s", self._session, self.id, why)
-            return None
-
-    async def _send(self, engine: Engine) -> aiohttp.ClientResponse:
-        """Send the call as planned. If the engine refuses the exact prompt, send the call again as the client wrote it.
-
-        Raises:
-            EngineError: the engine cannot be reached.
-        """
-        outcome, plan, driver = self._outcome, self._outcome.plan, engine.driver
-        self._driver = driver
-        self._continues = self._may_continue()
-        self._gathers = self._continues and not (self._chat.stream or self._ledger.keeps_experts)  # streams have no routed experts
-        chat = as_stream(self._chat) if self._gathers else self._chat
-        answer = await self._sender.post(engine, plan.exact, chat)
-        if self._sender.request.not_exact:
-            plan = outcome.plan = Plan(match="plain", reason=self._sender.request.not_exact, near=plan.near)
-        if plan.exact is None or answer.status not in REFUSED:
-            return answer
-        # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
-        words = await answer.read()
-        if self._exchange.token_ids and self._driver.is_overflow(answer.status, words):
-            return answer  # a rendering may be shorter, but would not continue the rollout's ids
-        answer.close()
-        log.warning("session %s call %s: the engine refused the spliced prompt with %d", self._session, self.id, answer.status)
-        log.debug("session %s call %s: the engine answered: %s", self._session, self.id, words[:300].decode(errors="replace"))
-        outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
-        answer = await self._sender.post(engine, None, chat)
-        if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
-            engine.doubt("it refused the ids that it was sent")
-        return answer
 
     # Forward the engine's answer
 
@@ -586,7 +430,7 @@ class CallAttempt:
             sampled = is_success(answer.status) and bool(body)  # its body may hold sampled tokens
             await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED, str(unexpected))
             raise unexpected
-        if self._exchange.token_ids and self._driver.is_overflow(answer.status, body):
+        if self._exchange.token_ids and self._dispatch.driver.is_overflow(answer.status, body):
             return await self._answer_overflow(answer.status, body)
         await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
         if self._response.opened is not None:
@@ -616,14 +460,14 @@ class CallAttempt:
         if body is None:
             return web.Response()
         no_text = ""
-        if self._sender.request.parse is not None:
-            parsed = await self._parse(self._sender.request.parse(body), delivery)
+        if self._dispatch.sender.request.parse is not None:
+            parsed = await self._parse(self._dispatch.sender.request.parse(body), delivery)
             body, no_text, self._outcome.places = parsed.body, parsed.error, parsed.places
         body = delivery.take(body)
         if delivery.withheld == "aborted":
             return await self._drop()
         if no_text:
-            self._engine.doubt(no_text)
+            self._dispatch.engine.doubt(no_text)
             await self._record()
             raise EngineError(no_text)
         if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
@@ -706,27 +550,14 @@ class CallAttempt:
 
     # Continue a reply that the engine broke off
 
-    def _may_continue(self) -> bool:
-        """Whether the reply is continued if the engine breaks it off. If the request is the reason why not, the turn says so."""
-        model = self._outcome.model
-        if self._services.aborted != "continue" or model is None:
-            return False
-        if self._exchange.body is not None:
-            self._outcome.again = "text completions are not continued"
-        elif not model.capability.derenders:
-            self._outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
-        elif self._chat.media and (model.capability.images != "plugin" or media_reason(self._chat, model)):
-            self._outcome.again = NO_EXACT_IMAGES
-        else:
-            self._outcome.again = reason_against(self._chat.fields)
-        return not self._outcome.again
-
     async def _continue(self, delivery: ReplyForwarder, broke: Broken | None) -> tuple[bytes, Broken | None]:
         """Continue a reply, as often as needed. Returns the part that must wait for the store, and why the stream was cut off."""
         outcome = self._outcome
-        assert self._driver.derender is not None  # noqa: S101 - `_may_continue` looked
-        outcome.continuation = continuation = Continuation(self._chat, self._reply, self._driver.derender, delivery.head, outcome.places)
-        continuation.begin_piece(self._sender.posted, self._engine.upstream.url)
+        assert self._dispatch.driver.derender is not None  # noqa: S101 - `_may_continue` looked
+        outcome.continuation = continuation = Continuation(
+            self._chat, self._reply, self._dispatch.driver.derender, delivery.head, outcome.places
+        )
+        continuation.begin_piece(self._dispatch.sender.posted, self._dispatch.engine.upstream.url)
         held = b""
         while delivery.cut:
             how = continuation.broke or delivery.cut
@@ -737,11 +568,11 @@ class CallAttempt:
                 async with self._response.keep_alive():
                     answer = await self._next_piece(continuation)
                 try:
-                    held, broke = await delivery.resume(continuation.chunks(answer, self._derender_request()))
+                    held, broke = await delivery.resume(continuation.chunks(answer, self._dispatch.derender_request()))
                 finally:
                     if answer is not None:
                         answer.close()
-            except (ContinuationError, EngineError, NotTakenError) as why:
+            except (ContinuationError, EngineError) as why:
                 log.warning("session %s call %s: the reply cannot be continued: %s", self._session, self.id, why)
                 outcome.again = str(why)
                 return delivery.give_up(), broke
@@ -770,7 +601,7 @@ class CallAttempt:
         Raises:
             EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
         """
-        reply, derender = self._reply, self._driver.derender
+        reply, derender = self._reply, self._dispatch.driver.derender
         assert derender is not None  # noqa: S101 - `_may_continue` looked
         gathered = GatheredReply(reply, self._response.holding)
         async with self._response.keep_alive():
@@ -786,9 +617,9 @@ class CallAttempt:
             await self._record()
             raise EngineError("the engine broke off its reply, and it cannot be continued", private=why)
         try:
-            body = await gathered.body(self._chat, derender, self._derender_request())
+            body = await gathered.body(self._chat, derender, self._dispatch.derender_request())
         except EngineError as why:
-            self._engine.doubt(str(why))
+            self._dispatch.engine.doubt(str(why))
             await self._record()
             raise
         written = self._response.as_body(body, reply)
@@ -799,7 +630,7 @@ class CallAttempt:
         """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
         outcome, reply = self._outcome, self._reply
         outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first, outcome.places)
-        continuation.begin_piece(self._sender.posted, self._engine.upstream.url)
+        continuation.begin_piece(self._dispatch.sender.posted, self._dispatch.engine.upstream.url)
         while how:
             await outcome.end_piece(how)
             self._log_cut(how)
@@ -813,7 +644,7 @@ class CallAttempt:
                     return ""
                 with contextlib.closing(answer):
                     how = await gathered.read(answer, check)
-            except (ContinuationError, EngineError, NotTakenError) as why:
+            except (ContinuationError, EngineError) as why:
                 return str(why)
         return ""
 
@@ -844,44 +675,17 @@ class CallAttempt:
 
         Raises:
             ContinuationError: the engine refuses the request.
-            EngineError, NotTakenError: no engine took it in time.
+            EngineError: no engine accepted it in time.
         """
         if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
             return None
-        answer = await self._until_taken(partial(self._ask_each_engine, partial(self._ask_piece, continuation)))
+        answer = await self._dispatch.accepted(partial(self._dispatch.post_piece, continuation))
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
             raise ContinuationError(f"the engine answered {answer.status}: {words}")
         continuation.check_places(read_places(answer.headers))
         return answer
-
-    async def _ask_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
-        """Send the request for the next piece to an engine.
-
-        Raises:
-            EngineError: the engine cannot be reached, or cannot serve now.
-        """
-        outcome = self._outcome
-        outcome.model = await engine.model(self._chat.model)
-        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
-        self._driver = engine.driver
-        exact = continuation.exact(outcome.model.capability)
-        await continuation.find_own_limit(self._derender_request(), outcome.model.capability.max_model_len)
-        try:
-            answer = await self._sender.post(engine, exact, continuation.call)
-        except EngineError as why:
-            engine.forget(str(why))
-            raise
-        continuation.begin_piece(self._sender.posted, engine.upstream.url)
-        return answer
-
-    def _derender_request(self) -> DerenderRequest:
-        fields = {**self._chat.fields, "messages": ANY_MESSAGES} if self._chat.media else self._chat.safe_fields()
-        return DerenderRequest(self._engine.upstream, fields, self._reply.prompt.raw, self._exchange.headers)
-
-    def _salted(self) -> SaltedRequest:
-        return SaltedRequest(self._session, self._outcome.epoch, self._chat.model, bytes(self._chat.fields.get(MEMBER, b"null")))
 
     async def _drop(self) -> web.StreamResponse | None:
         """Record a reply that the engine broke off before the client received any of it. Returns `None`: the call is made again."""

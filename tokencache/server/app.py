@@ -30,9 +30,9 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
-from tokencache.proxy.call import Services
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
+from tokencache.proxy.dispatch import Services
 from tokencache.proxy.endpoints import EndpointOptions, Endpoints
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER

@@ -31,11 +31,11 @@ from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
 from tokencache.errors import TokencacheError
-from tokencache.proxy.call import CallAttempt, CallRequest, Opening, Services
+from tokencache.proxy.call import CallAttempt, CallRequest, Opening
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
 from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, send_again, whole_reply_of
-from tokencache.proxy.engine_retry import MAX_RESAMPLES, pause_before_resample
+from tokencache.proxy.dispatch import MAX_RESAMPLES, Services, pause_before_resample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
 from tokencache.store.base import Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
