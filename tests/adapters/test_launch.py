@@ -61,6 +61,7 @@ ENV = {
     "pydantic-ai": openai("pydantic-ai"),
     "qwen-code": {**openai("qwen-code"), "QWEN_HOME": "{dir}"},
     "smolagents": openai("smolagents"),
+    "crewai": openai("crewai"),
     "terminus-2": {"LITELLM_MODEL": f"hosted_vllm/{MODEL}", "HOSTED_VLLM_API_BASE": base("terminus-2") + "/v1", "HOSTED_VLLM_API_KEY": KEY},
 }
 PROGRAMS = {

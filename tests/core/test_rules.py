@@ -14,7 +14,8 @@ from tokencache.core.rules.truncated_json import NotTruncatedJsonError, complete
 from tokencache.core.verdict import judge
 
 HARNESS_RULES = frozenset(rule.name for rule in RULES.values() if rule.kind == "harness")
-ALL = Leniency(harness_rules=HARNESS_RULES)
+OFFERED = frozenset({"bash", "read", "Read"})
+ALL = Leniency(harness_rules=HARNESS_RULES, tools=OFFERED)
 
 
 def said(content=None, reasoning=None, *calls):
@@ -29,6 +30,11 @@ def bash(command, **more):
     return call({"command": command, **more}, "Bash")
 
 
+def calls(*each):
+    return said(None, None, *[(id, name, *(rest or ("{}",))) for id, name, *rest in each])  # noqa: A001
+
+
+RANDOM = ("call_1a2b3c4d", "bash", '{"a": 1}')
 CUT = '{"command": "ls -1 && echo cu'
 LISTED = "Calling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'bash', 'arguments': {'a': 1}}}]"
 KEY = "sk-proj-0123456789abcdef"
@@ -73,6 +79,19 @@ REWRITES = [
     ("invalid-tool", call("{", "bsh"), call({"tool": "bsh", "error": "?"}, "invalid"), call({"tool": "bash", "error": "?"}, "invalid")),
     ("invalid-tool", call("{}", "bsh"), call({"tool": "bsh", "error": "?"}, "invalid"), call({"tool": "bsh", "error": "?"}, "broken")),
     ("invalid-tool", call("{}", "b"), None, call({"tool": "b", "error": "?", "a": 1}, "invalid")),
+    ("name-lowered", call({"a": 1}, "Bash"), call({"a": 1}), call({"a": 2})),
+    ("name-lowered", call("{}", "BASH"), call("{}"), call("{}", "Bash")),
+    ("name-lowered", call("{}", "bsh"), None, call("{}")),
+    ("name-lowered", call("{}", "Edit"), None, call("{}", "edit")),
+    ("name-lowered", call("{}", "Read"), None, call("{}", "read")),
+    ("name-lowered", call("{}"), None, call("{}", "Bash")),
+    ("repeated-dropped", calls(("a", "x"), ("b", "x")), calls(("a", "x")), calls(("b", "x"))),
+    ("repeated-dropped", calls(("a", "x"), ("b", "y"), ("c", "x")), calls(("a", "x"), ("b", "y")), calls(("a", "x"))),
+    ("repeated-dropped", calls(("a", "x"), ("b", "x", "{ }")), None, calls(("a", "x"))),
+    ("text-dropped", said("Hm.", None, RANDOM), said(None, None, RANDOM), said("H", None, RANDOM)),
+    ("text-dropped", said("Hm.", None, RANDOM), said("", None, RANDOM), said(None, None, ("call_1a2b3c4d", "bash", '{"a":1}'))),
+    ("text-dropped", said("Hm.", None, RANDOM), said(" ", None, RANDOM), said(None, None, ("call_1a2b3c4e", "bash", '{"a": 1}'))),
+    ("text-dropped", said("Hm.", None, ("call_1", "bash", "{}")), None, said(None, None, ("call_1", "bash", "{}"))),
     ("args-repaired", call(CUT), call({"command": "ls -1 && echo cu"}), call({"command": "ls -1 && echo cut"})),
     ("args-repaired", call('{"a": [1, {"b": "x\\'), call({"a": [1, {"b": "x"}]}), call({"a": [1]})),
     ("args-repaired", call('{"a": 1, "b": tr'), call({"a": 1}), call({"a": 1, "b": True})),
@@ -110,6 +129,17 @@ COMPOSED = [
         said(None, None, ("a", "Bash", '{"command": "cd /w && ls", "timeout": "5"}'), ("b", "Edit", '{"x": 1}')),
         said(None, None, ("a", "Bash", '{"timeout": 5, "command": "ls"}'), ("b", "Edit", '{"replace_all": false, "x": 1.0}')),
     ),
+    (
+        {"name-lowered", "repeated-dropped", "args-json"},
+        calls(("a", "Bash"), ("b", "bash"), ("c", "BASH", '{"x": 1}')),
+        calls(("a", "bash"), ("c", "bash", '{"x":1.0}')),
+    ),
+    (
+        {"name-lowered", "invalid-tool"},
+        calls(("a", "Bash"), ("b", "bsh")),
+        calls(("a", "bash"), ("b", "invalid", '{"tool": "bsh", "error": "?"}')),
+    ),
+    ({"text-dropped", "reasoning-dropped"}, said("Hm.", "why", RANDOM), said(None, None, RANDOM)),
     ({"markup-removed", "secrets-masked"}, said(f"{KEY}<tool_call>x</tool_call>"), said("sk-pro...cdef")),
     ({"marker-broken", "whitespace"}, said(" <|x|>"), said("<\u200d|x|>")),
     (
@@ -127,7 +157,7 @@ NEVER = [
     ),
     ("an id of ours, another tool", call("{}"), call("{}", "edit")),
     ("an id of ours, another value", call({"a": 1}), call({"a": 2})),
-    ("one of two calls", said(None, None, ("a", "x", "{}"), ("b", "x", "{}")), said(None, None, ("a", "x", "{}"))),
+    ("one of two calls", calls(("a", "x"), ("b", "y")), calls(("a", "x"))),
     ("a rule for one member, none for the other", bash("cd /w && ls", b=1), bash("ls", b=2)),
     ("the summary of a compaction", said("hi"), said("hi, in short")),
 ]
@@ -135,21 +165,21 @@ NEVER = [
 
 @pytest.mark.parametrize(("rule", "served", "echoed", "beyond"), REWRITES, ids=[f"{n}-{row[0]}" for n, row in enumerate(REWRITES)])
 def test_a_harness_rule_accepts_exactly_its_change(rule, served, echoed, beyond):
-    vouched = Leniency(harness_rules=frozenset({rule}))
+    vouched = Leniency(harness_rules=frozenset({rule}), tools=OFFERED)
     if echoed is not None:
         verdict = judge(served, echoed, vouched)
         assert (verdict.kind, verdict.supplied) == ("rewritten", True)
         assert set(verdict.rules) - {"reasoning-dropped", "whitespace"} == {rule}
         if rule != "reasoning-emptied":  # without it, the reasoning is dropped, like any other's
             for other in (
-                Leniency(),
-                Leniency(harness_rules=HARNESS_RULES - {rule}),
-                Leniency(harness_rules=HARNESS_RULES, off=frozenset({rule})),
+                Leniency(tools=OFFERED),
+                Leniency(harness_rules=HARNESS_RULES - {rule}, tools=OFFERED),
+                Leniency(harness_rules=HARNESS_RULES, off=frozenset({rule}), tools=OFFERED),
             ):
                 refused = judge(served, echoed, other)
                 assert (refused.supplied, refused.kind) in {(False, "rewritten"), (True, "rewritten")}
                 assert rule not in refused.rules or not refused.supplied
-            assert judge(served, echoed).rules
+            assert judge(served, echoed, Leniency(tools=OFFERED)).rules
             assert not judge(served, echoed).supplied
     assert not judge(served, beyond, vouched).supplied
 
@@ -160,7 +190,7 @@ def test_rules_compose_field_by_field(rules, served, echoed):
     assert verdict.supplied
     assert rules <= set(verdict.rules)
     for rule in rules:
-        assert not judge(served, echoed, Leniency(frozenset({rule}), HARNESS_RULES)).supplied
+        assert not judge(served, echoed, Leniency(frozenset({rule}), HARNESS_RULES, OFFERED)).supplied
 
 
 @pytest.mark.parametrize(("served", "echoed"), [row[1:] for row in NEVER], ids=[row[0] for row in NEVER])

@@ -24,7 +24,8 @@ async def post(rig, path, body, **headers):
 
 def test_harness_specific_rules_apply_to_their_harness_only():
     habits = HarnessProfiles(load_all(), off=["cd-prefix"])
-    assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}))
+    assert habits.leniency("") == Leniency(frozenset({"cd-prefix"}), frozenset({"text-dropped"}))
+    assert habits.leniency("openai") == habits.leniency(""), "any program with its client"
     claude = habits.leniency("claude-code")
     assert "coerced-values" in claude.harness_rules
     assert "cd-prefix" not in claude.harness_rules

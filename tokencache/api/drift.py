@@ -22,6 +22,7 @@ from tokencache.core.drift import Drift, Site, differences, no_drift
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import Part
+from tokencache.core.tool_names import ToolNames
 from tokencache.core.turn import Turn, TurnMark, rebuild_prefix
 from tokencache.core.verdict import INTERRUPTED
 from tokencache.dialects.chat.rendering import RenderArgs
@@ -143,7 +144,8 @@ class _SentPrompt:
         self.messages = [bytes(raw) for raw in context.messages]
         self.prompt = rebuild_prefix(lookup, turn.id).prompt
         self.spans = causes.own_spans(turn, self._turns, lambda name: rebuild_prefix(lookup, name).ids)
-        self._replies = causes.find_replies(self.spans, self._turns, [read_message(entry) for entry in self._entries])
+        messages = [read_message(entry) for entry in self._entries]
+        self._replies = causes.find_replies(self.spans, self._turns, messages, ToolNames(context.tools))
 
     def changed(self) -> Mapping[Part, dict[str, tuple[str, ...]]]:
         """Return the replies that the harness sent back changed: changed part → turn → rules. The parts are in the order of `put_back`."""

@@ -5,6 +5,7 @@
 `ids`           token ids as bytes
 `chain`         conversations as chains of digests, and look-up keys
 `rules`         every difference that an echo may have from the reply that was served
+`tool_names`    the names of a request's tools, for rules about the names of calls
 `verdict`       compares an echo with the reply that was served
 `evidence`      hashes of the history that a turn answered
 `match`         finds the recorded turn that a history continues

@@ -22,7 +22,7 @@ The cause is the part whose restoration removes most of the site (`Trial`), or t
 lists the rules that a reply needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -226,9 +226,14 @@ class FoundReply(NamedTuple):
     rules: tuple[str, ...]
 
 
-def find_replies(spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message]) -> dict[str, FoundReply]:
-    """Find the echo of each of a prompt's own spans among the messages, by turn; spans without an echo are left out."""
-    every_rule = Leniency(harness_rules=frozenset(RULES))
+def find_replies(
+    spans: Sequence[Anchor], turns: Mapping[str, Turn], messages: Sequence[Message], tools: Container[str] = ()
+) -> dict[str, FoundReply]:
+    """Find the echo of each of a prompt's own spans among the messages, by turn; spans without an echo are left out.
+
+    `tools` are the names of the request's tools.
+    """
+    every_rule = Leniency(harness_rules=frozenset(RULES), tools=tools)
     found: dict[str, FoundReply] = {}
     at = 0
     for span in spans:

@@ -71,12 +71,12 @@ class ReturnedIdHashes(NamedTuple):
 def judged_hash(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
     """Hash the assistant messages among the first `until` exactly as written, and the rules that applied: 8 bytes."""
     returned = "".join([handle for place, handle in handles.items() if place < until])
-    return xxhash.xxh3_64_digest(conversation.written_chain[until] + _rules(leniency) + returned.encode())
+    return xxhash.xxh3_64_digest(conversation.written_chain[until] + _rules(leniency.off, leniency.harness_rules) + returned.encode())
 
 
 @lru_cache(maxsize=256)
-def _rules(leniency: Leniency) -> bytes:
-    return "\0".join([*sorted(leniency.off), "", *sorted(leniency.harness_rules)]).encode()
+def _rules(off: frozenset[str], harness_rules: frozenset[str]) -> bytes:
+    return "\0".join([*sorted(off), "", *sorted(harness_rules)]).encode()
 
 
 class PrecedingHash(NamedTuple):

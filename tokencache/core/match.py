@@ -339,7 +339,7 @@ class _Finder(NamedTuple):
         judged = self._judged(i, _once(hits))
         if not judged:
             return _Claim(i, (), Reason.UNRECOGNISED_REPLY)
-        genuine = [found for found in judged if found.verdict.supplied]
+        genuine = [found for found in judged if found.verdict.supplied and not self._may_repeat_text(i, found.hit.turn)]
         evident = self._evident(i, genuine)
         by_number = [found for found in genuine if found.verdict.ids_kept and any(call.id for call in found.hit.turn.served.calls)]
         known = evident or by_number
@@ -353,6 +353,14 @@ class _Finder(NamedTuple):
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
+
+    def _may_repeat_text(self, i: int, turn: Turn) -> bool:
+        """Whether the text of a reply is missing, and a message of the assistant directly before it may hold that text.
+
+        Then the harness may have split the reply, and its exact ids would repeat the text.
+        """
+        missing = bool(turn.served.text) and not self.conversation.messages[i].text
+        return missing and i > 0 and self.conversation.messages[i - 1].role == "assistant"
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
         """Whether another turn would also match if a rule that it needs applied in this session; then the match is uncertain."""

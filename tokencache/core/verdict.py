@@ -21,12 +21,12 @@ recognized, because nothing shows how much of a call the harness kept.
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, inline_end, split_think
-from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings
+from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings, understood_calls
 from tokencache.core.turn import Turn
 
 INTERRUPTED = "interrupted"
@@ -84,24 +84,57 @@ def _split_random(name: str) -> tuple[str, str]:
 
 def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echoed assistant message with the one that was served, field by field."""
-    explained = _explain_text(served, echoed, leniency)
-    if explained is None:
-        return _foreign(served, echoed)
-    served, rules = explained
+    first = None
+    for form in _explain_text(served, echoed):
+        for rules, calls in understood_calls(form.served.calls, leniency.tools):
+            verdict = _judge_form(form, rules, calls, echoed, leniency)
+            if verdict is not None and verdict.supplied:
+                return verdict
+            first = first or verdict
+    return first or _foreign(served, echoed)
+
+
+class _Form(NamedTuple):
+    """The served message with the echoed text, and the rules that explain that text."""
+
+    served: Message
+    rules: set[str]
+
+
+def _explain_text(served: Message, echoed: Message) -> Iterator[_Form]:
+    """Yield the forms of the served message with the echoed text; fewest rules first."""
+    if served.media != echoed.media:
+        return
+    if served.text == echoed.text:
+        yield _Form(served, _judge_text(served, echoed))
+        return
+    closed = bool(inline_end(echoed.content or ""))
+    trimmed = {"whitespace"} if echoed.text and _edges(served.content) != _edges(echoed.content) else set()
+    for rules, form in rewritings(served):
+        cut_off = form.reasoning != served.reasoning
+        if form.text == echoed.text and not (closed and cut_off):  # a block that was cut off is not returned closed
+            yield _Form(form, {*rules, *trimmed})
+
+
+def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoed: Message, leniency: Leniency) -> Verdict | None:
+    """Compare the calls as a harness may have `understood` them, and the reasoning; `None` if no rule explains a call."""
+    rules = {*form.rules, *understood}
+    if len(calls) != len(echoed.calls) or (any(RULES[rule].verbatim_calls for rule in rules) and not _verbatim(calls, echoed.calls)):
+        return None
     ids_kept = True
-    for ours, theirs in zip(served.calls, echoed.calls, strict=True):
+    for ours, theirs in zip(calls, echoed.calls, strict=True):
         if ours.arguments != theirs.arguments or ours.name != theirs.name:
             needed = _judge_call(ours, theirs, leniency)
             if needed is None:
-                return _foreign(served, echoed)
+                return None
             rules.update(needed)
         if ours.id != theirs.id:
             kept = keeps_id(ours.id, theirs.id)
             if not kept and _same_scheme(ours.id, theirs.id):
-                return _foreign(served, echoed)
+                return None
             rules.add("tool-ids")
             ids_kept = ids_kept and kept
-    reasoning = _judge_reasoning(served, echoed, leniency)
+    reasoning = _judge_reasoning(form.served, echoed, leniency)
     if reasoning is None:
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
     rules |= reasoning
@@ -111,20 +144,9 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
 
 
-def _explain_text(served: Message, echoed: Message, leniency: Leniency) -> tuple[Message, set[str]] | None:
-    """Return the served message with the echoed text, and the rules that explain it; `None` if no rule does."""
-    if served.media != echoed.media:
-        return None
-    if served.text == echoed.text and len(served.calls) == len(echoed.calls):
-        return served, _judge_text(served, echoed)
-    forms = [(rules, form) for rules, form in rewritings(served) if form.text == echoed.text and len(form.calls) == len(echoed.calls)]
-    if inline_end(echoed.content or ""):  # a block that was cut off is not returned closed
-        forms = [(rules, form) for rules, form in forms if form.reasoning == served.reasoning]
-    if not forms:
-        return None
-    rules = _preferred([rules for rules, _ in forms], leniency)
-    trimmed = {"whitespace"} if _edges(served.content) != _edges(echoed.content) else set()
-    return next(form for by, form in forms if by == rules), {*rules, *trimmed}
+def _verbatim(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
+    """Whether calls came back exactly as they were issued, under ids that look random."""
+    return ours == theirs and all(is_unique(call.id) for call in ours)
 
 
 def _edges(content: str | None) -> tuple[str, str]:

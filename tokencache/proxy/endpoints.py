@@ -22,6 +22,7 @@ from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
 from tokencache.core.session import History, SessionSettings
+from tokencache.core.tool_names import ToolNames
 from tokencache.dialects import gym_request, text_completions
 from tokencache.dialects.base import (
     DialectRequest,
@@ -431,7 +432,8 @@ class Endpoints:
 
     def _apply(self, asked: SessionRequest, call: ChatCall) -> None:
         """Set what the session and its harness decide about a call's history."""
-        call.harness, call.leniency = asked.harness, asked.leniency
+        call.harness = asked.harness
+        call.leniency = msgspec.structs.replace(asked.leniency, tools=ToolNames(call.fields.get("tools")))
         call.history = asked.settings.history or self._options.history
 
     def _pin(self, asked: SessionRequest, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:

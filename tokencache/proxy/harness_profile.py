@@ -1,7 +1,8 @@
 """Finds out which harness sends a request, which rules apply to it, and which model names it uses.
 
 A harness may change a value before it sends a reply back (it removes `cd <cwd> && ` from a command). The echo still counts as the model's
-own turn only if the harness's adapter lists this change. The adapter is chosen, in this order, by the API key's registration, the path
+own turn only if the harness's adapter lists this change, or if the harness is unknown and the change itself leaves no doubt which reply it
+was (`Rule.without_adapter`). The adapter is chosen, in this order, by the API key's registration, the path
 (`/h/<harness>/…`), a header, or the User-Agent if the adapter has a pattern for it. A wrong choice may break a session into more sequences,
 but never makes them inexact, because each rule checks on the reply itself that exactly this change was made.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from tokencache.adapters.schema import Adapter
-from tokencache.core.rules import Leniency
+from tokencache.core.rules import RULES, Leniency
 from tokencache.errors import HarnessError
 
 HEADER = "X-Tokencache-Harness"
@@ -22,12 +23,14 @@ class HarnessProfiles:
 
     def __init__(self, adapters: Mapping[str, Adapter], off: Iterable[str] = ()) -> None:
         off = frozenset(off)
-        self._unnamed = Leniency(off)
-        self._named = {name: Leniency(off, frozenset(adapter.mutations.rules) - off) for name, adapter in adapters.items()}
+        certain = frozenset(rule.name for rule in RULES.values() if rule.without_adapter)
+        self._unnamed = Leniency(off, certain - off)
+        named = {name: frozenset(adapter.mutations.rules) or certain for name, adapter in adapters.items()}
+        self._named = {name: Leniency(off, rules - off) for name, rules in named.items()}
         self._agents = [(re.compile(adapter.user_agent), name) for name, adapter in adapters.items() if adapter.user_agent]
 
     def leniency(self, harness: str) -> Leniency:
-        """Return the rules that apply to a harness; `""` is an unknown harness.
+        """Return the rules that apply to a harness; `""` is an unknown harness, as is one whose adapter names no rules.
 
         Raises:
             HarnessError: there is no adapter with this name.

@@ -9,15 +9,16 @@ harness. The verdict is `unknown` if no recorded turn answered at this place or 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from rapidfuzz.distance import Indel
 
-from tokencache.core.context import whole_context
+from tokencache.core.context import Context, whole_context
 from tokencache.core.messages import Message, digest
 from tokencache.core.rules import RULES, Leniency
+from tokencache.core.tool_names import ToolNames
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict, judge
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
@@ -76,21 +77,23 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
         KeyError, ValueError: the records do not fit together.
     """
     lookup = {one.id: one for one in turns}
-    messages = _messages(turn.id, lookup, contexts)
+    context = _context(turn.id, lookup, contexts)
+    every_rule = Leniency(harness_rules=frozenset(RULES), tools=ToolNames(context.tools))
+    messages = _messages(context)
     replies = [_Reply(at, message) for at, message in enumerate(messages) if message is not None and message.role == "assistant"]
     parent = lookup.get(turn.parent or "")
     if parent is not None:
         replies = [reply for reply in replies if reply.at >= parent.messages]
     replies = replies[-MAX_REPLIES:]
-    relied = _relied(turn, parent, replies, lookup)
+    relied = _relied(turn, parent, replies, lookup, every_rule)
     earlier = [one for one in turns if one.created < turn.created]
     found = []
     for reply in replies:
         by = relied.get(reply.at)
-        here = by or _in_place(reply, messages, earlier, lookup, contexts)
+        here = by or _most_similar(_in_place(reply, messages, earlier, lookup, contexts), reply, every_rule)
         source = here or _with_same_text(reply, earlier)
         served = source.served if source is not None else None
-        verdict = _judge(served, reply.message) if served is not None else Verdict("foreign")
+        verdict = judge(served, reply.message, every_rule) if served is not None else Verdict("foreign")
         found.append(
             ReplyComparison(
                 at=reply.at,
@@ -105,17 +108,14 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
     return found
 
 
-def _judge(served: Message, echoed: Message) -> Verdict:
-    """Compare a reply with what was served, with all rules allowed."""
-    return judge(served, echoed, Leniency(harness_rules=frozenset(RULES)))
+def _context(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]) -> Context:
+    return whole_context(turn, lookup, contexts) if contexts.get(turn) else Context()
 
 
-def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]) -> list[Message | None]:
+def _messages(context: Context) -> list[Message | None]:
     """Read the messages of a request; `None` for one that cannot be read."""
-    if not contexts.get(turn):
-        return []
     read: list[Message | None] = []
-    for raw in whole_context(turn, lookup, contexts).messages:
+    for raw in context.messages:
         try:
             read.append(read_message(msgspec.json.decode(raw)))
         except (UnreadableError, msgspec.DecodeError):
@@ -123,7 +123,9 @@ def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, byte
     return read
 
 
-def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: Mapping[str, Turn]) -> dict[int, Turn]:
+def _relied(
+    turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: Mapping[str, Turn], every_rule: Leniency
+) -> dict[int, Turn]:
     """Find the replies that the prompt holds with their exact ids: message index → turn."""
     if parent is not None:
         return {reply.at: parent for reply in replies if reply.at == parent.messages}
@@ -133,7 +135,7 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
         source = lookup.get(anchor.turn)
         while left and source is not None:
             reply = left.pop()
-            if _judge(source.served, reply.message).kind != "foreign":
+            if judge(source.served, reply.message, every_rule).kind != "foreign":
                 relied[reply.at] = source
                 break
     return relied
@@ -141,14 +143,16 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
 
 def _in_place(
     reply: _Reply, messages: Sequence[Message | None], earlier: Sequence[Turn], lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]
-) -> Turn | None:
-    """Find the recorded turn that answered exactly the messages before this reply. Among several, return the most similar one."""
+) -> Iterator[Turn]:
+    """Find the recorded turns that answered exactly the messages before this reply."""
     before = [_digest(message) for message in messages[: reply.at]]
+    for one in earlier:
+        if one.messages == reply.at and [_digest(message) for message in _messages(_context(one.id, lookup, contexts))] == before:
+            yield one
 
-    def answered_it(one: Turn) -> bool:
-        return one.messages == reply.at and [_digest(message) for message in _messages(one.id, lookup, contexts)] == before
 
-    return min(filter(answered_it, earlier), key=lambda one: _RANK[_judge(one.served, reply.message).kind], default=None)
+def _most_similar(turns: Iterable[Turn], reply: _Reply, every_rule: Leniency) -> Turn | None:
+    return min(turns, key=lambda one: _RANK[judge(one.served, reply.message, every_rule).kind], default=None)
 
 
 def _with_same_text(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:

@@ -1,13 +1,15 @@
 """Applies harness rules to served replies, and finds the rules that explain a changed tool call."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from tokencache.core.messages import Message, ToolCall, canonical_json
 from tokencache.core.rules.base import RULES, Leniency, Rule
 from tokencache.core.rules.harness import parse_object
+
+T = TypeVar("T")
 
 Rules = tuple[str, ...]
 """Names of the rules that together explain one difference."""
@@ -18,24 +20,45 @@ def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tu
 
     Only rules that `among` allows are used; `None` allows all. Calls stay unchanged, unless a rule converts them to text.
     """
-    rules = [rule for rule in _in_order() if among is None or among.allows(rule.name)]
+    content = served.content or ""
+    able = (rule for rule in RULES.values() if (rule.rewrites_reply or rule.rewrites_text) and rule.only_with in content)
+    rules = _in_order(rule for rule in able if among is None or among.allows(rule.name))
     for rule in rules:
         if rule.rewrites_reply is not None and (message := rule.rewrites_reply(served)) is not None:
             yield (rule.name,), message
-    forms: list[tuple[tuple[int, ...], str]] = [((), served.text)] if served.text else []
-    for place, rule in enumerate(rules):
-        if rule.rewrites_text is not None:  # a rule that changes nothing is not tried together with others
-            changed = [((*places, place), text, rule.rewrites_text(text)) for places, text in forms]
-            forms += [(places, after) for places, before, after in changed if after != before]
-    for places, text in sorted(forms[1:], key=lambda form: (len(form[0]), form[0])):
-        yield tuple(rules[place].name for place in places), msgspec.structs.replace(served, content=text)
+    changes = [(rule.name, rule.rewrites_text) for rule in rules if rule.rewrites_text is not None]
+    for names, text in _combinations(served.text, changes) if served.text else ():
+        yield names, msgspec.structs.replace(served, content=text)
 
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
-    """List the changed forms in which a reply may be sent back in this session."""
-    if not leniency.harness_rules and "<think>" not in (served.content or ""):
-        return []  # no rule that always applies changes any other reply
-    return [message for _, message in rewritings(served, among=leniency)]
+    """List the changed forms in which a reply may be sent back in this session, except for those that the ids of their calls find."""
+    forms = rewritings(served, among=leniency)
+    return [message for names, message in forms if not any(RULES[name].verbatim_calls for name in names)]
+
+
+def understood_calls(calls: tuple[ToolCall, ...], tools: Container[str]) -> Iterator[tuple[Rules, tuple[ToolCall, ...]]]:
+    """Yield the served calls, then every form in which a harness may have understood them, with the rules needed; fewest rules first.
+
+    `tools` are the names of the request's tools.
+    """
+    yield (), calls
+    changes = [(rule.name, _given(tools, rule.rewrites_calls)) for rule in _in_order(RULES.values()) if rule.rewrites_calls is not None]
+    yield from _combinations(calls, changes)
+
+
+def _given(tools: Container[str], change: Callable[[T, Container[str]], T]) -> Callable[[T], T]:
+    return lambda value: change(value, tools)
+
+
+def _combinations(value: T, changes: Sequence[tuple[str, Callable[[T], T]]]) -> list[tuple[Rules, T]]:
+    """List what changes make of a value, each alone and several in their order, with their names; fewest first."""
+    forms: list[tuple[tuple[int, ...], T]] = [((), value)]
+    for place, (_, change) in enumerate(changes):  # a change without an effect is not tried together with others
+        changed = [((*places, place), before, change(before)) for places, before in forms]
+        forms += [(places, after) for places, before, after in changed if after != before]
+    ordered = sorted(forms[1:], key=lambda form: (len(form[0]), form[0]))
+    return [(tuple(changes[place][0] for place in places), after) for places, after in ordered]
 
 
 def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:
@@ -44,25 +67,25 @@ def explain_call(ours: ToolCall, theirs: ToolCall) -> list[Rules]:
     if value is None:
         return []
     found: list[Rules] = [
-        (rule.name,) for rule in _in_order() if rule.explains_call is not None and rule.explains_call(ours, theirs, value)
+        (rule.name,) for rule in _in_order(RULES.values()) if rule.explains_call is not None and rule.explains_call(ours, theirs, value)
     ]
     members = _explain_members(ours, value) if ours.name == theirs.name else None
     return [*found, members] if members else found
 
 
 def _explain_members(ours: ToolCall, theirs: dict[str, Any]) -> Rules | None:
-    """Find one rule for each member that differs; `None` if no rule explains a member."""
+    """Find one rule for each member that differs, was dropped or was inserted; `None` if no rule explains a member."""
     mine = parse_object(ours.arguments)
-    if mine is None or mine.keys() - theirs.keys():
+    if mine is None:
         return None
     needed = set()
-    for name, value in theirs.items():
-        if name in mine and canonical_json(mine[name]) == canonical_json(value):
+    for name in {**mine, **theirs}:
+        served, echoed = mine.get(name, msgspec.UNSET), theirs.get(name, msgspec.UNSET)
+        if name in mine and name in theirs and canonical_json(served) == canonical_json(echoed):
             continue
-        served = mine.get(name, msgspec.UNSET)
-        able = (rule for rule in _in_order() if rule.explains_member is not None)
+        able = (rule for rule in _in_order(RULES.values()) if rule.explains_member is not None)
         rule = next(
-            (rule.name for rule in able if rule.explains_member is not None and rule.explains_member(ours.name, name, served, value)), None
+            (rule.name for rule in able if rule.explains_member is not None and rule.explains_member(ours.name, name, served, echoed)), None
         )
         if rule is None:
             return None
@@ -70,5 +93,5 @@ def _explain_members(ours: ToolCall, theirs: dict[str, Any]) -> Rules | None:
     return tuple(sorted(needed))
 
 
-def _in_order() -> list[Rule]:
-    return sorted(RULES.values(), key=lambda rule: rule.order)
+def _in_order(rules: Iterable[Rule]) -> list[Rule]:
+    return sorted(rules, key=lambda rule: rule.order)

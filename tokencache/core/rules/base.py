@@ -1,6 +1,6 @@
 """Defines what a rule is, the table of all rules, and which rules apply in a session."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Literal
 
 import msgspec
@@ -26,11 +26,17 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
         part: the part of the reply that changes.
         rewrites_text: computes the echoed text from the served text; returns its argument unchanged if the rule does not apply.
         rewrites_reply: computes the echoed message from the served one; `None` if the rule does not apply.
+        rewrites_calls: computes the echoed calls from the served ones and the names of the request's tools; returns the served calls if the
+            rule does not apply.
         explains_call: whether the harness changes the first call (as served) to the second call (as echoed), which has these parsed
             arguments.
         explains_member: whether the harness changes one value to the other. Arguments: the tool's name, the member's name, the served value
-            (`msgspec.UNSET` if there was none), the echoed value.
+            (`msgspec.UNSET` if there was none), the echoed value (`msgspec.UNSET` if there is none).
         order: rules with a lower number are applied first.
+        only_with: `rewrites_text` and `rewrites_reply` are tried only for a reply whose text contains this.
+        verbatim_calls: whether the rule counts only if all calls come back as they were issued, under ids that look random. These ids find
+            the reply, so the changed form is not predicted.
+        without_adapter: whether the rule also applies in a session of an unknown harness, because what it requires identifies the reply.
     """
 
     name: str
@@ -42,9 +48,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     part: Part = "calls"
     rewrites_text: Callable[[str], str] | None = None
     rewrites_reply: Callable[[Message], Message | None] | None = None
+    rewrites_calls: Callable[[tuple[ToolCall, ...], Container[str]], tuple[ToolCall, ...]] | None = None
     explains_call: Callable[[ToolCall, ToolCall, dict[str, Any]], bool] | None = None
     explains_member: Callable[[str, str, Any, Any], bool] | None = None
     order: int = 0
+    only_with: str = ""
+    verbatim_calls: bool = False
+    without_adapter: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -63,10 +73,17 @@ def register(rule: Rule) -> None:
 
 
 class Leniency(msgspec.Struct, frozen=True):
-    """The rules of a session: `off` are switched off, `harness_rules` are those that the session's adapter names."""
+    """The rules that apply to a request.
+
+    Attributes:
+        off: the rules that are switched off.
+        harness_rules: the harness rules that apply: those that the session's adapter names.
+        tools: the names of the request's tools, from which some rules compute what a harness understood.
+    """
 
     off: frozenset[str] = frozenset()
     harness_rules: frozenset[str] = frozenset()
+    tools: Container[str] = ()
 
     def allows(self, rule: str) -> bool:
         """Whether the rule with this name applies."""

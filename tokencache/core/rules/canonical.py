@@ -62,6 +62,7 @@ CANONICAL: tuple[Rule, ...] = (
         source=f"{_CAPTURED}, `inline markup` script",
         part="reasoning",
         rewrites_reply=_thinking_cut_off,
+        only_with=_OPENING,
     ),
     Rule(
         name="reasoning-dropped",

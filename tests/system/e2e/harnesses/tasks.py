@@ -80,7 +80,7 @@ def job(kit):
 
 
 def one_task(kit, *ending):
-    """The job for a harness that accepts one task and ends by a call: both parts in one."""
+    """The job for a harness that accepts one task: both parts in one."""
     *turns, _, upper, _ = job(kit)
     return [*turns, upper, *ending]
 
@@ -107,12 +107,29 @@ CLAUDE_HABITS = [
     say("\nh4\n", "c", call("Read", f'{{"limit":"2","offset":"1","file_path":"{WORK}/a.txt"}}')),
     say("\nh5\n", "c", call("Edit", f'{{"new_string":"2nd","old_string":"second","file_path":"{WORK}/a.txt"}}')),
 ]
-OPENCODE_HABITS = [say("\nh1\n", "Other keys.", call("bash", '{"zeta":1e2,"command":"echo big","description":"x","neg":-0.0}'))]
+OPENCODE_HABITS = [
+    say("\nh1\n", "Other keys.", call("bash", '{"zeta":1e2,"command":"echo big","description":"x","neg":-0.0}')),
+    say(
+        "\nh2\n",
+        "Other names.",
+        call("Bash", '{"description" : "x", "command" : "ls -1"}'),
+        call("READ", f'{{"filePath":"{WORK}/hello.txt"}}'),
+    ),
+]
+HERMES_HABITS = [
+    say("\nh1\n", "Other names.", call("Terminal", '{"timeout" : 60.0, "command" : "ls -1"}'), call("READ_FILE", '{"path":"hello.txt"}')),
+    say(
+        "\nh2\n",
+        "Twice.",
+        *[call(name, '{"command":"echo twice"}') for name in ("terminal", "TERMINAL", "terminal")],
+        call("terminal", '{"command":"ls"}'),
+    ),
+]
 
 KITS = {
     "claude-code": tools("Bash", "command", extra=TIMEOUT, write="Write", path="file_path", habits=CLAUDE_HABITS),
     "codex": tools("exec_command", "cmd", extra='"yield_time_ms" :  1000'),
-    "hermes": tools("terminal", "command", extra='"timeout" : 60.0', write="write_file"),
+    "hermes": tools("terminal", "command", extra='"timeout" : 60.0', write="write_file", habits=HERMES_HABITS),
     "opencode": tools("bash", "command", extra=TIMEOUT, write="write", path="filePath", habits=OPENCODE_HABITS),
     "qwen-code": tools("run_shell_command", "command", extra='"is_background" : false', write="write_file", path="file_path"),
     "gemini-cli": tools("run_shell_command", "command", extra='"description" : "List \\u2014"', write="write_file", path="file_path"),
@@ -125,6 +142,7 @@ KITS = {
     "langgraph": tools("shell", "command", write="write_file"),
     "pydantic-ai": tools("shell", "command", write="write_file"),
     "smolagents": tools("shell", "command", write="write_file"),
+    "crewai": tools("shell", "command", extra="", write="write_file"),
 }
 
 
@@ -147,8 +165,11 @@ TERMINUS = [
 STRICT = {"smolagents": lambda kit: strictly(kit, final=lambda text: call("final_answer", f'{{ "answer" : "{text}" }}'))}
 """Harnesses whose answers a grammar constrains."""
 
-ENDINGS = {"mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))]}
-"""The last call of harnesses that accept only one task."""
+ENDINGS = {
+    "mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))],
+    "crewai": [say("\nAll there.\n", "Done.  \n")],
+}
+"""The last turn of harnesses that accept only one task."""
 
 
 def scripts():
