@@ -15,26 +15,30 @@ Rules = tuple[str, ...]
 """Names of the rules that together explain one difference."""
 
 
-def rewritings(served: Message, *, among: Leniency | None = None) -> Iterator[tuple[Rules, Message]]:
+def rewritings(served: Message) -> Iterator[tuple[Rules, Message]]:
     """Yield every form in which a harness may send a reply back with changed text, with the rules needed; fewest rules first.
 
-    Only rules that `among` allows are used; `None` allows all. Calls stay unchanged, unless a rule converts them to text.
+    Calls stay unchanged, unless a rule converts them to text.
     """
+    return _rewritten(served, lambda _: True)
+
+
+def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
+    """List the changed forms in which a reply may be sent back in this session, except for those that the ids of their calls find."""
+    found = _rewritten(served, lambda rule: not rule.verbatim_calls and leniency.allows(rule.name))
+    return [message for _, message in found]
+
+
+def _rewritten(served: Message, applies: Callable[[Rule], bool]) -> Iterator[tuple[Rules, Message]]:
     content = served.content or ""
     able = (rule for rule in RULES.values() if (rule.rewrites_reply or rule.rewrites_text) and rule.only_with in content)
-    rules = _in_order(rule for rule in able if among is None or among.allows(rule.name))
+    rules = _in_order(rule for rule in able if applies(rule))
     for rule in rules:
         if rule.rewrites_reply is not None and (message := rule.rewrites_reply(served)) is not None:
             yield (rule.name,), message
     changes = [(rule.name, rule.rewrites_text) for rule in rules if rule.rewrites_text is not None]
     for names, text in _combinations(served.text, changes) if served.text else ():
         yield names, msgspec.structs.replace(served, content=text)
-
-
-def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
-    """List the changed forms in which a reply may be sent back in this session, except for those that the ids of their calls find."""
-    forms = rewritings(served, among=leniency)
-    return [message for names, message in forms if not any(RULES[name].verbatim_calls for name in names)]
 
 
 def understood_calls(calls: tuple[ToolCall, ...], tools: Container[str]) -> Iterator[tuple[Rules, tuple[ToolCall, ...]]]:
