@@ -54,6 +54,18 @@ class Reason(Described):
         "the harness disconnected during a stream and sent back a part of what was sampled; that part keeps its exact ids",
     )
     INTERRUPT_INSIDE_TOKEN = "interrupt-inside-token", "the text that the harness received ends inside a token; it is rendered as text"
+    # The harness added text to a reply (`core.added_text`).
+    REPLY_EXTENDED = (
+        "reply-extended",
+        (
+            "(`resplice`) the harness continued the model's message with words of its own: the reply keeps its exact ids, and its end of "
+            "turn follows those words"
+        ),
+    )
+    ADDED_TEXT_UNPROVEN = (
+        "added-text-unproven",
+        "a reply was returned with more text than was served, and its ids do not show where that text begins; it is rendered as text",
+    )
     # The context was edited: a resplice, or a continuation after all.
     CONTEXT_EDITED = "context-edited", "(`resplice`) messages before or between recognized replies changed"
     RENDERED_ALIKE = (

@@ -7,18 +7,21 @@ or its store, the plan is also `plain`: the client gets its reply, and the train
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from tokencache.core import evidence, experts, ids
+from tokencache.core.added_text import AddedText, added_text, stop_string
 from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
-from tokencache.core.splice import REPLACED, Junction, fill, join, junction
+from tokencache.core.splice import REPLACED, fill, join, junction, without_stop_id
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn, TurnMark
 from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
@@ -34,6 +37,7 @@ from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.proxy.sampled_text import text_after
 from tokencache.store.base import BeginResult, Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ FIRST_REPLIES = 2
 """Number of last replies that are looked up when a call begins; the others are looked up only if none of these is known."""
 _EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
 """Reasons for refusing a tail that mean that the template now writes the unchanged history differently, as if it had been edited."""
-_NOT_PLACED = frozenset({Reason.OPENER_UNKNOWN, Reason.VISIBLE_PART_UNKNOWN})
+_NOT_PLACED = frozenset({Reason.OPENER_UNKNOWN, Reason.VISIBLE_PART_UNKNOWN, Reason.ADDED_TEXT_UNPROVEN})
 """Reasons for which a recognized reply is rendered as text."""
 _FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
@@ -223,9 +227,12 @@ class _Planning:
 
     # match
 
-    async def match(self, known: _Known) -> Match:
-        """Match the history with recorded turns. Turns beyond `known` that the match needs are read from the store, each key once."""
-        hits, turns = dict(known), None
+    async def match(self, known: _Known, without: AbstractSet[str] = frozenset()) -> Match:
+        """Match the history with recorded turns, except those `without` (ids).
+
+        Turns beyond `known` that the match needs are read from the store, each key once.
+        """
+        hits, turns = {key: _except(without, found) for key, found in known.items()}, None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._call, self._conversation
         while True:
@@ -240,7 +247,8 @@ class _Planning:
             missing = missing or [key for key in found.unsure if key not in hits]
             if not missing:
                 return found
-            hits |= zip(missing, await self._store.find(self._session, missing), strict=True)
+            looked_up = await self._store.find(self._session, missing)
+            hits |= {key: _except(without, found) for key, found in zip(missing, looked_up, strict=True)}
 
     async def _turns(self) -> dict[str, Turn]:
         return {turn.id: turn for turn in await self._store.turns(self._session)}
@@ -313,12 +321,17 @@ class _Planning:
     # splices
 
     async def splice(self, found: Match, known: _Known) -> Plan:
-        """Plan a prompt for a match. If the parent was aborted, first prove how much of it the client has received."""
+        """Plan a prompt for a match.
+
+        If the parent was aborted, first prove how much of it the client has received. If the client added text to replies, prove where
+        their ids end.
+        """
         cut = None
         if found.parent is not None and found.delivered is not None:
             cut = await self._cut(found.parent, found.delivered)
             if cut is None:
                 found = await self._without(found.parent, known)
+        found, words = await self._proven_words(found, known)
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._model.capability.tokenizes
@@ -326,7 +339,7 @@ class _Planning:
             found.anchors or self._follows_template or (renders and self._may_change(found.parent, found.at))
         ):
             try:
-                return await self._continue(found.parent, found, cut)
+                return await self._continue(found.parent, found, cut, words)
             except TailRefusedError as why:
                 if not renders or str(why) not in _EDITED:
                     raise
@@ -371,14 +384,44 @@ class _Planning:
         Raises:
             TailRefusedError: the new match also needs to cut an aborted turn.
         """
-        others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
-        found = await self.match(others)
+        found = await self.match(known, {turn.id})
         if found.delivered is not None:
             raise TailRefusedError(Reason.INTERRUPT_INSIDE_TOKEN)
         return found._replace(reason=Reason.INTERRUPT_INSIDE_TOKEN)
 
-    async def _continue(self, parent: Turn, found: Match, cut: bytes | None) -> Plan:
-        """Continue a turn: its prefix (up to `cut`, if it was aborted) and the tail.
+    async def _proven_words(self, found: Match, known: _Known) -> tuple[Match, str]:
+        """Prove where the ids of replies with added text end. Turns for which that fails are matched as if they were not recorded.
+
+        Returns:
+            The match, and the words that the client added to the parent's reply.
+
+        Raises:
+            RenderError: the engine cannot decode its own tokens.
+        """
+        words: dict[str, str | None] = {}
+        while found.added:
+            for added in found.added:
+                if added.turn.id not in words:
+                    words[added.turn.id] = await self._words(added)
+            unproven = {turn for turn, own in words.items() if own is None}
+            if unproven.isdisjoint(added.turn.id for added in found.added):
+                break
+            found = (await self.match(known, unproven))._replace(reason=Reason.ADDED_TEXT_UNPROVEN)
+        return found, (words.get(found.parent.id) or "") if found.parent is not None else ""
+
+    async def _words(self, added: AddedText) -> str | None:
+        """Return the words that a client added to a reply after the text of its ids; `None` if it is not proven where they begin."""
+        if not self._model.capability.tokenizes:
+            return None
+        turn, model = added.turn, self._model
+        completion = (await self._prefixes.get(self._session, turn.id)).prefix
+        body = without_stop_id(ids.tail(completion.ids, turn.prompt_tokens), model.stop_ids)
+        served = turn.served.content or ""
+        sampled = await text_after(served, stop_string(turn.stop_reason), body, partial(model.renderer.read, self._call.model))
+        return added.words_after(sampled) if sampled is not None else None
+
+    async def _continue(self, parent: Turn, found: Match, cut: bytes | None, words: str = "") -> Plan:
+        """Continue a turn: its prefix (up to `cut`, if it was aborted), `words` that the client added to its reply, and the tail.
 
         Raises:
             TailRefusedError: the tail cannot be proven.
@@ -387,10 +430,13 @@ class _Planning:
         base = cached.prefix.ids if cut is None else cut
         last_reply = await self._last_reply(found.at - 1, parent, base)
         if self._model.capability.tokenizes:
-            tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens))
+            tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens, words))
             where = junction(base, tail, self._model.stop_ids)
             if where == REPLACED or len(base) < len(cached.prefix.ids):
-                return await self._shortened(parent, found, join(base, tail, where), last_reply, where)
+                shortened = Reason.REPLY_EXTENDED if words else Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED
+                return await self._shortened(
+                    parent, found, join(base, tail, where), last_reply._replace(end=last_reply.end - where.drop), shortened
+                )
             reason, added = found.reason, ids.tail(tail, where.skip)
         elif cut is not None:
             return Plan(match="plain", reason=Reason.NO_RENDERING)
@@ -415,16 +461,16 @@ class _Planning:
             foreign=parent.foreign,
         )
 
-    async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, where: Junction) -> Plan:
+    async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, reason: str) -> Plan:
         """Plan a prompt in which the last reply is shorter than it was sampled: cut by its client, or without its stop id."""
-        kept = last_reply.end - where.drop
+        kept = last_reply.end
         last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
         return Plan(
             match="resplice",
-            reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
+            reason=reason,
             prompt=prompt,
             fragment=ids.Fragment(prompt),
-            last_reply=last_reply._replace(end=kept),
+            last_reply=last_reply,
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
             applied_rules=found.applied_rules,
@@ -465,6 +511,8 @@ class _Planning:
     async def _resplice(self, found: Match, cut: bytes | None) -> Plan:
         """Render the history again, with the exact ids of every recognized reply.
 
+        A frame has no place for words that the client added to a reply, so such a reply is rendered as text.
+
         Raises:
             TailRefusedError: the frame of the replies, or the generation prompts before them, cannot be proven.
         """
@@ -473,6 +521,12 @@ class _Planning:
             last = evidence.whole_reply(found.at - 1, found.parent)
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
             replies = [*await self._placed_replies(found.parent), last, *replies]
+        framed = [reply for reply in replies if not self._has_words(reply)]
+        if len(framed) < len(replies):
+            found = found._replace(reason=Reason.ADDED_TEXT_UNPROVEN)
+        if not framed:
+            raise TailRefusedError(Reason.ADDED_TEXT_UNPROVEN)
+        replies = framed
         stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
         laid = await (self._lay_out_visible(replies, stored) if self._follows_template else self._lay_out(replies, stored))
         found = found._replace(reason=laid.reason or found.reason or laid.default_reason)
@@ -516,6 +570,11 @@ class _Planning:
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
+
+    def _has_words(self, reply: PlacedReply) -> bool:
+        """Whether the client added words of its own to a reply."""
+        added = added_text(reply.turn, self._conversation.messages[reply.place], self._call.leniency)
+        return added is not None and not added.restored
 
     def _sampled_in(self, prompt: bytes, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the positions in replies, half-open ranges of a prompt, that have an id of a placeholder."""
@@ -587,10 +646,11 @@ class _Planning:
             return await frames.frame(request, places)
 
     def _received(self, reply: PlacedReply) -> Message:
-        """Return a reply as the client received it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
+        """Return a reply as the client has it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
         served, echoed = reply.turn.served, self._conversation.messages[reply.place]
         if TurnMark.ABORTED not in reply.turn.marks:
-            return served
+            added = added_text(reply.turn, echoed, self._call.leniency)
+            return served if added is None else msgspec.structs.replace(served, content=(served.content or "") + added.text)
         return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
@@ -616,10 +676,12 @@ class _Planning:
         here = [(part.modality, part.sha256) for part in self._call.media_parts(last.place)]
         return here == [(medium.modality, medium.sha256) for medium in last.turn.media]
 
-    def _request(self, at: int, prefix: bytes = b"", reply_start: int = 0) -> TailRequest:
+    def _request(self, at: int, prefix: bytes = b"", reply_start: int = 0, words: str = "") -> TailRequest:
         call = self._call
         raw, session = call.safe_messages(), self._session
-        return TailRequest(call.model, call.args, self._conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session)
+        return TailRequest(
+            call.model, call.args, self._conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session, words=words
+        )
 
 
 class _Layout(NamedTuple):
@@ -667,6 +729,11 @@ def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:
 def _logprobs_from(offset: int, packed: bytes) -> bytes:
     """Return packed log probabilities without those of the first `offset` tokens."""
     return ids.pack_logprobs(ids.unpack_logprobs(packed)[offset:]) if offset else packed
+
+
+def _except(names: AbstractSet[str], hits: Sequence[Hit]) -> Sequence[Hit]:
+    """Return hits without those of the turns with these ids."""
+    return [hit for hit in hits if hit.turn.id not in names] if names else hits
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from tokencache.core import evidence, ids
-from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
+from tokencache.core.added_text import with_stop_string
+from tokencache.core.chain import aborted_turn_keys, position_key, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.forced import Span, ThinkingMarks, forced_spans
 from tokencache.core.ids import Fragment
@@ -326,7 +327,10 @@ class Outcome(msgspec.Struct, kw_only=True):
         keys: tuple[bytes, ...] = ()
         if call.conversation is not None and not call.plain and (not call.media or prompt.media):
             if self.whole and choice.finish_reason:
-                keys = turn_keys(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
+                restored = with_stop_string(served, choice.stop_reason)
+                keys = turn_keys(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency, restored=restored)
+                if call.has_stop_strings and not served.calls:  # its harness may add words to it
+                    keys = (*keys, position_key(call.conversation.chain[-1]))
             elif self._cut_short(choice):
                 keys = aborted_turn_keys(call.conversation)
         if self.asked:

@@ -21,7 +21,7 @@ from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated
+from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -85,6 +85,11 @@ class ChatCall(msgspec.Struct):
     def sampling(self) -> dict[str, Any]:
         """The members of the request that bend or replace the policy's choice (`chat.sampling`)."""
         return recorded(self.fields)
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether the request has stop strings."""
+        return bool(value_of(self.fields["stop"])) if "stop" in self.fields else False
 
     @property
     def messages(self) -> tuple[Message, ...]:
