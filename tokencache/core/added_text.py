@@ -68,6 +68,11 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
     return AddedText(turn, text, Verdict(kind, tuple(sorted(needed))), restored)
 
 
+def is_exactly(turn: Turn, sampled: str, echoed: Message) -> bool:
+    """Whether an echo has exactly the text of a reply's ids: that which was served, and then `sampled`. Blanks at its end count."""
+    return _visible(echoed.content) == _visible(turn.served.content) + sampled
+
+
 def with_stop_string(served: Message, stop_reason: int | str | None) -> Message | None:
     """Return a reply as a harness sends it back that restores its stop string; `None` if none ended it, or if it has no text."""
     stop = stop_string(stop_reason)

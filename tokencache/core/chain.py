@@ -152,6 +152,22 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     )
 
 
+def before_last(known: Conversation) -> Conversation:
+    """Return a conversation without its last message."""
+    last = len(known.messages) - 1
+    return Conversation(
+        messages=known.messages[:last],
+        digests=known.digests[:last],
+        exacts=known.exacts[:last],
+        chain=known.chain[:-1],
+        written_chain=known.written_chain[:-1],
+        model_key=known.model_key,
+        salt=known.salt,
+        first_places={name: place for name, place in known.first_places.items() if place < last},
+        call_count=known.call_count - len(known.messages[last].calls),
+    )
+
+
 def _features(message: Message, *, asked: bool) -> Iterator[str]:
     """Yield the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
     yield message.role

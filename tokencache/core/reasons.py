@@ -58,8 +58,8 @@ class Reason(Described):
     REPLY_EXTENDED = (
         "reply-extended",
         (
-            "(`resplice`) the harness continued the model's message with words of its own: the reply keeps its exact ids, and its end of "
-            "turn follows those words"
+            "(`resplice`) the message goes on after the model's end of turn, with words of the harness, or because the request continues "
+            "it: the reply keeps its exact ids without its end of turn"
         ),
     )
     ADDED_TEXT_UNPROVEN = (
@@ -158,7 +158,10 @@ class Reason(Described):
     )
     UNSUPPORTED_PART = "unsupported-part", "the request contains a content part of a type that vLLM does not know"
     MEDIA_WITH_FOLLOW = "media-with-follow", "the request contains images, and exact prompts with `--history follow` have none"
-    CONTINUE_FINAL_MESSAGE = "continue-final-message", "the request asks the engine to continue the last message"
+    CONTINUE_FINAL_MESSAGE = (
+        "continue-final-message",
+        "the request asks the engine to continue the last message, and that is not exactly a recorded reply",
+    )
     NO_GENERATION_PROMPT = "no-generation-prompt", "the request asks for a prompt without a generation prompt"
     ECHO = "echo", "the request asks for the prompt's last message in the reply"
     TRUNCATED_PROMPT = "truncated-prompt", "the request asks the engine to truncate the prompt"

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence, experts, ids
-from tokencache.core.added_text import AddedText, added_text, stop_string
+from tokencache.core.added_text import AddedText, added_text, is_exactly, stop_string
 from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
-from tokencache.core.splice import REPLACED, fill, join, junction, without_stop_id
+from tokencache.core.splice import OPEN, REPLACED, fill, join, junction, without_stop_id
 from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn, TurnMark
 from tokencache.core.verdict import DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
@@ -70,6 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         parent_messages: the number of the request's messages that are those of the parent's request.
         served: the parent's reply, which follows these messages.
         foreign: a hash of the client's own assistant messages among them (`core.evidence`).
+        begun: the recorded reply that the call continues, as the client has it.
         routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
         media: the images and other media of the parent's prompt, with which this prompt begins.
         sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
@@ -91,6 +92,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parent_messages: int = 0
     served: Message | None = None
     foreign: bytes = b""
+    begun: Message | None = None
     routed: int = 0
     media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()
@@ -188,12 +190,15 @@ class Planner:
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
         if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
-            return Plan(match=found.kind, reason=found.reason)
+            return Plan(match=found.kind, reason=Reason.CONTINUE_FINAL_MESSAGE if call.continues else found.reason)
         blocked = await planning.blocked()
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await planning.from_client_ids(found) or await planning.splice(found, known)
+            if call.continues:
+                plan = await planning.continue_reply(found)
+            else:
+                plan = await planning.from_client_ids(found) or await planning.splice(found, known)
         except (TailRefusedError, RenderError) as why:
             if (temporary := passing_cause(why)) is not None:
                 raise temporary from why
@@ -320,6 +325,20 @@ class _Planning:
 
     # splices
 
+    async def continue_reply(self, found: Match) -> Plan:
+        """Plan a call that continues its last message: the ids of that reply, without a stop id at their end, are the end of the prompt.
+
+        Raises:
+            RenderError: the engine cannot decode its own tokens.
+        """
+        parent, last = found.parent, self._conversation.messages[-1]
+        if parent is not None and found.at == len(self._conversation.messages) and not found.anchors and found.delivered is None:
+            sampled = await self._sampled_after(parent)
+            if sampled is not None and is_exactly(parent, sampled, last):
+                plan = await self._continue(parent, found, None)
+                return msgspec.structs.replace(plan, begun=msgspec.structs.replace(parent.served, content=last.content))
+        return Plan(match="plain", reason=Reason.CONTINUE_FINAL_MESSAGE)
+
     async def splice(self, found: Match, known: _Known) -> Plan:
         """Plan a prompt for a match.
 
@@ -411,14 +430,17 @@ class _Planning:
 
     async def _words(self, added: AddedText) -> str | None:
         """Return the words that a client added to a reply after the text of its ids; `None` if it is not proven where they begin."""
-        if not self._model.capability.tokenizes:
-            return None
-        turn, model = added.turn, self._model
-        completion = (await self._prefixes.get(self._session, turn.id)).prefix
-        body = without_stop_id(ids.tail(completion.ids, turn.prompt_tokens), model.stop_ids)
-        served = turn.served.content or ""
-        sampled = await text_after(served, stop_string(turn.stop_reason), body, partial(model.renderer.read, self._call.model))
+        sampled = await self._sampled_after(added.turn)
         return added.words_after(sampled) if sampled is not None else None
+
+    async def _sampled_after(self, turn: Turn) -> str | None:
+        """Return the text that a reply's ids have after the text that was served; `None` if that is not certain."""
+        model = self._model
+        if not model.capability.tokenizes:
+            return None
+        prefix = (await self._prefixes.get(self._session, turn.id)).prefix
+        body = without_stop_id(ids.tail(prefix.ids, turn.prompt_tokens), model.stop_ids)
+        return await text_after(turn.served_text, stop_string(turn.stop_reason), body, partial(model.renderer.read, self._call.model))
 
     async def _continue(self, parent: Turn, found: Match, cut: bytes | None, words: str = "") -> Plan:
         """Continue a turn: its prefix (up to `cut`, if it was aborted), `words` that the client added to its reply, and the tail.
@@ -430,10 +452,19 @@ class _Planning:
         base = cached.prefix.ids if cut is None else cut
         last_reply = await self._last_reply(found.at - 1, parent, base)
         if self._model.capability.tokenizes:
-            tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens, words))
-            where = junction(base, tail, self._model.stop_ids)
+            if self._call.continues:
+                tail, where = b"", OPEN if without_stop_id(base, self._model.stop_ids) == base else REPLACED
+            else:
+                tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens, words))
+                where = junction(base, tail, self._model.stop_ids)
             if where == REPLACED or len(base) < len(cached.prefix.ids):
-                shortened = Reason.REPLY_EXTENDED if words else Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED
+                shortened = (
+                    Reason.REPLY_EXTENDED
+                    if words or self._call.continues
+                    else Reason.OTHER_STOP
+                    if where == REPLACED
+                    else Reason.INTERRUPTED
+                )
                 return await self._shortened(
                     parent, found, join(base, tail, where), last_reply._replace(end=last_reply.end - where.drop), shortened
                 )
@@ -511,7 +542,8 @@ class _Planning:
     async def _resplice(self, found: Match, cut: bytes | None) -> Plan:
         """Render the history again, with the exact ids of every recognized reply.
 
-        A frame has no place for words that the client added to a reply, so such a reply is rendered as text.
+        A frame has no place for words that the client added to a reply, nor for the parts of one that the client continued. So such replies
+        are rendered as text.
 
         Raises:
             TailRefusedError: the frame of the replies, or the generation prompts before them, cannot be proven.
@@ -521,11 +553,12 @@ class _Planning:
             last = evidence.whole_reply(found.at - 1, found.parent)
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
             replies = [*await self._placed_replies(found.parent), last, *replies]
-        framed = [reply for reply in replies if not self._has_words(reply)]
+        in_parts = {reply.place for reply in replies if reply.turn.begun}
+        framed = [reply for reply in replies if reply.place not in in_parts and not self._has_words(reply)]
         if len(framed) < len(replies):
-            found = found._replace(reason=Reason.ADDED_TEXT_UNPROVEN)
+            found = found._replace(reason=Reason.OPENER_UNKNOWN if in_parts else Reason.ADDED_TEXT_UNPROVEN)
         if not framed:
-            raise TailRefusedError(Reason.ADDED_TEXT_UNPROVEN)
+            raise TailRefusedError(found.reason)
         replies = framed
         stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
         laid = await (self._lay_out_visible(replies, stored) if self._follows_template else self._lay_out(replies, stored))
