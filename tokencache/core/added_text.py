@@ -15,8 +15,8 @@ import msgspec
 
 from tokencache.core.messages import BLANK, Message, inline_end
 from tokencache.core.rules import Leniency
-from tokencache.core.turn import Turn, TurnMark
-from tokencache.core.verdict import Verdict, judge
+from tokencache.core.turn import Turn
+from tokencache.core.verdict import CUT_OFF, Verdict, judge
 
 STOP_RESTORED, WORDS_ADDED = "stop-restored", "words-added"
 """The names of the rules for added text."""
@@ -50,7 +50,7 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
     Calls follow the text in a prompt, so a reply with calls has no added text.
     """
     served = turn.served
-    if served.calls or echoed.calls or not served.text or TurnMark.ABORTED in turn.marks:
+    if served.calls or echoed.calls or not served.text or not CUT_OFF.isdisjoint(turn.marks):
         return None
     ours, theirs = _visible(served.content), _visible(echoed.content)
     text = theirs.removeprefix(ours)

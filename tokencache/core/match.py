@@ -43,7 +43,7 @@ from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
+from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -336,7 +336,7 @@ class _Finder(NamedTuple):
 
     def _came_back(self, turn: Turn, place: int) -> bool:
         echoed = self.conversation.messages[place]
-        if TurnMark.ABORTED in turn.marks and delivered_prefix(turn, echoed, self.leniency) is not None:
+        if not CUT_OFF.isdisjoint(turn.marks) and delivered_prefix(turn, echoed, self.leniency) is not None:
             return True
         return self._judged(place, [Hit(turn)])[0].verdict.supplied
 

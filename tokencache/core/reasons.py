@@ -53,7 +53,10 @@ class Reason(Described):
         "interrupted",
         "the harness disconnected during a stream and sent back a part of what was sampled; that part keeps its exact ids",
     )
-    INTERRUPT_INSIDE_TOKEN = "interrupt-inside-token", "the text that the harness received ends inside a token; it is rendered as text"
+    INTERRUPT_INSIDE_TOKEN = (
+        "interrupt-inside-token",
+        "the text that the harness received ends inside a token, or nothing shows where its last call ends; it is rendered as text",
+    )
     # The harness added text to a reply (`core.added_text`).
     REPLY_EXTENDED = (
         "reply-extended",

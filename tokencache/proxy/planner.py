@@ -22,12 +22,13 @@ from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import OPEN, REPLACED, fill, join, junction, without_stop_id
-from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, is_unique
+from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
+from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
+from tokencache.engine.template.calls import call_end
 from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
@@ -347,7 +348,7 @@ class _Planning:
         """
         cut = None
         if found.parent is not None and found.delivered is not None:
-            cut = await self._cut(found.parent, found.delivered)
+            cut = await self._cut(found.parent, found.delivered, found.at)
             if cut is None:
                 found = await self._without(found.parent, known)
         found, words = await self._proven_words(found, known)
@@ -383,8 +384,10 @@ class _Planning:
         named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}
         return bool(named) and not named.isdisjoint(_unasked(messages[: at - 1]))
 
-    async def _cut(self, turn: Turn, delivered: DeliveredPrefix) -> bytes | None:
+    async def _cut(self, turn: Turn, delivered: DeliveredPrefix, at: int) -> bytes | None:
         """Cut an aborted turn's prefix (packed ids) where its client left; `None` if it is not proven that a token ends there.
+
+        `at` is the number of messages up to and including its reply.
 
         Raises:
             RenderError: the engine cannot decode its own tokens.
@@ -392,9 +395,12 @@ class _Planning:
         prefix = (await self._prefixes.get(self._session, turn.id)).prefix.ids
         completion = ids.tail(prefix, turn.prompt_tokens)
         model = self._model
-        n = await partial_reply.delivered_tokens(
-            delivered, completion, model.stop_ids, lambda packed: model.renderer.read(self._call.model, packed)
-        )
+        read = partial(model.renderer.read, self._call.model)
+        if delivered.calls:
+            end = await call_end(model.tails.template, self._request(at))
+            n = await partial_reply.tokens_of_calls(delivered, completion, end, model.stop_ids, read) if end else None
+        else:
+            n = await partial_reply.delivered_tokens(delivered, completion, model.stop_ids, read)
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
     async def _without(self, turn: Turn, known: _Known) -> Match:
@@ -681,9 +687,11 @@ class _Planning:
     def _received(self, reply: PlacedReply) -> Message:
         """Return a reply as the client has it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
         served, echoed = reply.turn.served, self._conversation.messages[reply.place]
-        if TurnMark.ABORTED not in reply.turn.marks:
+        if CUT_OFF.isdisjoint(reply.turn.marks):
             added = added_text(reply.turn, echoed, self._call.leniency)
             return served if added is None else msgspec.structs.replace(served, content=(served.content or "") + added.text)
+        if echoed.calls:
+            return msgspec.structs.replace(served, calls=served.calls[: len(echoed.calls)])
         return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
@@ -756,7 +764,7 @@ def media_reason(call: ChatCall, model: Model) -> str:
 def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:
     """Return the packed ids of a whole reply, as far as the client received it."""
     completion = stored[reply.turn.id].completion
-    return ids.head(completion, reply.offset + reply.end - reply.start) if TurnMark.ABORTED in reply.turn.marks else completion
+    return ids.head(completion, reply.offset + reply.end - reply.start) if not CUT_OFF.isdisjoint(reply.turn.marks) else completion
 
 
 def _logprobs_from(offset: int, packed: bytes) -> bytes:

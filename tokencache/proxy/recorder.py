@@ -23,7 +23,7 @@ from tokencache.core.media import PlacedMedia, Places, PlacesDifferError, place_
 from tokencache.core.messages import digest
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
-from tokencache.core.verdict import Cut, pack_cuts
+from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.engine.ending import finish_reason
@@ -386,9 +386,12 @@ class Outcome(msgspec.Struct, kw_only=True):
         return best
 
     def _cut_short(self, choice: Choice) -> bool:
-        """Whether the client left during a text, so that it may send back the part that it received."""
-        left = self.broke == ABORTED and not (self.reply.error or self.uncertain)
-        return left and bool(choice.steps) and not (choice.calls or self.call.continues)
+        """Whether the client may send back the part that it received: it left during a text, or the stream ended after a call had begun."""
+        if self.reply.error or self.uncertain or self.call.continues:
+            return False
+        if choice.calls:
+            return self.broke in CUT_OFF and len(choice.call_steps) == len(choice.calls)
+        return self.broke == ABORTED and bool(choice.steps)
 
     def _forced(self, prompt: "_Prompt", completion: bytes) -> tuple[Span, ...] | None:
         """Return the ranges of a completion that a thinking budget forced; `None` if that is not certain."""
@@ -430,7 +433,12 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
-    """List the events after which a client may have left; reasoning counts only if the client receives it."""
+    """List the events after which a client may have left; reasoning counts only if the client receives it.
+
+    Of a reply with calls, list the events with which they began.
+    """
+    if choice.calls:
+        return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
     cuts: list[Cut] = []
     content = reasoning = 0
     for before, after, more_content, more_reasoning in choice.steps:

@@ -85,8 +85,9 @@ CANONICAL: tuple[Rule, ...] = (
         name="interrupted",
         kind="canonical",
         verdict="rewritten",
-        harnesses=("Claude Code", "any that keeps what it received"),
-        what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there",
+        harnesses=("Claude Code", "Codex", "any that keeps what it received"),
+        what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there; or a reply "
+        "that ends after a complete call, if the stream was cut after that call",
         source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters were returned",
         part="text",
     ),
