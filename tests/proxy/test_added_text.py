@@ -56,6 +56,30 @@ async def test_a_stop_string_that_was_served_is_not_restored_again():
         assert await search(rig, STOP, calls=2, include_stop_str_in_output=True) == ["root", "plain"]
 
 
+async def test_what_the_last_token_has_beyond_the_stop_string_stays():
+    """As it does if the harness sends the text as it was served."""
+    ends = set()
+    for seed in range(8):
+        async with proxied(engine("<think>\nq\n</think>\n\n<search>café</search>\nthen I guess", seed=seed)) as rig:
+            assert await search(rig, STOP, calls=2) == ["root", "continue"]
+            assert follows(rig, 1)
+            ends.add(rig.engine.tokenizer.decode(rig.ground_truth()[0].completion_ids).rpartition("</search>")[2])
+    assert ends == {"", "\n"}
+
+
+async def test_openhands_writes_back_more_than_its_stop_string():
+    """It stops at `</function` and writes `</function>`. The bracket is its own."""
+    async with proxied(engine("<think>\nq\n</think>\n\n<function=ls>\n</function>")) as rig:
+        message = await rig.say("s", [user("EPISODE:e")], stop=["</function"])
+        await rig.say("s", [user("EPISODE:e"), said(message, "</function>"), user("RESULT")], stop=["</function"])
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+        assert follows(rig, 1)
+        first, second = rig.ground_truth()
+        added = rig.engine.tokenizer.decode(second.prompt_ids[len(first.prompt_ids) + len(first.completion_ids) :])
+        assert added.startswith("><|im_end|>\n<|im_start|>user\nRESULT")
+        await rig.check()
+
+
 async def test_a_restored_stop_string_is_found_after_the_context_was_edited():
     async with proxied(engine(SEARCH)) as rig:
         first = await rig.say("s", [user("EPISODE:e")], stop=[STOP])
