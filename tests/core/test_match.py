@@ -416,7 +416,7 @@ def test_who_left_asked_again_and_got_the_very_same_tokens_may_mean_either():
     assert index.match(U1, Message("assistant", "One, two"), U2).parent.id == "b"
 
 
-def test_an_aborted_turn_with_a_call_is_never_taken():
+def test_an_aborted_turn_is_not_taken_within_a_call():
     index = _Index(CLAUDE)
     index.add(_left("a", "One", (3,), calls=(ToolCall(C1, "Bash", "{"),)), U1, aborted=True)
     assert index.match(U1, Message("assistant", "One"), U2).kind == "plain"

@@ -59,7 +59,7 @@ class DriftMeter:
         """Return the records of a session (which must have contexts) with the drift of its turns, or why it could not be measured.
 
         ==================  ========================================================================
-        `not-kept`          the messages of the turn are not stored, or its images
+        `not-kept`          the messages of the turn are not stored, or its images, or the beginning of a reply that was continued
         `engine-disagrees`  the engine used other ids than were sent
         `engine-away`       the engine returned no rendering
         `template-refuses`  the template, or the engine, refuses these messages
@@ -87,7 +87,7 @@ class DriftMeter:
         """Measure one turn; returns the reason if that is not possible."""
         if turn.match not in _SPLICED:
             return TurnMark.ENGINE_DISAGREES if TurnMark.ENGINE_DISAGREES in turn.marks else no_drift(turn.prompt_tokens)
-        if not records.contexts.get(turn.id) or TurnMark.MEDIA in turn.marks:
+        if not records.contexts.get(turn.id) or TurnMark.MEDIA in turn.marks or turn.begun:
             return "not-kept"
         try:
             return await self._spliced(turn, records)

@@ -13,7 +13,7 @@ The prompt context is hashed with the deployment's secret. A client without the 
 search for two conversations with the same key. So the later links may use a fast hash, xxh3-128 (docs/decisions/0019).
 
 A key only finds candidates; `core.verdict` then compares them field by field. A reply that the harness received completely has up to four
-keys, an interrupted reply has two:
+keys, and a `p` key if the harness may add words to it; an interrupted reply has two:
 
 ======  =====================  ====================================================================================================
 prefix  hash of                finds the reply
@@ -22,14 +22,16 @@ prefix  hash of                finds the reply
 `r`     its digest             anywhere in a history, under the same model
 `i`     its first call's id    anywhere, even if its text was rewritten; only the letters and digits of the id count
 `h`     the call's handle      anywhere, in dialects that have handles
-`p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning
+`p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning, or if it may
+                               add words to it (`core.added_text`)
 `a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
 `q`     the whole request      for a repeated request (`proxy.dedup`)
 ======  =====================  ====================================================================================================
 
 Only the keys made from the chain depend on the template arguments. Suppose two replies have the same text, one sampled with thinking and
 one without: both must be found, otherwise the wrong one would look certain. If the session's rules change texts in a known way, the reply
-also has the `c` and `r` keys of its expected forms (`rules.expected_rewritings`).
+also has the `c` and `r` keys of its expected forms (`rules.expected_rewritings`). So it has those of its text with the stop string that
+ended it.
 """
 
 import hashlib
@@ -150,6 +152,22 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     )
 
 
+def before_last(known: Conversation) -> Conversation:
+    """Return a conversation without its last message."""
+    last = len(known.messages) - 1
+    return Conversation(
+        messages=known.messages[:last],
+        digests=known.digests[:last],
+        exacts=known.exacts[:last],
+        chain=known.chain[:-1],
+        written_chain=known.written_chain[:-1],
+        model_key=known.model_key,
+        salt=known.salt,
+        first_places={name: place for name, place in known.first_places.items() if place < last},
+        call_count=known.call_count - len(known.messages[last].calls),
+    )
+
+
 def _features(message: Message, *, asked: bool) -> Iterator[str]:
     """Yield the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
     yield message.role
@@ -227,10 +245,20 @@ def handle_key(handle: str, salt: bytes) -> bytes:
 
 
 def turn_keys(
-    conversation: Conversation, served: Message, own: bytes, *, handle: str = "", leniency: Leniency = STRICT
+    conversation: Conversation,
+    served: Message,
+    own: bytes,
+    *,
+    handle: str = "",
+    leniency: Leniency = STRICT,
+    restored: Message | None = None,
 ) -> tuple[bytes, ...]:
-    """Return the keys of a reply to `conversation` that the harness received completely; `own` is the digest of `served`."""
-    forms = [(served, own), *((message, digest(message)) for message in expected_rewritings(served, leniency))]
+    """Return the keys of a reply to `conversation` that the harness received completely.
+
+    `own` is the digest of `served`. `restored` is the reply with its stop string (`added_text.with_stop_string`).
+    """
+    others = [*expected_rewritings(served, leniency), *([restored] if restored is not None else [])]
+    forms = [(served, own), *((message, digest(message)) for message in others)]
     chains = [chain_key(_link(conversation.chain[-1], message, form)) for message, form in forms]
     digests = [reply_key(form, conversation.model_key) for _, form in forms]
     names = filter(None, (_call_key(served, conversation.model_key), handle_key(handle, conversation.salt)))

@@ -148,7 +148,12 @@ def still_holds(turn: Turn, conversation: Conversation, turns: Mapping[str, Turn
     of their anchors. `came_back` returns whether the message at a place is an echo of a turn's reply.
     """
     replies = placed_replies(turn, turns)
-    if replies is None or not all(reply.place < turn.messages and came_back(reply.turn, reply.place) for reply in replies):
+    if replies is None:
+        return False
+    whole = {reply.place: reply for reply in replies}  # of a reply that the client continued, the last part has the whole message
+    if turn.begun:
+        whole.pop(turn.messages, None)  # the beginning of its own reply
+    if not all(place < turn.messages and came_back(reply.turn, place) for place, reply in whole.items()):
         return False
     line = [turn]
     while line[-1].parent is not None and not line[-1].anchors:

@@ -36,13 +36,14 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
+from tokencache.core.added_text import AddedText, added_text
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
+from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class Match(NamedTuple):
         anchors: (place in the history, hit), in order.
         applied_rules: names of the rules that were needed.
         delivered: how much of an aborted parent's reply the history contains; the planner must prove where its tokens end.
+        added: the text that the history adds to replies, the parent's or an anchor's; the planner must prove where the recorded ids end.
         unsure: keys to look up before the match is used, because the result may change it: the echo of the parent's reply has other call
             ids, or an anchor has no calls.
         turns_wanted: whether the match needs all turns of the session (`turns`); then no other field is meaningful.
@@ -78,6 +80,7 @@ class Match(NamedTuple):
     anchors: tuple[tuple[int, Hit], ...] = ()
     applied_rules: tuple[str, ...] = ()
     delivered: DeliveredPrefix | None = None
+    added: tuple[AddedText, ...] = ()
     unsure: tuple[bytes, ...] = ()
     turns_wanted: bool = False
 
@@ -133,6 +136,7 @@ class _Found(NamedTuple):
     hit: Hit
     verdict: Verdict
     delivered: DeliveredPrefix | None = None
+    added: AddedText | None = None
 
 
 class _Claim(NamedTuple):
@@ -158,10 +162,11 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     anchors, reasons = _settle(finder, claims, inside, parent)
     rules = {rule for _, found in anchors for rule in found.verdict.rules}
     hits = tuple((place, found.hit) for place, found in anchors)
+    added = tuple(found.added for _, found in (*([parent] if parent is not None else []), *anchors) if found.added is not None)
     unsure = _unsure(conversation, anchors)
     if parent is None:
         if hits:
-            return Match("resplice", Reason.CONTEXT_EDITED, None, 0, hits, tuple(sorted(rules)), unsure=unsure)
+            return Match("resplice", Reason.CONTEXT_EDITED, None, 0, hits, tuple(sorted(rules)), added=added, unsure=unsure)
         return Match("plain", reasons[-1] if reasons else Reason.AMBIGUOUS_REPLY)
     i, found = parent
     rules.update(found.verdict.rules)
@@ -169,9 +174,9 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     if not found.verdict.ids_kept:
         unsure = (*unsure, call_key(conversation, i))
     if hits:
-        return Match("resplice", Reason.CONTEXT_EDITED, found.hit.turn, i + 1, hits, applied_rules, found.delivered, unsure)
+        return Match("resplice", Reason.CONTEXT_EDITED, found.hit.turn, i + 1, hits, applied_rules, found.delivered, added, unsure)
     kind: MatchKind = "branch" if found.hit.continued else "continue"
-    return Match(kind, reasons[-1] if reasons else "", found.hit.turn, i + 1, (), applied_rules, found.delivered, unsure)
+    return Match(kind, reasons[-1] if reasons else "", found.hit.turn, i + 1, (), applied_rules, found.delivered, added, unsure)
 
 
 def _settle(
@@ -309,7 +314,16 @@ class _Finder(NamedTuple):
             return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
-        return chosen
+        if parts or any(one.verdict.kind != "foreign" for one in found):
+            return chosen
+        return self._with_words_added(i) or chosen
+
+    def _with_words_added(self, i: int) -> _Found | str | None:
+        """Find the turn in a position to whose text the harness added words. Only turns that were not interrupted are candidates."""
+        hits = self.hits.get(position_key(self.conversation.chain[i]), ())
+        added = [(hit, added_text(hit.turn, self.conversation.messages[i], self.leniency)) for hit in hits]
+        found = [_Found(hit, one.verdict, None, one) for hit, one in added if one is not None and not self._is_of_another(i, hit.turn)]
+        return _choose(self.conversation.messages[i], found)
 
     def was_judged(self, turn: Turn, i: int) -> bool:
         """Whether everything before the reply was compared when the turn was sent, under the same rules and with the same bytes."""
@@ -322,7 +336,7 @@ class _Finder(NamedTuple):
 
     def _came_back(self, turn: Turn, place: int) -> bool:
         echoed = self.conversation.messages[place]
-        if TurnMark.ABORTED in turn.marks and delivered_prefix(turn, echoed, self.leniency) is not None:
+        if not CUT_OFF.isdisjoint(turn.marks) and delivered_prefix(turn, echoed, self.leniency) is not None:
             return True
         return self._judged(place, [Hit(turn)])[0].verdict.supplied
 
@@ -405,8 +419,13 @@ class _Finder(NamedTuple):
         """Compare the reply with each turn. A turn that was issued with another handle is foreign."""
         echoed, judged = self.conversation.messages[i], []
         for hit in hits:
-            other = self._has_other_handle(i, hit.turn)
-            judged.append(_Found(hit, _OTHER_HANDLE if other else judge(hit.turn.served, echoed, self.leniency)))
+            if self._has_other_handle(i, hit.turn):
+                judged.append(_Found(hit, _OTHER_HANDLE))
+                continue
+            verdict = judge(hit.turn.served, echoed, self.leniency)
+            added = added_text(hit.turn, echoed, self.leniency) if verdict.kind == "foreign" else None
+            restored = added is not None and added.restored
+            judged.append(_Found(hit, added.verdict, None, added) if added is not None and restored else _Found(hit, verdict))
         return judged
 
     def _is_of_another(self, i: int, turn: Turn) -> bool:

@@ -53,7 +53,22 @@ class Reason(Described):
         "interrupted",
         "the harness disconnected during a stream and sent back a part of what was sampled; that part keeps its exact ids",
     )
-    INTERRUPT_INSIDE_TOKEN = "interrupt-inside-token", "the text that the harness received ends inside a token; it is rendered as text"
+    INTERRUPT_INSIDE_TOKEN = (
+        "interrupt-inside-token",
+        "the text that the harness received ends inside a token, or nothing shows where its last call ends; it is rendered as text",
+    )
+    # The harness added text to a reply (`core.added_text`).
+    REPLY_EXTENDED = (
+        "reply-extended",
+        (
+            "(`resplice`) the message goes on after the model's end of turn, with words of the harness, or because the request continues "
+            "it: the reply keeps its exact ids without its end of turn"
+        ),
+    )
+    ADDED_TEXT_UNPROVEN = (
+        "added-text-unproven",
+        "a reply was returned with more text than was served, and its ids do not show where that text begins; it is rendered as text",
+    )
     # The context was edited: a resplice, or a continuation after all.
     CONTEXT_EDITED = "context-edited", "(`resplice`) messages before or between recognized replies changed"
     RENDERED_ALIKE = (
@@ -146,7 +161,10 @@ class Reason(Described):
     )
     UNSUPPORTED_PART = "unsupported-part", "the request contains a content part of a type that vLLM does not know"
     MEDIA_WITH_FOLLOW = "media-with-follow", "the request contains images, and exact prompts with `--history follow` have none"
-    CONTINUE_FINAL_MESSAGE = "continue-final-message", "the request asks the engine to continue the last message"
+    CONTINUE_FINAL_MESSAGE = (
+        "continue-final-message",
+        "the request asks the engine to continue the last message, and that is not exactly a recorded reply",
+    )
     NO_GENERATION_PROMPT = "no-generation-prompt", "the request asks for a prompt without a generation prompt"
     ECHO = "echo", "the request asks for the prompt's last message in the reply"
     TRUNCATED_PROMPT = "truncated-prompt", "the request asks the engine to truncate the prompt"

@@ -40,6 +40,12 @@ def junction(reply: bytes, tail: bytes, stop_ids: AbstractSet[int]) -> Junction:
     return SHARED if last == tail[: ids.ID_BYTES] else REPLACED
 
 
+def without_stop_id(reply: bytes, stop_ids: AbstractSet[int]) -> bytes:
+    """Return a reply (packed ids) without the stop id at its end."""
+    last = reply[-ids.ID_BYTES :]
+    return reply[: -ids.ID_BYTES] if last and ids.unpack(last)[0] in stop_ids else reply
+
+
 def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
     """Join a prefix and its tail (packed ids)."""
     kept = prefix[: len(prefix) - where.drop * ids.ID_BYTES]

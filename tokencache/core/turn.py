@@ -99,11 +99,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         prompt_tokens, completion_tokens: lengths, in tokens.
         prefix_hash, completion_hash: xxh3-128 of the packed ids (16 bytes); turns with equal hashes are interchangeable.
         logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty if there are none.
-        served: the message as the harness received it.
+        served: the message as the harness received it; of a reply that the client continued, with the beginning that the client sent.
+        begun: the number of characters of its text that the client sent with the request, because it continued the reply (`continued`).
         position_key: the chain of the conversation that it answers (16 bytes); stored as `place`.
         judged, foreign, before: hashes of the history that it answers (`evidence`).
         handle: the handle that was issued with it; `""` if none.
-        cuts: where the harness may have disconnected in an aborted turn, packed (`verdict.pack_cuts`).
+        cuts: where the harness may have disconnected in an aborted turn, or where its calls begin, packed (`verdict.pack_cuts`).
         finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`engine.ending`). `engine_reason` is what the
             engine said, if the ids prove something else; otherwise `""`.
         stopped: whether the completion ends with a stop id, which is the template's end of turn or the next opener.
@@ -148,6 +149,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     completion_hash: bytes = b""
     logprobs_hash: bytes = b""
     served: Message = Message("assistant")
+    begun: int = 0
     position_key: bytes = b""
     judged: bytes = b""
     foreign: bytes = b""
@@ -183,6 +185,11 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     pieces: tuple[ReplyPiece, ...] = ()
     again: str = ""
     media: tuple[PlacedMedia, ...] = ()
+
+    @property
+    def served_text(self) -> str:
+        """The text that was served in this call, as it was sent."""
+        return (self.served.content or "")[self.begun :]
 
     @property
     def chosen_tokens(self) -> int:

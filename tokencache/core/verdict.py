@@ -15,8 +15,11 @@ id that was issued here.
 aborted turn records the events after which its text could have ended (`Cut`). An echo is recognized if it equals the text up to one of
 them, character for character. If whitespace around the text was lost, there must be only one such cut. A cut shows which characters were
 received, not which tokens: a parser holds text back, and a character may be a part of a token. `DeliveredPrefix` has the bounds between
-which the tokens end; the exact place is proven by decoding the tokens, which the core cannot do. An aborted turn with calls is never
-recognized, because nothing shows how much of a call the harness kept.
+which the tokens end; the exact place is proven by decoding the tokens, which the core cannot do.
+
+If a stream was cut during a call, nothing shows how much of that call the harness kept. But some execute each call that arrived completely
+(Codex), so an echo may end after a complete call. It is recognized if its calls are the first ones that were served, and their arguments
+are whole JSON objects: no beginning of such an object is one. That also holds if the engine broke the stream off.
 """
 
 import re
@@ -24,13 +27,18 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, inline_end, split_think
 from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings, understood_calls
-from tokencache.core.turn import Turn
+from tokencache.core.rules.harness import parse_object
+from tokencache.core.turn import Turn, TurnMark
 
 INTERRUPTED = "interrupted"
 """The name of the rule for an echo that is only the beginning of a reply."""
+CUT_OFF = frozenset({TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE})
+"""The marks of a turn whose stream ended before the reply did."""
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _SHORTEST_RANDOM = 8
@@ -222,10 +230,10 @@ def _reasonings(message: Message) -> tuple[str, str]:
 
 
 class Cut(NamedTuple):
-    """An event after which a harness may have disconnected.
+    """An event after which a harness may have disconnected; of a reply with calls, an event with which a call began.
 
     `before` and `after` are the numbers of tokens sampled before the event and up to its end. `content` and `reasoning` are the numbers of
-    characters up to its end.
+    characters up to its end; 0 for calls.
     """
 
     before: int
@@ -238,6 +246,8 @@ class DeliveredPrefix(NamedTuple):
     """The part of an aborted turn's reply that a harness received.
 
     The tokens of `text` start at an index from `first` (inclusive) to `begun` (exclusive) and end at index `after` or slightly before it.
+    If it ends after a call instead, `calls` is the number of its calls. The first begins after index `first`, the last after `begun`, and
+    it ends at most at `after`.
     `rules` are the rules that were needed.
     """
 
@@ -247,6 +257,7 @@ class DeliveredPrefix(NamedTuple):
     begun: int
     after: int
     rules: tuple[str, ...]
+    calls: int = 0
 
 
 def pack_cuts(cuts: Sequence[Cut]) -> bytes:
@@ -264,9 +275,12 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     """Find how much of an aborted turn's reply an echo contains; `None` if it is not a beginning of the reply, or if that is uncertain.
 
     The text is the turn's `content` up to a cut, with complete reasoning or none. If the echo has no text, it is the reasoning up to a cut.
+    An echo with calls ends after its last call.
     """
     if not leniency.allows(INTERRUPTED):
         return None
+    if echoed.calls:
+        return _delivered_calls(turn, echoed, leniency)
     cuts = _cuts_of(turn, echoed)
     member = "content" if echoed.text else "reasoning"
     length = _exact_length(getattr(turn.served, member), getattr(echoed, member))
@@ -283,8 +297,24 @@ def delivered_prefix(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     return DeliveredPrefix(turn, getattr(message, member) or "", begin.before, begin.after, cut.after, rules)
 
 
+def _delivered_calls(turn: Turn, echoed: Message, leniency: Leniency) -> DeliveredPrefix | None:
+    calls, cuts = turn.served.calls[: len(echoed.calls)], unpack_cuts(turn.cuts)
+    if CUT_OFF.isdisjoint(turn.marks) or len(cuts) != len(turn.served.calls) or not calls:
+        return None
+    if not all(call.arguments.strip(BLANK) and parse_object(call.arguments) is not None for call in calls):
+        return None
+    verdict = judge(msgspec.structs.replace(turn.served, calls=calls), echoed, leniency)
+    if not verdict.supplied or not verdict.ids_kept:
+        return None
+    rules = tuple(sorted({*verdict.rules, INTERRUPTED}))
+    after = cuts[len(calls)].after if len(calls) < len(cuts) else turn.completion_tokens
+    return DeliveredPrefix(turn, "", cuts[0].before, cuts[len(calls) - 1].before, after, rules, len(calls))
+
+
 def may_be_delivered(turn: Turn, echoed: Message) -> bool:
     """Whether an echo may be a beginning of an aborted turn's reply, certain or not."""
+    if echoed.calls and turn.served.calls:
+        return not CUT_OFF.isdisjoint(turn.marks) and keeps_id(turn.served.calls[0].id, echoed.calls[0].id)
     return bool(_cuts_of(turn, echoed))
 
 

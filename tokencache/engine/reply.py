@@ -157,6 +157,7 @@ class Choice:
 
     Attributes:
         steps: for each delta with text: the numbers of ids before and after it, and of characters of content and reasoning that it added.
+        call_steps: for each call: the numbers of ids before and after the delta with which it began.
         experts: routed experts, as the engine reported them (base64 or JSON); `b""` if none.
         prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
         counted: the last number of tokens that the engine counted in an event of this choice; `None` if it did not.
@@ -172,6 +173,7 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: dict[int, CallPieces] = {}
         self.steps: list[tuple[int, int, int, int]] = []
+        self.call_steps: list[tuple[int, int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.versions: list[Any] = []
@@ -231,7 +233,7 @@ class Choice:
 
     def replace_message(self, message: ReplyMessage) -> None:
         """Set the message in place of what was collected."""
-        self.content, self.reasoning, self.calls = [], [], {}
+        self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, []
         self.add_message(message)
 
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
@@ -284,6 +286,8 @@ class Choice:
             self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
         if message.tool_calls:
             for index, call in message.calls():
+                if index not in self.calls:
+                    self.call_steps.append((before, len(self.ids)))
                 pieces = self.calls.setdefault(index, CallPieces())
                 pieces.id = call.id or pieces.id
                 pieces.names.append(call.name)
@@ -304,6 +308,7 @@ class Choice:
             pieces.arguments.pop()
             if call.id and not (any(pieces.names) or any(pieces.arguments)):
                 del self.calls[index]
+                self.call_steps.pop()
 
 
 class Reply:

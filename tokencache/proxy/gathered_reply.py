@@ -93,6 +93,7 @@ class GatheredReply:
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
             known.steps.clear()  # the client has received nothing of it
+            known.call_steps.clear()
 
     async def body(self, call: ChatCall, derender: Derender, request: DerenderRequest) -> bytes:
         """Write the whole reply as vLLM does (0.32), and set its message.

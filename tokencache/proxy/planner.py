@@ -7,24 +7,28 @@ or its store, the plan is also `plain`: the client gets its reply, and the train
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from tokencache.core import evidence, experts, ids
+from tokencache.core.added_text import AddedText, added_text, is_exactly, stop_string
 from tokencache.core.chain import chain_key, lookup_keys
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
-from tokencache.core.splice import REPLACED, Junction, fill, join, junction
-from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn, TurnMark
-from tokencache.core.verdict import DeliveredPrefix, is_unique
+from tokencache.core.splice import OPEN, REPLACED, fill, join, junction, without_stop_id
+from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
+from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
+from tokencache.engine.template.calls import call_end
 from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
@@ -34,6 +38,7 @@ from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.proxy.sampled_text import text_after
 from tokencache.store.base import BeginResult, Store, StoreError
 
 log = logging.getLogger(__name__)
@@ -42,7 +47,7 @@ FIRST_REPLIES = 2
 """Number of last replies that are looked up when a call begins; the others are looked up only if none of these is known."""
 _EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
 """Reasons for refusing a tail that mean that the template now writes the unchanged history differently, as if it had been edited."""
-_NOT_PLACED = frozenset({Reason.OPENER_UNKNOWN, Reason.VISIBLE_PART_UNKNOWN})
+_NOT_PLACED = frozenset({Reason.OPENER_UNKNOWN, Reason.VISIBLE_PART_UNKNOWN, Reason.ADDED_TEXT_UNPROVEN})
 """Reasons for which a recognized reply is rendered as text."""
 _FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
@@ -66,6 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         parent_messages: the number of the request's messages that are those of the parent's request.
         served: the parent's reply, which follows these messages.
         foreign: a hash of the client's own assistant messages among them (`core.evidence`).
+        begun: the recorded reply that the call continues, as the client has it.
         routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
         media: the images and other media of the parent's prompt, with which this prompt begins.
         sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
@@ -87,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     parent_messages: int = 0
     served: Message | None = None
     foreign: bytes = b""
+    begun: Message | None = None
     routed: int = 0
     media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()
@@ -184,12 +191,15 @@ class Planner:
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
         if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
-            return Plan(match=found.kind, reason=found.reason)
+            return Plan(match=found.kind, reason=Reason.CONTINUE_FINAL_MESSAGE if call.continues else found.reason)
         blocked = await planning.blocked()
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
-            plan = await planning.from_client_ids(found) or await planning.splice(found, known)
+            if call.continues:
+                plan = await planning.continue_reply(found)
+            else:
+                plan = await planning.from_client_ids(found) or await planning.splice(found, known)
         except (TailRefusedError, RenderError) as why:
             if (temporary := passing_cause(why)) is not None:
                 raise temporary from why
@@ -223,9 +233,12 @@ class _Planning:
 
     # match
 
-    async def match(self, known: _Known) -> Match:
-        """Match the history with recorded turns. Turns beyond `known` that the match needs are read from the store, each key once."""
-        hits, turns = dict(known), None
+    async def match(self, known: _Known, without: AbstractSet[str] = frozenset()) -> Match:
+        """Match the history with recorded turns, except those `without` (ids).
+
+        Turns beyond `known` that the match needs are read from the store, each key once.
+        """
+        hits, turns = {key: _except(without, found) for key, found in known.items()}, None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._call, self._conversation
         while True:
@@ -240,7 +253,8 @@ class _Planning:
             missing = missing or [key for key in found.unsure if key not in hits]
             if not missing:
                 return found
-            hits |= zip(missing, await self._store.find(self._session, missing), strict=True)
+            looked_up = await self._store.find(self._session, missing)
+            hits |= {key: _except(without, found) for key, found in zip(missing, looked_up, strict=True)}
 
     async def _turns(self) -> dict[str, Turn]:
         return {turn.id: turn for turn in await self._store.turns(self._session)}
@@ -312,13 +326,32 @@ class _Planning:
 
     # splices
 
+    async def continue_reply(self, found: Match) -> Plan:
+        """Plan a call that continues its last message: the ids of that reply, without a stop id at their end, are the end of the prompt.
+
+        Raises:
+            RenderError: the engine cannot decode its own tokens.
+        """
+        parent, last = found.parent, self._conversation.messages[-1]
+        if parent is not None and found.at == len(self._conversation.messages) and not found.anchors and found.delivered is None:
+            sampled = await self._sampled_after(parent)
+            if sampled is not None and is_exactly(parent, sampled, last):
+                plan = await self._continue(parent, found, None)
+                return msgspec.structs.replace(plan, begun=msgspec.structs.replace(parent.served, content=last.content))
+        return Plan(match="plain", reason=Reason.CONTINUE_FINAL_MESSAGE)
+
     async def splice(self, found: Match, known: _Known) -> Plan:
-        """Plan a prompt for a match. If the parent was aborted, first prove how much of it the client has received."""
+        """Plan a prompt for a match.
+
+        If the parent was aborted, first prove how much of it the client has received. If the client added text to replies, prove where
+        their ids end.
+        """
         cut = None
         if found.parent is not None and found.delivered is not None:
-            cut = await self._cut(found.parent, found.delivered)
+            cut = await self._cut(found.parent, found.delivered, found.at)
             if cut is None:
                 found = await self._without(found.parent, known)
+        found, words = await self._proven_words(found, known)
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._model.capability.tokenizes
@@ -326,7 +359,7 @@ class _Planning:
             found.anchors or self._follows_template or (renders and self._may_change(found.parent, found.at))
         ):
             try:
-                return await self._continue(found.parent, found, cut)
+                return await self._continue(found.parent, found, cut, words)
             except TailRefusedError as why:
                 if not renders or str(why) not in _EDITED:
                     raise
@@ -351,8 +384,10 @@ class _Planning:
         named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}
         return bool(named) and not named.isdisjoint(_unasked(messages[: at - 1]))
 
-    async def _cut(self, turn: Turn, delivered: DeliveredPrefix) -> bytes | None:
+    async def _cut(self, turn: Turn, delivered: DeliveredPrefix, at: int) -> bytes | None:
         """Cut an aborted turn's prefix (packed ids) where its client left; `None` if it is not proven that a token ends there.
+
+        `at` is the number of messages up to and including its reply.
 
         Raises:
             RenderError: the engine cannot decode its own tokens.
@@ -360,9 +395,12 @@ class _Planning:
         prefix = (await self._prefixes.get(self._session, turn.id)).prefix.ids
         completion = ids.tail(prefix, turn.prompt_tokens)
         model = self._model
-        n = await partial_reply.delivered_tokens(
-            delivered, completion, model.stop_ids, lambda packed: model.renderer.read(self._call.model, packed)
-        )
+        read = partial(model.renderer.read, self._call.model)
+        if delivered.calls:
+            end = await call_end(model.tails.template, self._request(at))
+            n = await partial_reply.tokens_of_calls(delivered, completion, end, model.stop_ids, read) if end else None
+        else:
+            n = await partial_reply.delivered_tokens(delivered, completion, model.stop_ids, read)
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
     async def _without(self, turn: Turn, known: _Known) -> Match:
@@ -371,14 +409,47 @@ class _Planning:
         Raises:
             TailRefusedError: the new match also needs to cut an aborted turn.
         """
-        others = {key: [hit for hit in hits if hit.turn.id != turn.id] for key, hits in known.items()}
-        found = await self.match(others)
+        found = await self.match(known, {turn.id})
         if found.delivered is not None:
             raise TailRefusedError(Reason.INTERRUPT_INSIDE_TOKEN)
         return found._replace(reason=Reason.INTERRUPT_INSIDE_TOKEN)
 
-    async def _continue(self, parent: Turn, found: Match, cut: bytes | None) -> Plan:
-        """Continue a turn: its prefix (up to `cut`, if it was aborted) and the tail.
+    async def _proven_words(self, found: Match, known: _Known) -> tuple[Match, str]:
+        """Prove where the ids of replies with added text end. Turns for which that fails are matched as if they were not recorded.
+
+        Returns:
+            The match, and the words that the client added to the parent's reply.
+
+        Raises:
+            RenderError: the engine cannot decode its own tokens.
+        """
+        words: dict[str, str | None] = {}
+        while found.added:
+            for added in found.added:
+                if added.turn.id not in words:
+                    words[added.turn.id] = await self._words(added)
+            unproven = {turn for turn, own in words.items() if own is None}
+            if unproven.isdisjoint(added.turn.id for added in found.added):
+                break
+            found = (await self.match(known, unproven))._replace(reason=Reason.ADDED_TEXT_UNPROVEN)
+        return found, (words.get(found.parent.id) or "") if found.parent is not None else ""
+
+    async def _words(self, added: AddedText) -> str | None:
+        """Return the words that a client added to a reply after the text of its ids; `None` if it is not proven where they begin."""
+        sampled = await self._sampled_after(added.turn)
+        return added.words_after(sampled) if sampled is not None else None
+
+    async def _sampled_after(self, turn: Turn) -> str | None:
+        """Return the text that a reply's ids have after the text that was served; `None` if that is not certain."""
+        model = self._model
+        if not model.capability.tokenizes:
+            return None
+        prefix = (await self._prefixes.get(self._session, turn.id)).prefix
+        body = without_stop_id(ids.tail(prefix.ids, turn.prompt_tokens), model.stop_ids)
+        return await text_after(turn.served_text, stop_string(turn.stop_reason), body, partial(model.renderer.read, self._call.model))
+
+    async def _continue(self, parent: Turn, found: Match, cut: bytes | None, words: str = "") -> Plan:
+        """Continue a turn: its prefix (up to `cut`, if it was aborted), `words` that the client added to its reply, and the tail.
 
         Raises:
             TailRefusedError: the tail cannot be proven.
@@ -387,10 +458,22 @@ class _Planning:
         base = cached.prefix.ids if cut is None else cut
         last_reply = await self._last_reply(found.at - 1, parent, base)
         if self._model.capability.tokenizes:
-            tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens))
-            where = junction(base, tail, self._model.stop_ids)
+            if self._call.continues:
+                tail, where = b"", OPEN if without_stop_id(base, self._model.stop_ids) == base else REPLACED
+            else:
+                tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens, words))
+                where = junction(base, tail, self._model.stop_ids)
             if where == REPLACED or len(base) < len(cached.prefix.ids):
-                return await self._shortened(parent, found, join(base, tail, where), last_reply, where)
+                shortened = (
+                    Reason.REPLY_EXTENDED
+                    if words or self._call.continues
+                    else Reason.OTHER_STOP
+                    if where == REPLACED
+                    else Reason.INTERRUPTED
+                )
+                return await self._shortened(
+                    parent, found, join(base, tail, where), last_reply._replace(end=last_reply.end - where.drop), shortened
+                )
             reason, added = found.reason, ids.tail(tail, where.skip)
         elif cut is not None:
             return Plan(match="plain", reason=Reason.NO_RENDERING)
@@ -415,16 +498,16 @@ class _Planning:
             foreign=parent.foreign,
         )
 
-    async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, where: Junction) -> Plan:
+    async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, reason: str) -> Plan:
         """Plan a prompt in which the last reply is shorter than it was sampled: cut by its client, or without its stop id."""
-        kept = last_reply.end - where.drop
+        kept = last_reply.end
         last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
         return Plan(
             match="resplice",
-            reason=Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED,
+            reason=reason,
             prompt=prompt,
             fragment=ids.Fragment(prompt),
-            last_reply=last_reply._replace(end=kept),
+            last_reply=last_reply,
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
             applied_rules=found.applied_rules,
@@ -465,6 +548,9 @@ class _Planning:
     async def _resplice(self, found: Match, cut: bytes | None) -> Plan:
         """Render the history again, with the exact ids of every recognized reply.
 
+        A frame has no place for words that the client added to a reply, nor for the parts of one that the client continued. So such replies
+        are rendered as text.
+
         Raises:
             TailRefusedError: the frame of the replies, or the generation prompts before them, cannot be proven.
         """
@@ -473,6 +559,13 @@ class _Planning:
             last = evidence.whole_reply(found.at - 1, found.parent)
             last = last if cut is None else msgspec.structs.replace(last, end=ids.count(cut))
             replies = [*await self._placed_replies(found.parent), last, *replies]
+        in_parts = {reply.place for reply in replies if reply.turn.begun}
+        framed = [reply for reply in replies if reply.place not in in_parts and not self._has_words(reply)]
+        if len(framed) < len(replies):
+            found = found._replace(reason=Reason.OPENER_UNKNOWN if in_parts else Reason.ADDED_TEXT_UNPROVEN)
+        if not framed:
+            raise TailRefusedError(found.reason)
+        replies = framed
         stored = await self._store.tokens(self._session, [reply.turn.id for reply in replies])
         laid = await (self._lay_out_visible(replies, stored) if self._follows_template else self._lay_out(replies, stored))
         found = found._replace(reason=laid.reason or found.reason or laid.default_reason)
@@ -516,6 +609,11 @@ class _Planning:
             )
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
+
+    def _has_words(self, reply: PlacedReply) -> bool:
+        """Whether the client added words of its own to a reply."""
+        added = added_text(reply.turn, self._conversation.messages[reply.place], self._call.leniency)
+        return added is not None and not added.restored
 
     def _sampled_in(self, prompt: bytes, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the positions in replies, half-open ranges of a prompt, that have an id of a placeholder."""
@@ -587,10 +685,13 @@ class _Planning:
             return await frames.frame(request, places)
 
     def _received(self, reply: PlacedReply) -> Message:
-        """Return a reply as the client received it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
+        """Return a reply as the client has it, with its thinking. Of an interrupted reply, only the echo shows how much that is."""
         served, echoed = reply.turn.served, self._conversation.messages[reply.place]
-        if TurnMark.ABORTED not in reply.turn.marks:
-            return served
+        if CUT_OFF.isdisjoint(reply.turn.marks):
+            added = added_text(reply.turn, echoed, self._call.leniency)
+            return served if added is None else msgspec.structs.replace(served, content=(served.content or "") + added.text)
+        if echoed.calls:
+            return msgspec.structs.replace(served, calls=served.calls[: len(echoed.calls)])
         return msgspec.structs.replace(served, content=echoed.content, reasoning=served.reasoning if echoed.text else echoed.reasoning)
 
     async def _generation_prompt(self, frame: HistoryFrame, n: int, reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes | None:
@@ -616,10 +717,12 @@ class _Planning:
         here = [(part.modality, part.sha256) for part in self._call.media_parts(last.place)]
         return here == [(medium.modality, medium.sha256) for medium in last.turn.media]
 
-    def _request(self, at: int, prefix: bytes = b"", reply_start: int = 0) -> TailRequest:
+    def _request(self, at: int, prefix: bytes = b"", reply_start: int = 0, words: str = "") -> TailRequest:
         call = self._call
         raw, session = call.safe_messages(), self._session
-        return TailRequest(call.model, call.args, self._conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session)
+        return TailRequest(
+            call.model, call.args, self._conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session, words=words
+        )
 
 
 class _Layout(NamedTuple):
@@ -661,12 +764,17 @@ def media_reason(call: ChatCall, model: Model) -> str:
 def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:
     """Return the packed ids of a whole reply, as far as the client received it."""
     completion = stored[reply.turn.id].completion
-    return ids.head(completion, reply.offset + reply.end - reply.start) if TurnMark.ABORTED in reply.turn.marks else completion
+    return ids.head(completion, reply.offset + reply.end - reply.start) if not CUT_OFF.isdisjoint(reply.turn.marks) else completion
 
 
 def _logprobs_from(offset: int, packed: bytes) -> bytes:
     """Return packed log probabilities without those of the first `offset` tokens."""
     return ids.pack_logprobs(ids.unpack_logprobs(packed)[offset:]) if offset else packed
+
+
+def _except(names: AbstractSet[str], hits: Sequence[Hit]) -> Sequence[Hit]:
+    """Return hits without those of the turns with these ids."""
+    return [hit for hit in hits if hit.turn.id not in names] if names else hits
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:

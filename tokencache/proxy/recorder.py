@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from tokencache.core import evidence, ids
-from tokencache.core.chain import aborted_turn_keys, request_key, turn_keys
+from tokencache.core.added_text import with_stop_string
+from tokencache.core.chain import aborted_turn_keys, position_key, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
+from tokencache.core.continued import rest_of, whole_reply
 from tokencache.core.forced import Span, ThinkingMarks, forced_spans
 from tokencache.core.ids import Fragment
 from tokencache.core.incidents import Incident, IncidentKind
@@ -21,7 +23,7 @@ from tokencache.core.media import PlacedMedia, Places, PlacesDifferError, place_
 from tokencache.core.messages import digest
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
-from tokencache.core.verdict import Cut, pack_cuts
+from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.engine.ending import finish_reason
@@ -257,7 +259,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         return _Prompt(prompt.ids, prompt.fragment, disagreed, (TurnMark.ENGINE_DISAGREES,), difference)
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
-        call, plan = self.call, prompt.plan
+        call, plan, answered = self.call, prompt.plan, self.call.answers
         completion = ids.pack(choice.ids)
         forced = self._forced(prompt, completion)
         if forced and len(choice.logprobs) == len(choice.ids):
@@ -267,7 +269,10 @@ class Outcome(msgspec.Struct, kw_only=True):
         packed = prompt.ids + completion
         base, shared = self._base(prompt, prefixes)
         context_base, context_shared = self._context_base(plan, prefixes)
-        served = choice.message(with_reasoning=call.shows_reasoning)
+        served = received = choice.message(with_reasoning=call.shows_reasoning)
+        if call.continues:
+            begun = plan.begun or call.messages[-1]
+            served = whole_reply(begun, received)
         versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
         said = choice.finish_reason or ("abort" if self.broke else None)
         ended = finish_reason(choice, call.fields, ids.count(prompt.ids), self.model) if self.whole else said
@@ -289,9 +294,10 @@ class Outcome(msgspec.Struct, kw_only=True):
             completion_hash=hash_ids(completion),
             logprobs_hash=hash_logprobs(logprobs),
             served=served,
-            position_key=call.chain[-1] if call.chain else b"",
+            begun=len(begun.content or "") if call.continues else 0,
+            position_key=answered.chain[-1] if answered is not None else b"",
             **self._evidence(plan),
-            handle=call.handle,
+            handle=call.reply_handle,
             cuts=pack_cuts(_cuts(choice, with_reasoning=call.shows_reasoning)) if self._cut_short(choice) else b"",
             finish_reason=ended,
             engine_reason="" if ended == said else said or "",
@@ -301,7 +307,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             dialect=call.dialect,
             stream=call.stream,
             choice=index,
-            messages=len(call.raw_messages),
+            messages=call.answered_messages,
             tools=call.tool_count,
             forced=forced or (),
             sampling=call.sampling,
@@ -324,20 +330,26 @@ class Outcome(msgspec.Struct, kw_only=True):
             again=self.again if choice.finish_reason == "abort" or self.broke in {BROKE, DROPPED} else "",
         )
         keys: tuple[bytes, ...] = ()
-        if call.conversation is not None and not call.plain and (not call.media or prompt.media):
+        may_return = not call.continues or bool(rest_of(received) or received.calls)  # without them it would be the beginning alone
+        if answered is not None and not call.plain and may_return and (not call.media or prompt.media):
             if self.whole and choice.finish_reason:
-                keys = turn_keys(call.conversation, served, digest(served), handle=call.handle, leniency=call.leniency)
+                restored = with_stop_string(served, choice.stop_reason)
+                keys = turn_keys(answered, served, digest(served), handle=call.reply_handle, leniency=call.leniency, restored=restored)
+                if call.has_stop_strings and not served.calls:  # its harness may add words to it
+                    keys = (*keys, position_key(answered.chain[-1]))
             elif self._cut_short(choice):
-                keys = aborted_turn_keys(call.conversation)
+                keys = aborted_turn_keys(answered)
         if self.asked:
             keys = (*keys, request_key(self.asked))
-        prefix = CachedPrefix(Prefix(packed, len(choice.ids)), prompt.fragment.extended(completion), call.chain)
+        prefix = CachedPrefix(
+            Prefix(packed, len(choice.ids)), prompt.fragment.extended(completion), answered.chain if answered is not None else ()
+        )
         tokens = Tokens(ids.tail(prompt.ids, shared), completion, logprobs)
         return Entry(turn, tokens, keys, self._context(plan, turn.context_shared)), prefix
 
     def _evidence(self, plan: Plan) -> dict[str, Any]:
         """Hash the history, for comparison with later ones (`core.evidence`)."""
-        conversation = self.call.conversation
+        conversation = self.call.answers
         if conversation is None or self.call.plain:
             return {}
         until = len(conversation.messages)
@@ -352,7 +364,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def _context(self, plan: Plan, shared: int) -> bytes:
         """Pack the messages that are not stored with another turn, with references in place of images and other media."""
         call = self.call
-        own = range(shared, len(call.raw_messages))
+        own = range(shared, call.answered_messages)
         raw = ((with_references if index in call.media else bytes)(call.raw_messages[index]) for index in own)
         messages = [msgspec.Raw(message) for message in raw]
         if shared:
@@ -365,15 +377,21 @@ class Outcome(msgspec.Struct, kw_only=True):
         if plan.parent_messages:
             return plan.parent, plan.parent_messages
         best: tuple[str | None, int] = (None, 0)
+        answered = self.call.answers
+        chain = answered.chain if answered is not None else ()
         for turn, prefix in prefixes.nearby(self.epoch, plan.near):
-            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, self.call.chain, strict=False)))
+            shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, chain, strict=False)))
             if shared - 1 > best[1]:  # the first link is for the prompt context
                 best = (turn, shared - 1)
         return best
 
     def _cut_short(self, choice: Choice) -> bool:
-        """Whether the client left during a text, so that it may send back the part that it received."""
-        return self.broke == ABORTED and not (self.reply.error or self.uncertain) and bool(choice.steps) and not choice.calls
+        """Whether the client may send back the part that it received: it left during a text, or the stream ended after a call had begun."""
+        if self.reply.error or self.uncertain or self.call.continues:
+            return False
+        if choice.calls:
+            return self.broke in CUT_OFF and len(choice.call_steps) == len(choice.calls)
+        return self.broke == ABORTED and bool(choice.steps)
 
     def _forced(self, prompt: "_Prompt", completion: bytes) -> tuple[Span, ...] | None:
         """Return the ranges of a completion that a thinking budget forced; `None` if that is not certain."""
@@ -415,7 +433,12 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
-    """List the events after which a client may have left; reasoning counts only if the client receives it."""
+    """List the events after which a client may have left; reasoning counts only if the client receives it.
+
+    Of a reply with calls, list the events with which they began.
+    """
+    if choice.calls:
+        return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
     cuts: list[Cut] = []
     content = reasoning = 0
     for before, after, more_content, more_reasoning in choice.steps:

@@ -85,6 +85,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             `logprobs_hash` is empty if the turn has no log probabilities or an older version recorded it.
         finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`docs/formats.md`). `engine_reason`: what the
             engine said, if the ids prove something else; otherwise `""`.
+        begun: number of characters of the served text that the client sent itself, because it continued the reply.
         forced: half-open ranges of the completion that a thinking budget forced, counted from its first token; they have mask 0.
         sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
         logprob_kind: `raw` (of the model's own distribution), `processed` (after temperature, top-p and masks), or `""` (unknown).
@@ -130,6 +131,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     pieces: list[ReplyPiece] = []
     again: str = ""
     forced: list[tuple[int, int]] = []
+    begun: int = 0
     sampling: dict[str, Any] = {}
     replaced: dict[str, Any] = {}
     logprob_kind: str = ""

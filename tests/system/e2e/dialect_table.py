@@ -161,6 +161,7 @@ GEMINI = {
 OTHER_PROMPTS = {
     ("messages", "two-texts"): "the engine emitted one string, vLLM puts its blocks on separate lines",
     ("messages", "two-replies"): "adjacent entries are one turn in Anthropic's API, two in vLLM",
+    ("messages", "assistant-last"): "Anthropic's API continues such an entry, vLLM begins a new message",
     ("responses", "answer-of-two-parts"): "vLLM reads only the first part",
 }
 

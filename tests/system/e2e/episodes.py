@@ -107,5 +107,19 @@ EPISODES = {
         think("Both, in order.", call('{"synonym_values" : [6␟36, 9␟33]}', name="extract_synonym_values")),
         think("All done.", "So:␟ Skin␟ny␟ and␟ In␟visible␟ — what a␟ Clim␟b␟.  "),
     ],
+    "search": [think("What is it?", f"<search>␟Skin␟ny␟ café {n}</search> then I guess") for n in range(3)],
+    "react": [
+        think("hm", 'Thought: look first\nAction: search\nAction Input: {"q": "Skinny Invisible"}'),
+        think("hm", 'Thought: again\nAction: search\nAction Input: {"q": "café"}\nObservation: a guess'),
+        think("ok", "Final Answer: 4"),
+    ],
+    "essay": [think("", "One two three four five six Skinny Invisible Climb seven eight nine ten eleven."), think("x", "Fine.")],
+    "items": [
+        think(
+            "After </tool_call> I go on.",
+            "Look.\n" + call({"command": "ls  -la"}) + "\n" + call({"command": "cat " + "very " * 40 + "long"}),
+        ),
+        think("x", "Done."),
+    ],
     "miniswe": WRITE_AND_LIST,
 }

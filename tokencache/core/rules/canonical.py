@@ -86,9 +86,29 @@ CANONICAL: tuple[Rule, ...] = (
         name="interrupted",
         kind="canonical",
         verdict="rewritten",
-        harnesses=("Claude Code", "any that keeps what it received"),
-        what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there",
+        harnesses=("Claude Code", "Codex", "any that keeps what it received"),
+        what="a text that ends where the harness disconnected, if it is what was sent up to an event, and a token ends there; or a reply "
+        "that ends after a complete call, if the stream was cut after that call",
         source=f"{_CAPTURED}: Esc after 44 of 136 events, 180 of 180 characters were returned",
+        part="text",
+    ),
+    Rule(
+        name="stop-restored",
+        kind="canonical",
+        verdict="equivalent",
+        harnesses=("OpenHands", "smolagents", "search agents"),
+        what="the stop string that ended the reply is written back after its text; its ids were sampled",
+        source="public reports: OpenHands/software-agent-sdk#998, PrimeIntellect-ai/verifiers#56, NovaSky-AI/SkyRL#190",
+        part="text",
+    ),
+    Rule(
+        name="words-added",
+        kind="canonical",
+        verdict="rewritten",
+        harnesses=("CrewAI",),
+        what="words of the harness follow the text of the last reply, in the same message; the reply keeps its ids, the words are context. "
+        "Only if the request had stop strings",
+        source="public reports: crewAIInc/crewAI#1620, crewAIInc/crewAI#1437",
         part="text",
     ),
 )

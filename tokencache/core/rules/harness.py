@@ -70,11 +70,6 @@ def _break_markers(text: str) -> str:
     return _MARKER.sub("<\u200d", text)
 
 
-def _close_code(text: str) -> str:
-    """Append `</code>`: it is a stop string of smolagents' CodeAgent, which adds it again."""
-    return text + "</code>" if "<code>" in text and not text.endswith("</code>") else text
-
-
 # Whole replies.
 
 
@@ -357,11 +352,10 @@ HARNESS: tuple[Rule, ...] = (
         kind="harness",
         verdict="rewritten",
         harnesses=("smolagents",),
-        what="calls are returned within the text, as `Calling tools:` and a Python list; or `</code>` is added to close a code block",
-        source="source: smolagents 1.26.0 `memory.py`, `agents.py`; recorded traffic",
+        what="calls are returned within the text, as `Calling tools:` and a Python list",
+        source="source: smolagents 1.26.0 `memory.py`; recorded traffic",
         part="text",
         rewrites_reply=_calls_as_text,
-        rewrites_text=_close_code,
         order=4,
     ),
     Rule(

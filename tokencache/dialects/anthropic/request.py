@@ -33,10 +33,11 @@ Messages become those of vLLM's `_convert_messages` wherever that loses nothing 
   images follow in a user message, the tools that it names (`tool_reference`) in a second tool message; outside of results vLLM
   ignores such references. Chat has no place for `is_error`. Empty text blocks are dropped, a single one becomes a string,
   several stay parts;
-* a last entry with `role: "assistant"` is one more message, and is not continued.
 
-It differs where the proxy knows how a reply was split into blocks:
+It differs where Anthropic's API defines more, and where the proxy knows how a reply was split into blocks:
 
+* the reply continues a last entry of the assistant's that has a text and no call, as Anthropic's API defines it. In vLLM it is one more
+  message, and the reply begins anew; then a client that joins both parts, as that API's clients do, holds a reply that was never sampled;
 * assistant text blocks are joined without a separator, because the engine wrote one string (in vLLM they stay parts, which become
   lines). Consecutive assistant entries are one turn, as Anthropic's API defines it (vLLM keeps them apart), unless the handles in their
   signatures belong to two replies: clients that merge entries also merge replies;
@@ -107,6 +108,8 @@ def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
     if fields.get("cache_control") is not None:
         history.left_out.add("cache-marks")
+    if history.is_begun:
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
     whole = b'{"messages":%s,%s' % (json_io.write(history.messages), json_io.write(chat)[1:])
     return TranslatedRequest(whole, model, history.handles, tuple(sorted(history.left_out)))
 
@@ -267,6 +270,12 @@ class History:
         for i, entry in enumerate(entries):
             self._entry(("messages", i), entry)
         self._end_turns()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the last message is the beginning of the reply: a text of the assistant's."""
+        last = self.messages[-1] if self.messages else {}
+        return last.get("role") == "assistant" and bool((last.get("content") or "").strip()) and "tool_calls" not in last
 
     def _leading_system(self, system: Any) -> None:
         if isinstance(system, str):

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.chain import Conversation, build_conversation, extend
+from tokencache.core.chain import Conversation, before_last, build_conversation, extend
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
@@ -21,7 +21,7 @@ from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated
+from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -54,6 +54,7 @@ class ChatCall(msgspec.Struct):
         replaced: the client's values of parameters that a sampling policy replaced (`vocabulary.pin`).
         harness: name of the adapter that applies in this session, `""` if none.
         leniency: the rules of that adapter.
+        continues: whether the reply continues the last message, which is the assistant's and has only text.
         history: whether earlier replies keep their thinking (`supply`), or only what the template shows of them (`follow`).
     """
 
@@ -78,6 +79,7 @@ class ChatCall(msgspec.Struct):
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
     harness: str = ""
+    continues: bool = False
     leniency: Leniency = Leniency()
     history: History = "supply"
 
@@ -85,6 +87,11 @@ class ChatCall(msgspec.Struct):
     def sampling(self) -> dict[str, Any]:
         """The members of the request that bend or replace the policy's choice (`chat.sampling`)."""
         return recorded(self.fields)
+
+    @property
+    def has_stop_strings(self) -> bool:
+        """Whether the request has stop strings."""
+        return bool(value_of(self.fields["stop"])) if "stop" in self.fields else False
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -95,6 +102,22 @@ class ChatCall(msgspec.Struct):
     def chain(self) -> tuple[bytes, ...]:
         """The chain of its conversation; empty if it could not be parsed."""
         return self.conversation.chain if self.conversation is not None else ()
+
+    @property
+    def answers(self) -> Conversation | None:
+        """The history that the whole reply answers: without its beginning, if the request continues it; `None` if unparsed."""
+        return before_last(self.conversation) if self.continues and self.conversation is not None else self.conversation
+
+    @property
+    def reply_handle(self) -> str:
+        """The handle that the client will have with the whole reply: that of its beginning, if the request continues it."""
+        begun = self.handles.get(len(self.raw_messages) - 1, "") if self.continues else ""
+        return begun or self.handle
+
+    @property
+    def answered_messages(self) -> int:
+        """The number of messages that the whole reply answers."""
+        return len(self.raw_messages) - self.continues
 
     @property
     def call_count(self) -> int:
@@ -207,6 +230,7 @@ def read_chat(
     call.media = {**known.media, **media} if known is not None and known.media else media
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
+    call.continues = _continues(call)
     call.plain = _plain_reason(call)
     parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
@@ -261,13 +285,20 @@ def read_tokenize(
     return read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields and "prompt" not in fields else None
 
 
+def _continues(call: ChatCall) -> bool:
+    """Whether the reply continues the text of the last message. vLLM refuses that together with a generation prompt."""
+    fields, last = call.fields, call.messages[-1] if call.messages else None
+    wanted = member(fields, "continue_final_message", (bool,), False) and not member(fields, "add_generation_prompt", (bool,), True)
+    return wanted and last is not None and last.role == "assistant" and bool(last.text) and not (last.calls or last.media)
+
+
 def _plain_reason(call: ChatCall) -> str:
     """Return why the engine cannot use supplied ids, or why the prompt is not a chat turn; `""` for an ordinary call."""
     fields = call.fields
     found = {
         Reason.NO_MESSAGES: not call.raw_messages,
-        Reason.CONTINUE_FINAL_MESSAGE: member(fields, "continue_final_message", (bool,), False),
-        Reason.NO_GENERATION_PROMPT: not member(fields, "add_generation_prompt", (bool,), True),
+        Reason.CONTINUE_FINAL_MESSAGE: member(fields, "continue_final_message", (bool,), False) and not call.continues,
+        Reason.NO_GENERATION_PROMPT: not (member(fields, "add_generation_prompt", (bool,), True) or call.continues),
         Reason.ECHO: member(fields, "echo", (bool,), False),
         Reason.TRUNCATED_PROMPT: member(fields, "truncate_prompt_tokens", (int,), -1) != -1,
     }

@@ -5,6 +5,7 @@
 `learned`    renders with sentinels, and remembers what was learned about one template
 `shapes`     defines the features of a conversation that its tail may depend on
 `tails`      finds the ids that follow a history, proven to be the end of a full rendering
+`calls`      finds the text with which the template ends every call
 `edited`     finds the ids around recorded replies in a history that was edited
 `visible`    finds the part of each recorded reply that the template still shows
 `local`      makes small renderings in this process, with transformers

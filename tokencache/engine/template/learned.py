@@ -126,6 +126,10 @@ class LearnedTemplate:
             raise BoundaryUnknownError(Reason.NO_STOP_ID_BEHIND_THE_REPLY)
         return tail
 
+    def turn_end(self, tail: bytes) -> int:
+        """Return the index of the first stop id in a tail; 0 if it has none, or begins with it."""
+        return next((i for i, token in enumerate(ids.unpack(tail)) if token in self.stop_ids), 0)
+
     # renderings
 
     async def render(
@@ -146,7 +150,7 @@ class LearnedTemplate:
         """Render the new messages in a small conversation; `method` as in `tails`: "local", "small" or "context"."""
         check_no_sentinel(request.raw_new)
         front, args = (request.systems, request.args) if method == "context" else ((), without_tools(request.args))
-        messages = [*front, ASK, stand_in(request.reply, SENTINEL, boundary.place), *request.raw_new]
+        messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *request.raw_new]
         return await self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
 
     async def full(self, request: TailRequest, marked: Mapping[int, Boundary], *, end: int | None = None, generation: bool = True) -> bytes:
@@ -157,7 +161,8 @@ class LearnedTemplate:
         if marked:
             check_no_sentinel(messages)
         for place, boundary in marked.items():
-            messages[place] = stand_in(request.conversation.messages[place], SENTINEL, boundary.place)
+            words = request.words if place == request.at - 1 else ""
+            messages[place] = stand_in(request.conversation.messages[place], SENTINEL + words, boundary.place)
         return await self.render("full", request, messages[:end], generation=generation)
 
     async def real(self, request: TailRequest, places: Sequence[int]) -> bytes:

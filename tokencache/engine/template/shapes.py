@@ -37,6 +37,8 @@ class TailRequest(msgspec.Struct, frozen=True):
         prefix: the ids of the history as it was sampled: the prompt and the reply (packed); `b""` if unknown.
         reply_start: the number of tokens of that prompt.
         session: the session that the conversation belongs to.
+        words: the words of the client with which the reply's message ends (`core.added_text`). They are not a part of the reply; its tail
+            begins with them.
     """
 
     model: str
@@ -47,6 +49,7 @@ class TailRequest(msgspec.Struct, frozen=True):
     prefix: bytes = b""
     reply_start: int = 0
     session: str = ""
+    words: str = ""
 
     @property
     def reply(self) -> Message:
@@ -185,6 +188,7 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
         # A template may count images, and write the number of each.
         any(m.media for m in new),
         FIRST_MEDIA in earlier,
+        bool(request.words),
     )
 
 

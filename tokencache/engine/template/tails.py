@@ -29,6 +29,10 @@ Templates may also react to words in the middle: `/no_think` in any user message
 2). This is visible while the message is new, and stays visible in the prompt of the next reply. So the generation prompt of each tail is
 compared with the one before the last reply, and with the one of the proof. If either differs, the tail is taken from a full rendering.
 
+If the client added words to the last reply (`TailRequest.words`), they follow the sentinel, and the tail begins with them. In the full
+rendering, their first token may be one with the end of the reply. So there, the text is compared up to the end of the message, and the ids
+from there on. In every such tail, the decoded words must be those of the client.
+
 A refusal that is due to one conversation applies only to that conversation. What was learned is keyed by the number of known stop ids: when
 a new stop id is found, everything is learned again.
 """
@@ -39,7 +43,9 @@ from typing import NamedTuple
 import msgspec
 from cachetools import LRUCache
 
+from tokencache.core import ids
 from tokencache.core.chain import FIRST_MEDIA
+from tokencache.core.messages import BLANK
 from tokencache.core.reasons import Reason
 from tokencache.engine.template.boundary import SENTINEL, Boundary, BoundaryUnknownError, answering, reworded, stand_in
 from tokencache.engine.template.learned import (
@@ -93,14 +99,27 @@ class Tails:
         Raises:
             TailRefusedError: the ids cannot be proven.
         """
-        shape = self._shape(request)
         with tail_refusals():
-            proofs = shape.proofs
-            if not shape.method or shape.refusal(request):
-                async with shape.lock:  # thousands of rollouts begin in the same way: one proves the shape, the others wait
-                    if not shape.method or shape.refusal(request):
-                        return await self._first(request, shape, waited=shape.proofs != proofs)
-            return await self._again(request, shape)
+            found = await self._found(request, self._shape(request))
+            if request.words:
+                await self._check_words(request, found)
+            return found
+
+    async def _found(self, request: TailRequest, shape: Shape) -> bytes:
+        proofs = shape.proofs
+        if not shape.method or shape.refusal(request):
+            async with shape.lock:  # thousands of rollouts begin in the same way: one proves the shape, the others wait
+                if not shape.method or shape.refusal(request):
+                    return await self._first(request, shape, waited=shape.proofs != proofs)
+        return await self._again(request, shape)
+
+    async def _check_words(self, request: TailRequest, tail: bytes) -> None:
+        """Check that a tail begins with the words of the client, whatever precedes them, and that a stop id follows."""
+        mark = (await self.template.boundary(request)).mark
+        end = self.template.turn_end(tail)
+        text = await self._read(request, mark + ids.head(tail, end))
+        if not end or text.partition(SENTINEL)[2].rstrip(BLANK) != request.words.rstrip(BLANK):
+            raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
 
     def _shape(self, request: TailRequest) -> Shape:
         key = (*shape_of(request), len(self.template.stop_ids))
@@ -192,7 +211,7 @@ class Tails:
         real = await self.template.real(request, [request.at - 1])
         rendered = await self._full(request, boundary)
         tail = self._tail_in(rendered, boundary)
-        if not real.endswith(tail):
+        if not real.endswith(tail) and not await self._is_end_with_words(request, tail, real):
             raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
         other = msgspec.structs.replace(request, raw=[*request.raw[: request.at], *map(reworded, request.raw_new)])
         if boundary.until(await self._full(other, boundary)) != boundary.until(rendered):
@@ -257,7 +276,18 @@ class Tails:
         without = await self.template.small(request, boundary, found.method, generation=False)
         return self.template.generation_prompt(found.small, without)
 
+    async def _is_end_with_words(self, request: TailRequest, tail: bytes, real: bytes) -> bool:
+        """Whether a rendering ends with a tail that begins with words of the client: with their text, and with the ids after them."""
+        end = self.template.turn_end(tail)
+        if not request.words or not end or not real.endswith(ids.tail(tail, end)):
+            return False
+        before = real[: len(real) - len(ids.tail(tail, end))]
+        return (await self._read(request, before)).endswith(await self._read(request, ids.head(tail, end)))
+
     # renderings
+
+    async def _read(self, request: TailRequest, packed: bytes) -> str:
+        return await self.template.renderer.read(request.model, packed)
 
     def _tail_in(self, rendered: bytes, boundary: Boundary) -> bytes:
         return self.template.check_tail(boundary.after(rendered), boundary)

@@ -25,6 +25,7 @@ from cachetools import LRUCache
 from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall
 from tokencache.core.reasons import Reason
+from tokencache.core.splice import without_stop_id
 from tokencache.core.turn import hash_ids
 from tokencache.engine.template.boundary import ASK, OTHER, SENTINEL, BoundaryUnknownError
 from tokencache.engine.template.edited import HistoryFrame
@@ -195,8 +196,7 @@ class VisibleReplies:
 
     def _body(self, completion: bytes) -> bytes:
         """Return a completion without its stop id."""
-        last = ids.unpack(completion[-ids.ID_BYTES :])
-        return completion[: -ids.ID_BYTES] if last and last[0] in self._template.stop_ids else completion
+        return without_stop_id(completion, self._template.stop_ids)
 
     async def _part(self, request: TailRequest, reply: SampledReply, shown: str) -> ShownPart | None:
         """Find the part of a reply that is visible as `shown`."""

@@ -2,7 +2,8 @@
 
 The reply is made from the recorded turns: the text, the tool calls with their ids, the finish reason, and the original handle. So the echo
 of the replayed reply leads to the same turn. Log probabilities, the token ids as the engine wrote them, and other extras are not recorded
-in that form and cannot be sent again. A request for them is sampled again.
+in that form and cannot be sent again. A request for them is sampled again. So is a request that continues a reply: its turn has the whole
+reply, not the part that was served.
 
 A marked retry receives the recorded reply every time. Any other request receives it once, and only if no client has received it yet.
 Otherwise the request is sampled again: the new turn is a sibling of the first, with the mark `second-sample`.
@@ -32,7 +33,7 @@ def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
     if not turns:
         return ()
     reply = tuple(sorted((turn for turn in turns if turn.call == turns[-1].call), key=lambda turn: turn.choice))
-    sound = all(turn.finish_reason and _NOT_WHOLE.isdisjoint(turn.marks) for turn in reply)
+    sound = all(turn.finish_reason and not turn.begun and _NOT_WHOLE.isdisjoint(turn.marks) for turn in reply)
     return reply if sound and len(reply) == choices else ()
 
 

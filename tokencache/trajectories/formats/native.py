@@ -168,6 +168,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "again": turn.again,
         "kv": turn.kv,
         "forced": turn.forced,
+        "begun": turn.begun,
         "sampling": turn.sampling,
         "replaced": turn.replaced,
         "logprob_kind": turn.logprob_kind,

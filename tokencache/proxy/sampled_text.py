@@ -1,0 +1,35 @@
+"""Finds the text that a reply's ids have after the text that was served.
+
+A reply that ended at a stop string has its ids, and what the last token has beyond it, but the client was not served their text. Where the
+served text ends in the decoded ids shows what follows it. The engine's own `/detokenize` decodes, so the proof uses no other tokenizer.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from tokencache.core import ids
+
+
+async def text_after(served: str, stop: str, body: bytes, read: Callable[[bytes], Awaitable[str]]) -> str | None:
+    """Return the text that a reply's ids have after the served text; `None` if that is not certain.
+
+    Without a stop string, the decoded ids must end with the served text. With one, the served text and the stop string must follow each
+    other directly, and the last token must complete the stop string.
+
+    Args:
+        served: the served text, as it was sent.
+        stop: the stop string that ended the reply; `""` if none did.
+        body: the packed ids of the reply, without a stop id at their end.
+        read: decodes packed ids to text.
+
+    Raises:
+        RenderError: the engine cannot decode its ids.
+    """
+    whole = await read(body) if body else ""
+    if not stop:
+        return "" if whole.endswith(served) else None
+    before = (await read(ids.head(body, ids.count(body) - 1))).rstrip("\ufffd") if ids.count(body) > 1 else ""  # an incomplete character
+    if not whole.startswith(before):
+        return None
+    ends = range(max(len(before) + 1, len(served) + len(stop)), len(whole) + 1)
+    found = [end for end in ends if whole.endswith(served + stop, 0, end)]
+    return whole[found[0] - len(stop) :] if len(found) == 1 else None
