@@ -17,6 +17,7 @@ In the order of a call:
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back
 `kv_salt`            keeps the engine's prefix cache apart by policy version
+`sampled_text`       the text that a reply's ids have after the text that was served
 `partial_reply`      how much of an aborted reply the client received
 `dispatch`           plans the call for an engine and posts it; tries other engines, or waits for one
 `engine_sender`      writes the requests of a call and posts them
