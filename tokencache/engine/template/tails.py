@@ -255,7 +255,7 @@ class Tails:
         if found.method == "full":
             return b""
         without = await self.template.small(request, boundary, found.method, generation=False)
-        return self.template.generation_prompt(found.small, without)
+        return self.template.generation_prompt(found.small, without, last=request.conversation.messages[-1].role)
 
     # renderings
 
