@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, thoughts
+from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, says, thoughts
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
 
-NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "internal-error")
+NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "mislabelled", "internal-error")
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,24 @@ class Entry:
     `turn` is the number of the turn that sampled it, `None` for the client's own messages; where a reply was edited, its words decide
     whether it still is that turn's (`Oracle.truth`). `owed` is false where the client changed it in a way that no rule covers, such as
     sending it twice.
+
+    A harness may also keep another message than it was served, and the record proves it all the same. Then `kept` is what it made of the
+    reply: the prompt may have the turn's tokens as long as the message says just that.
+
+    Attributes:
+        added: the text at the end that the harness wrote.
+        parts: the turns that sampled it, if it was sampled in several calls.
+        continues: whether it was cut, and the model's next reply continues it.
     """
 
     message: Message
     turn: int | None = None
     owed: bool = True
     handle: str = ""
+    kept: Message | None = None
+    added: str = ""
+    parts: tuple[int, ...] = ()
+    continues: bool = False
 
     @functools.cached_property
     def exact(self) -> str:
@@ -50,6 +62,11 @@ class Entry:
     def thoughts(self) -> set[str]:
         """The reasoning in it."""
         return thoughts(self.message)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it still is what the harness made of the reply."""
+        return self.kept is not None and says(self.message, self.kept)
 
     @property
     def is_reply(self) -> bool:
@@ -86,6 +103,12 @@ class SampledTurn:
     last: int | None
     """The turn whose tokens are the last reply before it."""
     handle: str = ""
+    thinking: str = ""
+    """The text of its thinking, also where its message has none."""
+    served: int = 0
+    """The number of characters of its text that the client received."""
+    continues: bool = False
+    """Whether it continues the last message of its request."""
 
     @property
     def thought(self) -> str:
@@ -154,7 +177,8 @@ class Tally:
 
     def table(self) -> str:
         """The counts, one per line."""
-        lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise")]
+        played = ("understood otherwise", "added to", "joined", "kept", "budgets", "budgets unproven", "cut")
+        lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise", *played)]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
         lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]
         lines += [(f"  {name}", number) for name, number in self.missed.most_common(20)]

@@ -221,7 +221,7 @@ async def said_twice(second, now, earlier):
     async def ask(system, *entries, **reply):
         entries = (Entry({"role": "system", "content": system}), Entry(ASK), *entries)
         called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
-        number = oracle.judge(called, entries, {"role": "assistant", **reply}, scope="")
+        number = oracle.judge(called, entries, scope="")
         return called.plan, Entry(dialects.served("chat", called.answer)[0], number)
 
     _, looking = await ask("Answer.", content="I look.")
