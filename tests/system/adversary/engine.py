@@ -149,6 +149,7 @@ class Generation:
         cut: whether the limit of tokens ended it; `label` is the finish reason that the engine gives.
         message: what the engine's parsers make of it.
         thought: the text of its thinking, also where the message has none.
+        stop: the stop string that ended it.
         served: the number of characters of its text that the client gets; what follows is a stop string, or an id that has no text.
     """
 
@@ -162,6 +163,7 @@ class Generation:
     message: Message = field(default_factory=dict)
     thought: str = ""
     served: int = 0
+    stop: str = ""
 
 
 class Speech(NamedTuple):
@@ -225,7 +227,7 @@ class Engine:
         else:
             prompt = ids.unpack(exact)
             text = self.renderer.words.decode(prompt[-40:])
-        planned = Speech({"role": "assistant", **reply}, "", "") if continues else self._planned(text, reply)
+        planned = Speech({"role": "assistant", "content": reply.get("content")}, "", "") if continues else self._planned(text, reply)
         generation, stop_reason = self._sample(session, prompt, planned, body)
         generation.logprobs = [_float32(-3 * self._rng.random()) for _ in generation.completion]
         self.ground_truth.append(generation)
@@ -274,7 +276,9 @@ class Engine:
         message = self._heard(planned, text)
         # vLLM calls a whole reply with a call `tool_calls`, also if the limit cut the next one
         label = planned.message.get("finish_reason") or ("tool_calls" if message.get("tool_calls") else "length" if cut else "stop")
-        return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, len(text)), reason
+        return Generation(
+            session, prompt, tokens, [], forced, cut, label, message, planned.thought, len(text), reason if isinstance(reason, str) else ""
+        ), reason
 
     def _force(
         self, planned: Speech, prompt: list[int], tokens: list[int], budget: int

@@ -236,7 +236,7 @@ class Session:
         for habit in thread.habits:
             entry = replace(entry, message=HARMLESS[habit](entry.message, self.rng))
         if thread.stop and called.generation.completion and text_of(heard) and not call_ids(heard):
-            entry = self.write_back(thread, entry)
+            entry = self.write_back(thread, replace(entry, stop=called.generation.stop))
         thread.entries.append(entry)
 
     def limits(self, thread: Thread, *, continues: bool) -> dict[str, Any]:
@@ -367,7 +367,7 @@ class Session:
         match rng.random():
             case chance if chance < 0.1:
                 thread.stop, thread.habits = rng.choice(STOPS), ()
-                thread.observes = rng.random() < 0.5
+                thread.observes = rng.random() < 0.5 and self.dialect != "messages"  # there the model continues a message at the end
             case chance if chance < 0.15:
                 thread.moves_context = True
             case chance if chance < 0.35 and self.thinks and self.stack.engine.thinking:

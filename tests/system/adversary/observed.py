@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, says, thoughts
+from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, says, shown, text_of, thoughts
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
@@ -28,7 +28,8 @@ class Entry:
     reply: the prompt may have the turn's tokens as long as the message says just that.
 
     Attributes:
-        added: the text at the end that the harness wrote.
+        added: the text at the end that the harness wrote, `stop` the stop string at which the reply ended. Instead of that text any other
+            may follow the reply, as long as it begins with the stop string.
         parts: the turns that sampled it, if it was sampled in several calls.
         continues: whether it was cut, and the model's next reply continues it.
     """
@@ -39,6 +40,7 @@ class Entry:
     handle: str = ""
     kept: Message | None = None
     added: str = ""
+    stop: str = ""
     parts: tuple[int, ...] = ()
     continues: bool = False
 
@@ -66,7 +68,19 @@ class Entry:
     @property
     def is_kept(self) -> bool:
         """Whether it still is what the harness made of the reply."""
-        return self.kept is not None and says(self.message, self.kept)
+        if self.kept is None or not self.added:
+            return self.kept is not None and says(self.message, self.kept)
+        words = self.words.strip()
+        before = {"content": text_of(self.message).removesuffix(self.words)}, {"content": text_of(self.kept).removesuffix(self.added)}
+        return bool(words) and words.startswith(self.stop.strip()) and says(self.message | before[0], self.kept | before[1])
+
+    @functools.cached_property
+    def words(self) -> str:
+        """The harness's words at its end."""
+        if self.kept is None or not self.added:
+            return ""
+        said, now = shown(self.kept).removesuffix(self.added), shown(self.message)
+        return now.removeprefix(said) if now.startswith(said) else ""
 
     @property
     def is_reply(self) -> bool:

@@ -425,7 +425,7 @@ class Oracle:
         spans, first = self._joined(spans), {span.place: self.turns[span.turn].opening for span in reversed(spans)}
         openings = [first[span.place] for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
-        added = [entry.added if (entry := entries[span.place]).is_kept else "" for span in spans]
+        added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
         decode = self.stack.renderer.words.decode
         try:
             wanted = self.template.pieces(called, spans, openings, parts, added)
@@ -438,14 +438,13 @@ class Oracle:
             until = spans[n].start if n < len(spans) else len(called.prompt)
             have = decode(called.prompt[at:until]) if until > at else ""
             if n and added[n - 1]:
-                have = self._unserved(called, spans[n - 1]) + have
-                stop = ""
+                have, want = self._after_words(called, spans[n - 1], added[n - 1], have, wants)
             else:
                 stop = decode(called.prompt[at - 1 : at]) if n and called.prompt[at - 1] in self.template.stop_ids else ""
-            if not wants.startswith(stop):
-                self._find("unfaithful", f"span {n - 1} is followed by {stop!r}, rendered is {wants[:30]!r} ({called.plan.match})")
-                break
-            want = wants.removeprefix(stop)
+                if not wants.startswith(stop):
+                    self._find("unfaithful", f"span {n - 1} is followed by {stop!r}, rendered is {wants[:30]!r} ({called.plan.match})")
+                    break
+                want = wants.removeprefix(stop)
             if have != want:
                 same = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
                 shown = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
@@ -455,6 +454,16 @@ class Oracle:
                 break
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
+
+    def _after_words(self, called: Called, span: Span, words: str, have: str, want: str) -> tuple[str, str]:
+        """What follows the served text of a reply to whose end the harness added words: in the prompt, and in the rendering.
+
+        If all of these words were sampled (a stop string), the last of their tokens may have more text.
+        """
+        unserved, words = self._unserved(called, span), words.rstrip()
+        if unserved.startswith(words) and want.startswith(words):
+            return have.lstrip(), want.removeprefix(words).lstrip()
+        return unserved + have, want
 
     def _joined(self, spans: Sequence[Span]) -> list[Span]:
         """The spans with those of one message as one; between them must be nothing."""

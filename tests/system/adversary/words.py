@@ -43,6 +43,13 @@ def _parted(message: Message) -> tuple[str, str]:
     return (stripped(inline[1]), stripped(text[inline.end() :])) if inline else ("", stripped(text))
 
 
+def shown(message: Message) -> str:
+    """The text of a reply without inline reasoning, and without the white space before it."""
+    text = text_of(message)
+    inline = _THINK.match(text)
+    return (text[inline.end() :] if inline else text).lstrip()
+
+
 def arguments_of(text: Any) -> str:
     """The value of a call's arguments: equal for all forms of one value; text that is not JSON equals only itself."""
     if not isinstance(text, str):
