@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tests.system.adversary import dialects
 from tests.system.adversary.observed import Entry, Tally
 from tests.system.adversary.oracle import Oracle
-from tests.system.adversary.words import HARMLESS, UNDERSTOOD, Message, bare, call_ids, meaning, safe, says, text_of
+from tests.system.adversary.words import BY_THEMSELVES, HARMLESS, UNDERSTOOD, Message, bare, call_ids, meaning, safe, says, text_of
 from tokencache.adapters.load import load_all
-from tokencache.core.rules import Leniency
 from tokencache.errors import HarnessError
+from tokencache.proxy.harness_profile import HarnessProfiles
 
 if TYPE_CHECKING:
     import random
@@ -127,7 +127,7 @@ class Session:
         self.is_named = self.does in adapters and rng.random() < 0.8
         """Whether the proxy is told so."""
         off = frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
-        self.leniency = Leniency(off, frozenset(adapters[self.does].mutations.rules) - off if self.is_named else frozenset())
+        self.leniency = HarnessProfiles(adapters, off).leniency(self.does if self.is_named else "")
         self.pool = rng.sample(TEXTS, 4)  # few words in a session, so that many replies are equal
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
@@ -258,7 +258,8 @@ class Session:
         if says(message, entry.message):
             return entry
         self.tally.counts["understood otherwise"] += 1
-        return replace(entry, message=message, kept=message if self.is_named else None, owed=False)
+        vouched = self.is_named or self.does in BY_THEMSELVES
+        return replace(entry, message=message, kept=message if vouched else None, owed=False)
 
     def write_back(self, thread: Thread, entry: Entry) -> Entry:
         """Write the stop string at the end of a reply, or a result behind it."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.template.template_lab import UNASKED
@@ -123,7 +124,7 @@ class Oracle:
         if self._follows:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
-        for span in self._changed(spans, entries):
+        for span in self._changed(spans, entries, scope):
             self._judge_span(span, entries, scope, supplied)
         text = self._faithful(called, spans, entries) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
@@ -240,15 +241,20 @@ class Oracle:
         """The turn whose reply an entry is; `None` if the model did not sample it, or if it was changed since."""
         return entry.turn if entry.turn is not None and (entry.is_kept or self.turns[entry.turn].is_said_by(entry)) else None
 
-    def _changed(self, spans: Sequence[Span], entries: Sequence[Entry]) -> list[Span]:
+    def _changed(self, spans: Sequence[Span], entries: Sequence[Entry], scope: str) -> list[Span]:
         """The spans without those of messages that still are what the harness made of that turn's reply, or of several turns' replies."""
-        kept = [
-            span
-            for span in spans
-            if 0 <= span.place < len(entries) and (entry := entries[span.place]).is_kept and span.turn in {entry.turn, *entry.parts}
-        ]
+        kept = [span for span in spans if 0 <= span.place < len(entries) and self._is_kept(span, entries, scope)]
         self.tally.counts["kept"] += len(kept)
         return [span for span in spans if span not in kept]
+
+    def _is_kept(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
+        entry, given = entries[span.place], self.turns[span.turn]
+        if not entry.is_kept or span.turn in {entry.turn, *entry.parts}:
+            return entry.is_kept
+        own = entry.turn is not None and self._unchanged(self.turns[entry.turn], entries[: span.place])
+        said = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
+        # a copy of it, with the same words, stands in the place of another turn's reply
+        return not own and given.scope == scope and given.is_said_by(said) and self._unchanged(given, entries[: span.place])
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -433,8 +439,11 @@ class Oracle:
             kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
             self._find(kind, f"no rendering of the request shows the replies: {why}")
             return decode(called.prompt)
-        at = 0
+        at, shown = 0, self._shown_before(called, spans)
         for n, wants in enumerate(wanted):
+            if n < shown:
+                at = spans[n].end
+                continue
             until = spans[n].start if n < len(spans) else len(called.prompt)
             have = decode(called.prompt[at:until]) if until > at else ""
             if n and added[n - 1]:
@@ -447,13 +456,22 @@ class Oracle:
                 want = wants.removeprefix(stop)
             if have != want:
                 same = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
-                shown = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
+                texts = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
                 where = f"after message {spans[n - 1].place}" if n else "at the beginning"
                 where += ", where the parent's prompt has it" if called.plan.parent is not None and n < len(spans) else ""
-                self._find("unfaithful", f"{called.plan.match}, {where}: {shown}")
+                self._find("unfaithful", f"{called.plan.match}, {where}: {texts}")
                 break
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
+
+    def _shown_before(self, called: Called, spans: Sequence[Span]) -> int:
+        """How many spans end with a reply that continues a text without known tokens: its whole prompt was judged when it was sent."""
+        begun = [
+            n
+            for n, span in enumerate(spans)
+            if self.turns[span.turn].continues and called.prompt[: span.start] == self.turns[span.turn].prompt
+        ]
+        return begun[-1] + 1 if begun else 0
 
     def _after_words(self, called: Called, span: Span, words: str, have: str, want: str) -> tuple[str, str]:
         """What follows the served text of a reply to whose end the harness added words: in the prompt, and in the rendering.

@@ -105,11 +105,12 @@ class Called:
         """The messages of the request in chat, as the engine reads them."""
         return [read_message(bytes(raw)) for raw in self.call.raw_messages]
 
-    def text(self, messages: Sequence[Message] | None = None, *, generation: bool = True) -> str:
-        """The prompt that the engine renders for this request, or for other messages."""
+    def text(self, messages: Sequence[Message] | None = None, *, generation: bool = True, continues: bool = False) -> str:
+        """The prompt that the engine renders for this request, or for other messages; with `continues` the last of them is continued."""
         tools, kwargs = template_arguments(self.call.fields)
-        messages = self.messages if messages is None else messages
-        return self.renderer.prompt(messages, tools, kwargs, generation=generation, continues=generation and self.continues)
+        if messages is None:
+            messages, continues = self.messages, self.continues
+        return self.renderer.prompt(messages, tools, kwargs, generation=generation, continues=continues)
 
     @property
     def continues(self) -> bool:

@@ -44,7 +44,9 @@ class TemplateReading(NamedTuple):
     stop_ids: frozenset[int]
 
     def opening(self, called: Called, prompt: str, reply: Message) -> ReplyOpening:
-        """The generation prompt at the end of a prompt; `reply` was sampled after it."""
+        """The generation prompt at the end of a prompt; `reply` was sampled after it. One that continues a message has none."""
+        if called.continues:
+            return ReplyOpening("")
         if self.bare:  # some replies have a head, some have none: find out for this one
             messages = [_marked(message, "Zq") if message["role"] == "assistant" else message for message in called.messages]
             return self._opening(called, messages, reply)
@@ -81,7 +83,7 @@ class TemplateReading(NamedTuple):
             messages[span.place] = _marked(messages[span.place], mark)
         for span, words in zip(spans, added, strict=True):
             messages[span.place] |= {"content": messages[span.place]["content"] + words}
-        shown = called.text(messages)
+        shown = called.text(messages, continues=called.continues)
         out, at = [], 0
         for span, mark, opening, part, words in zip(spans, marks, openings, parts, added, strict=True):
             first, last = shown.find(mark, at), shown.rfind(mark) + len(mark)

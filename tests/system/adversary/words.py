@@ -218,6 +218,8 @@ UNDERSTOOD: dict[str, tuple[Callable[[Message, Collection[str]], Message], ...]]
     "crewai": (without_text,),
 }
 """Adapter → what that harness does to a reply. Arguments: the message, and the names of the tools in the request."""
+BY_THEMSELVES = frozenset({"crewai"})
+"""Those whose changes leave no doubt which reply it was, also without an adapter: all calls come back verbatim, under their ids."""
 
 
 def bare(name: str) -> str:
