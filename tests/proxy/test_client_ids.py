@@ -36,7 +36,11 @@ async def rollout(stack, rng, turns):
         reply = {"role": "assistant", "content": rng.choice(TEXTS)}
         called = await stack.call("before", json.dumps({"model": "m", "messages": history}).encode(), reply)
         message = json.loads(called.answer)["choices"][0]["message"]
-        tokens = {"prompt_token_ids": called.prompt, "generation_token_ids": called.completion, "generation_log_probs": called.logprobs}
+        tokens = {
+            "prompt_token_ids": called.prompt,
+            "generation_token_ids": called.completion,
+            "generation_log_probs": called.generation.logprobs,
+        }
         history += [{"role": "assistant", "content": message["content"], **tokens}, {"role": "user", "content": rng.choice(ASKS)}]
     return history
 

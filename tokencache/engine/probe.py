@@ -93,7 +93,7 @@ class Capability(msgspec.Struct, frozen=True):
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
         stop_ids: those candidates at which the engine stopped in a test.
         silent_ends: those `turn_ends` that have no text, because they are special tokens. Without a stop id, they are where a reply ends;
-            empty if there is one.
+            empty if there is one, or if the template writes several special tokens after a text.
         local_tokenizer: whether the local tokenizer makes small renderings.
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
@@ -244,8 +244,11 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     possible = tuple(token for token in offered if token not in blank)
     alone = {token: await _sampled_alone(ask, model, token) for token in possible}
     stops = tuple(token for token, choice in alone.items() if choice is not None and _stopped(choice))
-    own_ends = () if stops else [token for token in ends.turn_ends if token in possible]
+    turn_ends = tuple(token for token in ends.turn_ends if token not in blank)  # a reply that was cut may end with white space
+    own_ends = () if stops else [token for token in turn_ends if token in possible]
     silent = tuple([token for token in own_ends if await _is_silent(requests, found.model, supply.plain, token)])
+    if any([await _is_silent(requests, found.model, supply.plain, token) for token in ends.after_text[1:] if silent]):
+        silent = ()  # which of them a reply ends with is not known
     no_end = not (stops or silent) and any(alone.values())  # an engine without masks shows its stop ids with its first reply
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
     prefixes = await probe_prefixes(ask, found.model, supply.plain) if driver.prefixes else _no_prefixes(driver)
@@ -255,7 +258,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         level="record" if no_end else "exact",
         why=NO_END if no_end else "",
         stop_candidates=possible,
-        turn_ends=tuple(ends.turn_ends),
+        turn_ends=turn_ends,
         stop_ids=stops,
         silent_ends=silent,
         derenders=derenders,

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import SHAPES, TOOLS, result, says, system, user
 from tests.engine.template.template_lab import Kind
-from tests.system.adversary.stack import Called, Engine, RefusedError, Renderer, Stack
+from tests.system.adversary.engine import Engine, RefusedError, Renderer
+from tests.system.adversary.stack import Called, Stack
 
 Message = dict[str, Any]
 

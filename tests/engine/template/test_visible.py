@@ -14,7 +14,7 @@ from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import TOOLS, result
 from tests.engine.template.template_lab import UNASKED, sources
-from tests.system.adversary.stack import Engine, RefusedError
+from tests.system.adversary.engine import Engine, RefusedError, Speech
 from tests.trajectories.rollouts import of_forest
 from tokencache.batching.forest import build_forest
 from tokencache.core import ids, invariants
@@ -86,12 +86,13 @@ class Faithful(Engine):
             return text
         return ("" if opened else "<think>\n") + f"{thought or UNASKED}\n</think>\n\n{text}"
 
-    def _sample(self, prompt, reply):
+    def _planned(self, prompt, reply):
         if self._written is None:
-            return super()._sample(prompt, reply)
-        stop = super()._sample(prompt, reply)[-1:]
-        words = self.renderer.words
-        return (words.encode(self._written) if self.tokenizes else words.sampled(self._written, self._rng)) + stop
+            return super()._planned(prompt, reply)
+        return Speech(reply, self._written, "", readable=False)
+
+    def _spell(self, text):
+        return self.renderer.words.encode(text) if self.tokenizes and self._written is not None else super()._spell(text)
 
 
 def stack_for(name, *, history="follow", faithful=True, shared=False):

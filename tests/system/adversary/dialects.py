@@ -10,8 +10,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tests.system.adversary.engine import MODEL
 from tests.system.adversary.observed import Entry
-from tests.system.adversary.stack import MODEL
 from tests.system.adversary.words import Message, text_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def presentable(dialect: str, entries: Sequence[Entry]) -> list[Entry]:
         silent = not text_of(entry.message) and not entry.message.get("tool_calls")
         if entry.is_reply and out and out[-1].is_reply:
             out.append(Entry(BETWEEN))
-        if silent and entry.message["role"] in {"system", "assistant"}:
+        writable = entry.is_reply and (dialect == "responses" or _thought(entry.message))
+        if silent and not writable and entry.message["role"] in {"system", "assistant"}:
             continue
         if entry.message["role"] == "system" and out and dialect == "gemini":
             continue
@@ -43,9 +44,14 @@ def presentable(dialect: str, entries: Sequence[Entry]) -> list[Entry]:
     return out
 
 
-def write(dialect: str, entries: Sequence[Entry], tools: list[Message], kwargs: dict[str, Any]) -> bytes:
-    """Write a request."""
-    return json.dumps(_WRITERS[dialect](entries, tools, kwargs)).encode()
+def write(
+    dialect: str, entries: Sequence[Entry], tools: list[Message], kwargs: dict[str, Any], limits: dict[str, Any] | None = None
+) -> bytes:
+    """Write a request. `limits` are members that end a reply, by their names in chat; a dialect leaves out those that it does not know."""
+    body = _WRITERS[dialect](entries, tools, kwargs)
+    for name, value in (limits or {}).items():
+        _LIMITERS[dialect](body, name, value)
+    return json.dumps(body).encode()
 
 
 def served(dialect: str, answer: bytes) -> tuple[Message, str]:
@@ -90,6 +96,27 @@ def _reply(content: str, thought: str, calls: list[Message]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _limit_chat(body: Message, name: str, value: Any) -> None:
+    body[name] = value
+
+
+def _limit_messages(body: Message, name: str, value: Any) -> None:
+    if name == "thinking_token_budget":
+        body["thinking"] = {"type": "enabled", "budget_tokens": value}
+    elif name in {"max_tokens", "stop"}:
+        body["stop_sequences" if name == "stop" else name] = value
+
+
+def _limit_responses(body: Message, name: str, value: Any) -> None:
+    if name in {"max_tokens", "stop", "stop_token_ids"}:
+        body["max_output_tokens" if name == "max_tokens" else name] = value
+
+
+def _limit_gemini(body: Message, name: str, value: Any) -> None:
+    if name in {"max_tokens", "stop"}:
+        body["generationConfig"]["stopSequences" if name == "stop" else "maxOutputTokens"] = value
 
 
 # --- chat completions ------------------------------------------------------------------------------------------------------
@@ -180,7 +207,8 @@ def _items(entry: Entry) -> list[Message]:
     if thought := _thought(message):
         sealed = {"encrypted_content": entry.handle} if entry.handle else {}
         add("rs", {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}], **sealed})
-    if text := text_of(message):
+    text = text_of(message)
+    if text or not (thought or message.get("tool_calls")):
         add("msg", {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]})
     for call in message.get("tool_calls") or ():
         add("fc", {"type": "function_call", "call_id": call["id"], **call["function"]})
@@ -244,3 +272,4 @@ def _read_gemini(answer: Message) -> tuple[Message, str]:
 
 _WRITERS = {"chat": _write_chat, "messages": _write_messages, "responses": _write_responses, "gemini": _write_gemini}
 _READERS = {"chat": _read_chat, "messages": _read_messages, "responses": _read_responses, "gemini": _read_gemini}
+_LIMITERS = {"chat": _limit_chat, "messages": _limit_messages, "responses": _limit_responses, "gemini": _limit_gemini}

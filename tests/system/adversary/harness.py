@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from tests.system.adversary import dialects
 from tests.system.adversary.observed import Entry, Tally
 from tests.system.adversary.oracle import Oracle
-from tests.system.adversary.words import HARMLESS, Message, call_ids, meaning, safe, says, text_of
-from tokencache.core.rules import Leniency
+from tests.system.adversary.words import BY_THEMSELVES, HARMLESS, UNDERSTOOD, Message, bare, call_ids, meaning, safe, says, text_of
+from tokencache.adapters.load import load_all
 from tokencache.errors import HarnessError
+from tokencache.proxy.harness_profile import HarnessProfiles
 
 if TYPE_CHECKING:
     import random
@@ -37,6 +38,8 @@ TEXTS = [
 ]
 THOUGHTS = ["hm", "I should look first.", "Is it? Yes.", "hm\n\nno"]
 NAMES = ["bash", "look"]
+MEANT = ["Bash", "LOOK", *NAMES]
+"""The tools' names as a policy says them that was trained with another harness."""
 ARGUMENTS = [
     '{"cmd": "ls"}',
     '{"cmd": "ls -la", "n": 5}',
@@ -79,6 +82,8 @@ TOOLS: list[list[Message]] = [
     ],
 ]
 LETTERS = "abcXYZ 0.é☕\n"
+STOPS = ["</search>", "\nObservation:"]
+CONTEXT: Message = {"role": "user", "content": [{"type": "text", "text": "<context>none</context>"}]}
 MOST_ENTRIES, MOST_THREADS = 18, 5
 
 
@@ -90,6 +95,13 @@ class Thread:
     kwargs: dict[str, Any] = field(default_factory=dict)
     tools: int = 0
     habits: tuple[str, ...] = ()
+    stop: str = ""
+    """A stop string, which the client writes back; `observes` says that it adds a result to it, and sends no other message."""
+    observes: bool = False
+    moves_context: bool = False
+    """Whether its last message is always the same, and moves to the end with every call."""
+    budget: int | None = None
+    """How many tokens a thought may have."""
 
     def copy(self) -> Thread:
         return replace(self, entries=list(self.entries))
@@ -109,9 +121,13 @@ class Session:
         """Its names, the current one last: a lost store is simulated with a new name."""
         self.oracle = Oracle(stack, number, tally)
         self.tally = tally
-        self.leniency = Leniency(
-            off=frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
-        )
+        adapters = load_all()
+        self.does = rng.choice(["", "", *UNDERSTOOD])
+        """The harness that it is, whose adapter names what it does to replies."""
+        self.is_named = self.does in adapters and rng.random() < 0.8
+        """Whether the proxy is told so."""
+        off = frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
+        self.leniency = HarnessProfiles(adapters, off).leniency(self.does if self.is_named else "")
         self.pool = rng.sample(TEXTS, 4)  # few words in a session, so that many replies are equal
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
@@ -186,10 +202,14 @@ class Session:
 
     async def ask(self, thread: Thread) -> None:
         """Call the model with a thread's history, and add the reply to it."""
-        self.ready(thread)
+        continued = thread.entries[-1] if thread.entries[-1].continues else None
+        if continued is None:
+            self.ready(thread)
         entries = thread.entries[:] = dialects.presentable(self.dialect, thread.entries)
-        said = self.invent()
-        body = dialects.write(self.dialect, self.carrying(entries), TOOLS[thread.tools], thread.kwargs)
+        sent = [*entries, Entry(CONTEXT)] if thread.moves_context and continued is None else entries
+        said = self.invent(thread, continues=continued is not None)
+        limits = self.limits(thread, continues=continued is not None)
+        body = dialects.write(self.dialect, self.carrying(sent), TOOLS[thread.tools], thread.kwargs, limits)
         try:
             called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency)
         except HarnessError:
@@ -199,15 +219,64 @@ class Session:
         self._show(called, said)
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
         owing = not self.leniency.off
-        number = self.oracle.judge(called, tuple(entries), said, scope=thread.scope, owing=owing, handle=handle)
+        number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle)
         if number is None:
             self.restart(thread)
             return
+        assert called.generation is not None
+        heard = called.generation.message
+        self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
         entry = Entry(served, number, handle=handle)
+        if self.dialect == "chat" and called.generation.cut and text_of(served) and not call_ids(served) and not thread.stop:
+            entry = replace(entry, continues=self.rng.random() < 0.6)
+        if continued is not None:
+            thread.entries[-1] = self.join(continued, entry)
+            return
+        entry = self.understand(thread, entry)
         for habit in thread.habits:
             entry = replace(entry, message=HARMLESS[habit](entry.message, self.rng))
-        self.tally.counts["served otherwise"] += not says(entry.message, said)  # the dialect cannot write it
+        if thread.stop and called.generation.completion and text_of(heard) and not call_ids(heard):
+            entry = self.write_back(thread, replace(entry, stop=called.generation.stop))
         thread.entries.append(entry)
+
+    def limits(self, thread: Thread, *, continues: bool) -> dict[str, Any]:
+        """The members of a request that end a reply."""
+        found: dict[str, Any] = {"stop": [thread.stop]} if thread.stop else {}
+        if self.rng.random() < 0.1:
+            found["max_tokens"] = self.rng.randrange(1, 30)
+        if thread.budget is not None:
+            found["thinking_token_budget"] = thread.budget
+        if self.stack.engine.base:
+            found["stop_token_ids"] = self.stack.engine.ends()
+        return found | ({"continue_final_message": True, "add_generation_prompt": False} if continues else {})
+
+    def understand(self, thread: Thread, entry: Entry) -> Entry:
+        """Keep a reply as this harness understands it."""
+        message = entry.message
+        for change in UNDERSTOOD.get(self.does, ()):
+            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+        if says(message, entry.message):
+            return entry
+        self.tally.counts["understood otherwise"] += 1
+        vouched = self.is_named or self.does in BY_THEMSELVES
+        return replace(entry, message=message, kept=message if vouched else None, owed=False)
+
+    def write_back(self, thread: Thread, entry: Entry) -> Entry:
+        """Write the stop string at the end of a reply, or a result behind it."""
+        added = thread.stop + (f" {self.rng.choice(RESULTS)}" if thread.observes else "")
+        message = {**entry.message, "content": text_of(entry.message) + added}
+        self.tally.counts["added to"] += 1
+        return replace(entry, message=message, kept=message, added=added, owed=False)
+
+    def join(self, begun: Entry, more: Entry) -> Entry:
+        """The two parts of a reply as one."""
+        message = {**begun.message, "content": text_of(begun.message) + text_of(more.message)}
+        parts = (*(begun.parts or (begun.turn,)), more.turn)
+        own = self.oracle.truth(begun) is not None
+        self.tally.counts["joined"] += 1
+        return replace(
+            more, message=message, parts=parts if own else (), kept=message if own else None, turn=more.turn if own else None, owed=False
+        )
 
     def carrying(self, entries: list[Entry]) -> list[Entry]:
         """The entries as they are sent: with the token ids of each reply, even if its words were changed."""
@@ -241,7 +310,7 @@ class Session:
     def ready(self, thread: Thread) -> None:
         """Add a message that the model can answer."""
         last = thread.entries[-1]
-        if not last.is_reply:
+        if not last.is_reply or (thread.observes and last.added):
             return
         names = call_ids(last.message)
         for name in names:
@@ -250,24 +319,31 @@ class Session:
         if not names or self.rng.random() < 0.1:
             thread.entries.append(self.user())
 
-    def invent(self) -> Message:
+    def invent(self, thread: Thread, *, continues: bool = False) -> Message:
         """The model's next reply: few words, so that many replies are equal."""
         rng = self.rng
         said: Message = {"role": "assistant", "content": rng.choice(self.pool)}
+        if continues:
+            return said
         if self.thinks and rng.random() < 0.7:
             said["reasoning"] = rng.choice(THOUGHTS)
         if (number := rng.choice([0, 0, 1, 1, 1, 2])) and self.stack.kind.style != "llama":
             arguments = ARGUMENTS + (ODD_ARGUMENTS if self.odd else [])
+            names = MEANT if self.does else NAMES
             said["tool_calls"] = [
-                {"id": self.name_call(i), "type": "function", "function": {"name": rng.choice(NAMES), "arguments": rng.choice(arguments)}}
+                {"id": self.name_call(i), "type": "function", "function": {"name": rng.choice(names), "arguments": rng.choice(arguments)}}
                 for i in range(number)
             ]
+            if number > 1 and self.does and rng.random() < 0.5:
+                said["tool_calls"][1]["function"] = said["tool_calls"][0]["function"]
             if rng.random() < 0.4:
                 said["content"] = None
         if rng.random() < 0.04:
             said["finish_reason"] = "length"
-        if self.dialect != "chat" and not said.get("tool_calls") and not said["content"]:
-            said["content"] = "OK"  # the other dialects cannot send an empty reply back
+        if self.dialect in {"messages", "gemini"} and not said.get("tool_calls") and not said["content"]:
+            said["content"] = "OK"  # these dialects cannot send an empty reply back
+        if thread.stop and rng.random() < 0.7:
+            said["content"] = f"{said['content'] or 'I search'}{thread.stop}{rng.choice(['', ' more', chr(10)])}"
         return said
 
     def name_call(self, i: int) -> str:
@@ -288,7 +364,16 @@ class Session:
         entries = [Entry({"role": "system", "content": rng.choice(SYSTEMS)})] if rng.random() < 0.8 else []
         kwargs = rng.choice([{}, {}, {}, {"enable_thinking": False}, {"enable_thinking": True}]) if self.dialect == "chat" else {}
         habits = rng.sample(self.forms, rng.choice([0, 0, 1, 1, 2]))
-        return Thread([*entries, self.user()], kwargs, rng.randrange(len(TOOLS)), tuple(habits))
+        thread = Thread([*entries, self.user()], kwargs, rng.randrange(len(TOOLS)), tuple(habits))
+        match rng.random():
+            case chance if chance < 0.1:
+                thread.stop, thread.habits = rng.choice(STOPS), ()
+                thread.observes = rng.random() < 0.5 and self.dialect != "messages"  # there the model continues a message at the end
+            case chance if chance < 0.15:
+                thread.moves_context = True
+            case chance if chance < 0.35 and self.thinks and self.stack.engine.thinking:
+                thread.budget = rng.choice([0, 1, 2, 3, 5, 8, 100])
+        return thread
 
     # what clients do
 
@@ -454,14 +539,14 @@ class Session:
             self.edit(thread, place, {**message, "reasoning": self.rng.choice([self.nudged(was), *THOUGHTS])})
 
     def other_ids(self, thread: Thread) -> None:
-        """Rename all calls and the results that answer them: unsafe characters only, or the whole id."""
-        sanitise = self.rng.random() < 0.6
+        """Rename all calls and the results that answer them: unsafe characters only, all but letters and digits, or the whole id."""
+        form = self.rng.choice([safe, safe, bare, None])
         for place in self.replies(thread, own=True):
             message = thread.entries[place].message
             names = {}
             for name in call_ids(message):
                 self.fresh += 1
-                names[name] = safe(name) if sanitise else f"n{self.fresh:08}"
+                names[name] = form(name) if form else f"n{self.fresh:08}"
             if names:
                 calls = [{**call, "id": names[call["id"]]} for call in message["tool_calls"]]
                 thread.entries[place] = replace(thread.entries[place], message={**message, "tool_calls": calls})

@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, thoughts
+from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, says, shown, text_of, thoughts
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
 
-NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "internal-error")
+NEVER = ("false", "unfaithful", "lost", "trained twice", "broken", "mislabelled", "internal-error")
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,26 @@ class Entry:
     `turn` is the number of the turn that sampled it, `None` for the client's own messages; where a reply was edited, its words decide
     whether it still is that turn's (`Oracle.truth`). `owed` is false where the client changed it in a way that no rule covers, such as
     sending it twice.
+
+    A harness may also keep another message than it was served, and the record proves it all the same. Then `kept` is what it made of the
+    reply: the prompt may have the turn's tokens as long as the message says just that.
+
+    Attributes:
+        added: the text at the end that the harness wrote, `stop` the stop string at which the reply ended. Instead of that text any other
+            may follow the reply, as long as it begins with the stop string.
+        parts: the turns that sampled it, if it was sampled in several calls.
+        continues: whether it was cut, and the model's next reply continues it.
     """
 
     message: Message
     turn: int | None = None
     owed: bool = True
     handle: str = ""
+    kept: Message | None = None
+    added: str = ""
+    stop: str = ""
+    parts: tuple[int, ...] = ()
+    continues: bool = False
 
     @functools.cached_property
     def exact(self) -> str:
@@ -50,6 +64,23 @@ class Entry:
     def thoughts(self) -> set[str]:
         """The reasoning in it."""
         return thoughts(self.message)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it still is what the harness made of the reply."""
+        if self.kept is None or not self.added:
+            return self.kept is not None and says(self.message, self.kept)
+        words = self.words.strip()
+        before = {"content": text_of(self.message).removesuffix(self.words)}, {"content": text_of(self.kept).removesuffix(self.added)}
+        return bool(words) and words.startswith(self.stop.strip()) and says(self.message | before[0], self.kept | before[1])
+
+    @functools.cached_property
+    def words(self) -> str:
+        """The harness's words at its end."""
+        if self.kept is None or not self.added:
+            return ""
+        said, now = shown(self.kept).removesuffix(self.added), shown(self.message)
+        return now.removeprefix(said) if now.startswith(said) else ""
 
     @property
     def is_reply(self) -> bool:
@@ -86,6 +117,12 @@ class SampledTurn:
     last: int | None
     """The turn whose tokens are the last reply before it."""
     handle: str = ""
+    thinking: str = ""
+    """The text of its thinking, also where its message has none."""
+    served: int = 0
+    """The number of characters of its text that the client received."""
+    continues: bool = False
+    """Whether it continues the last message of its request."""
 
     @property
     def thought(self) -> str:
@@ -154,7 +191,8 @@ class Tally:
 
     def table(self) -> str:
         """The counts, one per line."""
-        lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise")]
+        played = ("understood otherwise", "added to", "joined", "kept", "budgets", "budgets unproven", "cut")
+        lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise", *played)]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
         lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]
         lines += [(f"  {name}", number) for name, number in self.missed.most_common(20)]

@@ -8,6 +8,7 @@ out what can be known from the requests alone, by the evidence in docs/rules.md.
 `unfaithful`    outside the model's own spans the prompt is not what the template renders
 `lost`          sampled tokens are in no turn
 `trained…`      sampled tokens are trained twice or never
+`mislabelled`   the record says another end of a reply than its ids prove, or names other ids as forced than the engine forced
 `broken`        the record differs from what the engine received and sent
 `no rendering`  a prompt was sent although the template refuses the request: a direct call would have been refused
 `missed`        a reply that can be identified with certainty is not in the prompt with its tokens
@@ -21,25 +22,28 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.template.template_lab import UNASKED
+from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
-from tests.system.adversary.stack import RefusedError
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import Message, call_ids, safe, text_of
+from tests.system.adversary.words import call_ids, safe, text_of
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.system.adversary.engine import Generation
     from tests.system.adversary.stack import Called, Stack
+    from tokencache.core.turn import Turn
 
 _END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
 """What ends thinking, and what Hunyuan's model writes before each answer (its template omits that in histories without tools)."""
 _DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
 """An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
-CONTEXT_FREE = frozenset({"unreadable-history", "media"})
+CONTEXT_FREE = frozenset({"unreadable-history", "media", "continue-final-message", "record-only"})
 """Reasons for which no reply of a request has to be recognised: the request cannot be read."""
 
 NOT_PLACED = frozenset(
@@ -69,6 +73,7 @@ class Oracle:
         self.stack, self.session, self.tally = stack, session, tally
         self.turns: dict[int, SampledTurn] = {}
         self.numbers: dict[str, int] = {}
+        self._generations: dict[str, Generation] = {}
         self._kept = 0  # the first turn that the store has
         self._by_words: dict[tuple[Any, ...], list[SampledTurn]] = defaultdict(list)
         self._issued: dict[str, set[int]] = defaultdict(set)
@@ -84,7 +89,6 @@ class Oracle:
         self,
         called: Called,
         entries: Sequence[Entry],
-        reply: Message,
         *,
         scope: str,
         owing: bool = True,
@@ -92,7 +96,7 @@ class Oracle:
     ) -> int | None:
         """Judge a call by its prompt; remember what was sampled. Return the number of the turn, `None` if nothing was sampled.
 
-        `reply` is the model's reply, `handle` the handle that the client received with it. Without `owing`, misses are not counted.
+        `handle` is the handle that the client received with the reply. Without `owing`, misses are not counted.
         """
         self._call += 1
         plan = called.plan
@@ -113,14 +117,16 @@ class Oracle:
         if len(called.call.raw_messages) != len(entries):
             self._find("broken", f"{len(entries)} entries became {len(called.call.raw_messages)} messages")
             return None
+        assert called.generation is not None
+        reply = called.generation.message
         spans = self._spans(called, entries)
         self._tokens(called, spans)
         if self._follows:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
-        for span in spans:
+        for span in self._changed(spans, entries, scope):
             self._judge_span(span, entries, scope, supplied)
-        text = self._faithful(called, spans) if spans else self.stack.renderer.words.decode(called.prompt)
+        text = self._faithful(called, spans, entries) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
             self._owed(plan, entries, self._settled(plan, entries, scope), supplied, scope)
         replies = [i for i, entry in enumerate(entries) if entry.is_reply]
@@ -136,9 +142,13 @@ class Oracle:
             self.template.opening(called, text, reply),
             supplied.get(replies[-1]) if replies else None,
             handle,
+            called.generation.thought,
+            called.generation.served,
+            called.continues,
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
+        self._generations[called.turn.id] = called.generation
         self._by_words[said.words].append(said)
         for name in call_ids(reply):
             self._issued[safe(name)].add(number)
@@ -156,7 +166,8 @@ class Oracle:
         if turn.parent is not None and not turn.anchors:
             parent = self.turns[self.numbers[turn.parent]]
             start = len(parent.prompt)
-            return [*parent.spans, Span(len(parent.entries), parent.number, start, start + len(parent.completion))]
+            place = len(parent.entries) - parent.continues
+            return [*parent.spans, Span(place, parent.number, start, start + len(parent.completion))]
         taken: list[Span] = []
         for place in called.plan.client_places:  # ids that the client sent back: those of the reply's turn
             said = self.turns[entries[place].turn]
@@ -177,7 +188,10 @@ class Oracle:
             said = self.turns[span.turn].completion[span.offset :]
             there = called.prompt[span.start : span.end]
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
-            rest = self.stack.renderer.words.decode(said[len(there) :][:-1])
+            decode = self.stack.renderer.words.decode
+            rest = decode(said[len(there) :][:-1])
+            if there == said[: len(there)] and len(decode(there)) >= self.turns[span.turn].served:
+                continue  # without the stop string, which the client did not receive
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
             if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
@@ -191,7 +205,7 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn]
             before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
-            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thought or UNASKED)[2]).strip()
+            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thinking or UNASKED)[2]).strip()
             there = decode(
                 called.prompt[max(span.start - 20, 0) : span.start]
             ).rstrip()  # the template may open an answer with the same words
@@ -225,7 +239,22 @@ class Oracle:
 
     def truth(self, entry: Entry) -> int | None:
         """The turn whose reply an entry is; `None` if the model did not sample it, or if it was changed since."""
-        return entry.turn if entry.turn is not None and self.turns[entry.turn].is_said_by(entry) else None
+        return entry.turn if entry.turn is not None and (entry.is_kept or self.turns[entry.turn].is_said_by(entry)) else None
+
+    def _changed(self, spans: Sequence[Span], entries: Sequence[Entry], scope: str) -> list[Span]:
+        """The spans without those of messages that still are what the harness made of that turn's reply, or of several turns' replies."""
+        kept = [span for span in spans if 0 <= span.place < len(entries) and self._is_kept(span, entries, scope)]
+        self.tally.counts["kept"] += len(kept)
+        return [span for span in spans if span not in kept]
+
+    def _is_kept(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
+        entry, given = entries[span.place], self.turns[span.turn]
+        if not entry.is_kept or span.turn in {entry.turn, *entry.parts}:
+            return entry.is_kept
+        own = entry.turn is not None and self._unchanged(self.turns[entry.turn], entries[: span.place])
+        said = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
+        # a copy of it, with the same words, stands in the place of another turn's reply
+        return not own and given.scope == scope and given.is_said_by(said) and self._unchanged(given, entries[: span.place])
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -397,35 +426,81 @@ class Oracle:
 
     # the template's rendering
 
-    def _faithful(self, called: Called, spans: Sequence[Span]) -> str:
+    def _faithful(self, called: Called, spans: Sequence[Span], entries: Sequence[Entry]) -> str:
         """Compare the prompt outside of the spans with the template's rendering; return the prompt's text."""
-        openings = [self.turns[span.turn].opening for span in spans]
+        spans, first = self._joined(spans), {span.place: self.turns[span.turn].opening for span in reversed(spans)}
+        openings = [first[span.place] for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
+        added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
+        decode = self.stack.renderer.words.decode
         try:
-            wanted = self.template.pieces(called, spans, openings, parts)
+            wanted = self.template.pieces(called, spans, openings, parts, added)
         except (LookupError, RefusedError) as why:
             kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
             self._find(kind, f"no rendering of the request shows the replies: {why}")
-            return self.stack.renderer.words.decode(called.prompt)
-        decode = self.stack.renderer.words.decode
-        at = 0
+            return decode(called.prompt)
+        at, shown = 0, self._shown_before(called, spans)
         for n, wants in enumerate(wanted):
+            if n < shown:
+                at = spans[n].end
+                continue
             until = spans[n].start if n < len(spans) else len(called.prompt)
             have = decode(called.prompt[at:until]) if until > at else ""
-            stop = decode(called.prompt[at - 1 : at]) if n and called.prompt[at - 1] in self.template.stop_ids else ""
-            if not wants.startswith(stop):
-                self._find("unfaithful", f"span {n - 1} is followed by {stop!r}, rendered is {wants[:30]!r} ({called.plan.match})")
-                break
-            want = wants.removeprefix(stop)
+            if n and added[n - 1]:
+                have, want = self._after_words(called, spans[n - 1], added[n - 1], have, wants)
+            else:
+                stop = decode(called.prompt[at - 1 : at]) if n and called.prompt[at - 1] in self.template.stop_ids else ""
+                if not wants.startswith(stop):
+                    self._find("unfaithful", f"span {n - 1} is followed by {stop!r}, rendered is {wants[:30]!r} ({called.plan.match})")
+                    break
+                want = wants.removeprefix(stop)
             if have != want:
                 same = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
-                shown = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
+                texts = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
                 where = f"after message {spans[n - 1].place}" if n else "at the beginning"
                 where += ", where the parent's prompt has it" if called.plan.parent is not None and n < len(spans) else ""
-                self._find("unfaithful", f"{called.plan.match}, {where}: {shown}")
+                self._find("unfaithful", f"{called.plan.match}, {where}: {texts}")
                 break
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
+
+    def _shown_before(self, called: Called, spans: Sequence[Span]) -> int:
+        """How many spans end with a reply that continues a text without known tokens: its whole prompt was judged when it was sent."""
+        begun = [
+            n
+            for n, span in enumerate(spans)
+            if self.turns[span.turn].continues and called.prompt[: span.start] == self.turns[span.turn].prompt
+        ]
+        return begun[-1] + 1 if begun else 0
+
+    def _after_words(self, called: Called, span: Span, words: str, have: str, want: str) -> tuple[str, str]:
+        """What follows the served text of a reply to whose end the harness added words: in the prompt, and in the rendering.
+
+        If all of these words were sampled (a stop string), the last of their tokens may have more text.
+        """
+        unserved, words = self._unserved(called, span), words.rstrip()
+        if unserved.startswith(words) and want.startswith(words):
+            return have.lstrip(), want.removeprefix(words).lstrip()
+        return unserved + have, want
+
+    def _joined(self, spans: Sequence[Span]) -> list[Span]:
+        """The spans with those of one message as one; between them must be nothing."""
+        out: list[Span] = []
+        for span in spans:
+            if out and out[-1].place == span.place:
+                if out[-1].end != span.start:
+                    self._find("unfaithful", f"the parts of message {span.place} end at {out[-1].end} and go on at {span.start}")
+                out[-1] = out[-1]._replace(turn=span.turn, end=span.end)
+            else:
+                out.append(span)
+        return out
+
+    def _unserved(self, called: Called, span: Span) -> str:
+        """The text of a turn's tokens in the prompt behind what the client received: its stop string, or a part of that."""
+        own = called.prompt[max(span.start, span.end - len(self.turns[span.turn].completion)) : span.end]
+        if own and own[-1] in self.template.stop_ids:
+            own = own[:-1]
+        return self.stack.renderer.words.decode(own)[self.turns[span.turn].served :]
 
     def _written_otherwise(self, called: Called, span: Span) -> bool:
         """Whether a reply without thinking follows another opening than its generation prompt, as the template writes it in a history."""
@@ -442,7 +517,11 @@ class Oracle:
             turns = await self.stack.store.turns(name)
             recorded += len(turns)
             tokens = await self.stack.store.tokens(name, [turn.id for turn in turns]) if turns else {}
-            ground_truth = [(e.prompt, e.completion, e.logprobs) for e in self.stack.engine.ground_truth if e.session == name]
+            sampled = [one for one in self.stack.engine.ground_truth if one.session == name]
+            for turn in turns:
+                self._labels(turn)
+            proven = {id(self._generations[turn.id]) for turn in turns if turn.forced and turn.id in self._generations}
+            ground_truth = [(one.prompt, one.completion, _recorded_logprobs(one) if id(one) in proven else one.logprobs) for one in sampled]
             for found in invariants.engine_agrees(turns, tokens, ground_truth):
                 self._find("lost" if "recorded by no turn" in found else "broken", found)
             for found in invariants.audit(turns, tokens):
@@ -450,6 +529,27 @@ class Oracle:
         if recorded != len(self.turns):
             kind = "lost" if recorded < len(self.turns) else "trained twice"
             self._find(kind, f"{len(self.turns)} turns were sampled, {recorded} recorded")
+
+    def _labels(self, turn: Turn) -> None:
+        """Compare what a stored turn says of its reply with what the engine did."""
+        sampled = self._generations.get(turn.id)
+        if sampled is None:
+            return
+        ends = {sampled.label, "length"} if self.stack.engine.base and sampled.cut else {"length" if sampled.cut else sampled.label}
+        if turn.finish_reason not in ends:
+            self._find("mislabelled", f"turn {turn.id} ended by {turn.finish_reason}, not by {' or '.join(ends)}")
+        self.tally.counts["budgets"] += bool(sampled.forced)
+        self.tally.counts["cut"] += sampled.cut
+        if "budget-unproven" in turn.marks:
+            self.tally.counts["budgets unproven"] += 1
+        elif tuple(turn.forced) != sampled.forced:
+            self._find("mislabelled", f"turn {turn.id}: {turn.forced} are called forced, and the engine forced {sampled.forced}")
+
+
+def _recorded_logprobs(sampled: Generation) -> list[float]:
+    """The log probabilities of a generation as they must be recorded: 0 for ids that were forced."""
+    forced = {place for start, end in sampled.forced for place in range(start, end)}
+    return [0.0 if place in forced else value for place, value in enumerate(sampled.logprobs)]
 
 
 def _same_make(ours: str, theirs: str) -> bool:

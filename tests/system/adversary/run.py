@@ -28,13 +28,15 @@ async def block(
 ) -> Tally:
     """Run one block of sessions; with `only`, judge nothing but that session (the others are run all the same)."""
     chooser = random.Random(f"{seed} block {number}")
-    stack = Stack(chooser.choice(templates), seed=chooser.getrandbits(32))
+    template, seed_of_ids = chooser.choice(templates), chooser.getrandbits(32)
+    stack = Stack(template, seed=seed_of_ids, base=chooser.random() < 0.1, parses=history == "follow" or chooser.random() < 0.9)
     stack.history = history
     whole = Tally()
     for session in sessions:
         tally = Tally()
         rng = random.Random(f"{seed} session {session}")
-        one = Session(stack, session, rng, tally, rng.choice([*DIALECTS, "chat"]))
+        dialect = rng.choice([*DIALECTS, "chat"])
+        one = Session(stack, session, rng, tally, "chat" if stack.engine.base else dialect)  # the other dialects cannot name stop ids
         await one.run(CALLS)
         for name in one.names:
             await stack.forget(name)

@@ -11,7 +11,7 @@ import functools
 import json
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.system.adversary.stack import RefusedError
+from tests.system.adversary.engine import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,9 @@ class TemplateReading(NamedTuple):
     stop_ids: frozenset[int]
 
     def opening(self, called: Called, prompt: str, reply: Message) -> ReplyOpening:
-        """The generation prompt at the end of a prompt; `reply` was sampled after it."""
+        """The generation prompt at the end of a prompt; `reply` was sampled after it. One that continues a message has none."""
+        if called.continues:
+            return ReplyOpening("")
         if self.bare:  # some replies have a head, some have none: find out for this one
             messages = [_marked(message, "Zq") if message["role"] == "assistant" else message for message in called.messages]
             return self._opening(called, messages, reply)
@@ -64,8 +66,12 @@ class TemplateReading(NamedTuple):
         """What the template writes before a reply, where it has no head of replies; only the last messages are rendered."""
         return self._opening(called, _small(called.messages[:place]), called.messages[place]).written or ""
 
-    def pieces(self, called: Called, spans: Sequence[Span], openings: Sequence[ReplyOpening], parts: Sequence[bool]) -> list[str]:
+    def pieces(
+        self, called: Called, spans: Sequence[Span], openings: Sequence[ReplyOpening], parts: Sequence[bool], added: Sequence[str]
+    ) -> list[str]:
         """What is written before, between and after the recognised replies. Of `parts`, the opening is that of a history, too.
+
+        `added` are texts that the client wrote at the ends of replies: they follow the reply, before its end of turn.
 
         Raises:
             LookupError: a reply is not shown.
@@ -75,9 +81,11 @@ class TemplateReading(NamedTuple):
         marks = [f"Zq{span.place}wy" for span in spans]
         for span, mark in zip(spans, marks, strict=True):
             messages[span.place] = _marked(messages[span.place], mark)
-        shown = called.text(messages)
+        for span, words in zip(spans, added, strict=True):
+            messages[span.place] |= {"content": messages[span.place]["content"] + words}
+        shown = called.text(messages, continues=called.continues)
         out, at = [], 0
-        for span, mark, opening, part in zip(spans, marks, openings, parts, strict=True):
+        for span, mark, opening, part, words in zip(spans, marks, openings, parts, added, strict=True):
             first, last = shown.find(mark, at), shown.rfind(mark) + len(mark)
             written = opening.written if self.head else self._headless(called, span.place)
             known = written is not None and first >= 0 and shown.endswith(written, at, first)
@@ -91,6 +99,9 @@ class TemplateReading(NamedTuple):
                 raise LookupError(f"{span.place}: {shown[max(at, first - 60) : first]!r}")
             out.append(shown[at:first] if part else before[at:begin] + opening.text)
             called_it = shown.startswith("Z", last)
+            if words or (called.continues and span.place == len(messages) - 1):
+                at = last
+                continue
             ends = ("<|call|>",) if self.style == "harmony" and called_it else self.ends
             at = _end(shown, ends, last, called=called_it)
         return [*out, shown[at:]]

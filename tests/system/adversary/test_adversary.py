@@ -8,25 +8,28 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
-from tests.system.adversary.observed import Entry, Tally
+from tests.system.adversary.observed import NEVER, Entry, Tally
 from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import HARMLESS, arguments_of, says
+from tests.system.adversary.words import HARMLESS, arguments_of, says, with_mended_names, without_repeated_calls, without_text
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
 from tokencache.dialects.chat import vocabulary
+from tokencache.engine.drivers.base import LastReply
+from tokencache.engine.model import Model
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import ShownPart, VisibleReplies
-from tokencache.proxy import client_ids
+from tokencache.proxy import client_ids, recorder
 from tokencache.proxy import planner as planning
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.recorder import Outcome, Recorded
@@ -199,6 +202,27 @@ def test_it_finds_a_recorder_that_shifts_log_probabilities(monkeypatch):
     assert finds("broken")
 
 
+def test_it_finds_a_recorder_that_knows_no_forced_ids(monkeypatch):
+    monkeypatch.setattr(recorder, "forced_spans", lambda *_: ())
+    assert finds("mislabelled", templates=["Qwen3"])
+
+
+def test_it_finds_a_recorder_that_forces_one_id_less(monkeypatch):
+    spans = recorder.forced_spans
+    monkeypatch.setattr(recorder, "forced_spans", lambda *given: tuple((start + 1, end) for start, end in spans(*given) or ()))
+    assert finds("mislabelled", templates=["Qwen3"])
+
+
+def test_it_finds_a_recorder_that_believes_the_engines_finish_reason(monkeypatch):
+    monkeypatch.setattr(recorder, "finish_reason", lambda choice, *_: choice.finish_reason)
+    assert finds("mislabelled")
+
+
+def test_it_finds_a_model_that_learns_a_stop_id_from_every_reply(monkeypatch):
+    monkeypatch.setattr(Model, "observe", lambda self, choice: self._learn(choice.ids[-1]))
+    assert finds("unfaithful", templates=["Qwen2.5"])
+
+
 def test_it_counts_the_misses_of_a_matcher_without_records(monkeypatch):
     monkeypatch.setattr(planning, "match", lambda *_, **__: match.Match("plain", "unrecognised-reply"))
     monkeypatch.setattr(client_ids.ReturnedIds, "last", -1)  # no ids came back
@@ -221,7 +245,7 @@ async def said_twice(second, now, earlier):
     async def ask(system, *entries, **reply):
         entries = (Entry({"role": "system", "content": system}), Entry(ASK), *entries)
         called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
-        number = oracle.judge(called, entries, {"role": "assistant", **reply}, scope="")
+        number = oracle.judge(called, entries, scope="")
         return called.plan, Entry(dialects.served("chat", called.answer)[0], number)
 
     _, looking = await ask("Answer.", content="I look.")
@@ -252,6 +276,126 @@ async def test_the_position_does_not_choose_between_two_turns_in_it(written, ear
     monkeypatch.setattr(match, "_once", lambda hits: list(reversed({hit.turn.id: hit for hit in hits}.values())))
     false, plan = await said_twice("Answer.", written("Answer."), earlier)
     assert (false, plan.reason) == (1, "")
+
+
+# --- the oracle knows what a harness may make of a reply ----------------------------------------------------------------------------------
+
+END, NEXT = "<|im_end|>", "\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Spliced:
+    """A conversation whose prompts a test writes: each continues the reply before it with the text that the test gives."""
+
+    def __init__(self):
+        self.stack, self.tally = Stack("Qwen2.5", seed=3), Tally()
+        self.oracle, self.before = Oracle(self.stack, 0, self.tally), None
+
+    async def ask(self, entries, reply, after=None, **limits):
+        """Call the model; with `after`, its prompt is the prefix of the call before and this text. Returns the reply as it was served."""
+        if after is not None:
+            before = self.before
+            prefix = ids.pack(before.prompt + before.completion)
+            prompt = prefix + ids.pack(self.stack.renderer.encode(after))
+            reply_at = LastReply(len(before.call.raw_messages), len(before.prompt), ids.count(prefix))
+            plan = planning.Plan(
+                match="continue",
+                prompt=prompt,
+                fragment=ids.Fragment(prompt),
+                last_reply=reply_at,
+                parent=before.turn.id,
+                near=before.turn.id,
+                shared=ids.count(prefix),
+            )
+
+            async def planned(*_):
+                return plan, await self.stack.model()
+
+            self.stack._planner = SimpleNamespace(plan=planned)
+        called = await self.stack.call("s", dialects.write("chat", entries, [], {}, limits), reply)
+        number = self.oracle.judge(called, tuple(entries), scope="", owing=False)
+        self.before = called
+        return Entry(dialects.served("chat", called.answer)[0], number, owed=False, stop=called.generation.stop)
+
+    async def found(self):
+        """The kinds of findings, also in the record."""
+        await self.oracle.close(["s"])
+        return {kind for kind in NEVER if self.tally.counts[kind]}
+
+
+def written(reply, added):
+    """A reply to whose end the harness wrote a text."""
+    message = {**reply.message, "content": reply.message["content"] + added}
+    return replace(reply, message=message, kept=message, added=added)
+
+
+@pytest.mark.parametrize(
+    ("added", "after", "found"),
+    [
+        ("</search>", f"{END}{NEXT}", set()),
+        ("</search>", f" of my own{END}{NEXT}", {"unfaithful"}),
+        ("</search> a.txt", f" a.txt{END}{NEXT}", set()),
+        ("</search> a.txt", f"{END}{NEXT}", {"unfaithful"}),
+        ("</search> a.txt", f" b.txt{END}{NEXT}", {"unfaithful"}),
+        ("</answer>", f"{END}{NEXT}", {"false"}),
+        ("", f"{END}{NEXT}", set()),
+    ],
+)
+async def test_words_behind_a_stop_string_are_the_harness_s(added, after, found):
+    talk = Spliced()
+    reply = await talk.ask([Entry(ASK)], {"content": "I search</search>"}, stop=["</search>"])
+    assert (reply.message["content"], reply.stop) == ("I search", "</search>")
+    await talk.ask([Entry(ASK), written(reply, added) if added else reply, Entry(ASK)], {"content": "Done."}, after)
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+@pytest.mark.parametrize(
+    ("within", "change", "found"),
+    [
+        ("", str, set()),
+        (f"{END}\n<|im_start|>assistant\n", str, {"unfaithful"}),
+        ("", lambda text: text.replace("line", "word"), {"false"}),
+        ("", lambda text: text + " And more.", {"false"}),
+    ],
+)
+async def test_a_reply_that_was_sampled_in_two_calls_is_one(within, change, found):
+    talk = Spliced()
+    part = await talk.ask([Entry(ASK)], {"content": "First line. Second line."}, max_tokens=6)
+    assert (talk.before.generation.cut, talk.before.turn.finish_reason) == (True, "length")
+    continues = {"continue_final_message": True, "add_generation_prompt": False}
+    more = await talk.ask([Entry(ASK), part], {"content": " And a third line."}, within, **continues)
+    message = {**part.message, "content": part.message["content"] + more.message["content"]}
+    joined = replace(more, message=message, kept=message, parts=(part.turn, more.turn))
+    joined = replace(joined, message={**message, "content": change(message["content"])})
+    await talk.ask([Entry(ASK), joined, Entry(ASK)], {"content": "Done."}, NEXT)
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+@pytest.mark.parametrize("also", [False, True])
+async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
+    talk = Spliced()
+    call = {**CALL, "function": {**CALL["function"], "name": "Bash"}}
+    reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [call]})
+    kept = with_mended_names(reply.message, ["bash", "look"])
+    assert kept["tool_calls"] == [CALL]
+    sent = {**kept, "content": "I looked."} if also else kept
+    result = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
+    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    await talk.ask([Entry(ASK), replace(reply, message=sent, kept=kept), result], {"content": "Done."}, after)
+    assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
+
+
+@pytest.mark.parametrize(
+    ("change", "calls", "content"),
+    [
+        (without_repeated_calls, ["call-1", "call-3"], "I look."),
+        (without_text, ["call-1", "call-2", "call-3"], None),
+    ],
+)
+def test_what_a_harness_understood_of_a_reply(change, calls, content):
+    said = [("call-1", "{}"), ("call-2", "{}"), ("call-3", '{"n": 1}')]
+    listed = [{"id": name, "type": "function", "function": {"name": "bash", "arguments": given}} for name, given in said]
+    found = change({"role": "assistant", "content": "I look.", "tool_calls": listed}, ["bash"])
+    assert ([call["id"] for call in found["tool_calls"]], found["content"]) == (calls, content)
 
 
 # --- its own tools -----------------------------------------------------------------------------------------------------------

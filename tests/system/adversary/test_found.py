@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +50,7 @@ def result(name: str, text: str = "a.txt") -> Message:
 
 
 SYSTEM: Message = {"role": "system", "content": "Answer."}
+OWN_CALL = {"id": "own000001", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
 
 
 async def test_a_system_prompt_that_moved_is_not_kept_at_its_old_place():
@@ -181,3 +183,19 @@ async def test_a_token_that_closes_a_conversation_only_at_its_end_is_not_kept_be
     called = await talk.ask("Done.")
     assert [anchor.place for anchor in called.turn.anchors] == [2]
     assert talk.written(called).count("outputs▁end") == 0
+
+
+@pytest.mark.parametrize("own", [{"content": "I see."}, {"content": "", "tool_calls": [OWN_CALL]}])
+async def test_an_end_of_turn_is_no_part_of_a_generation_prompt(own):
+    """gpt-oss's template ends the last reply of a conversation otherwise than one in a history, so a request may end with one."""
+    talk = Talk("gpt-oss", user("Look."))
+    await talk.ask("One.")
+    talk.hear(user("And?"), {"role": "assistant", **own})
+    await talk.ask("Two.")
+    talk.hear(user("And?"))
+    talk.history[0] = user("Look there.")
+    for _ in range(2):
+        called = await talk.ask("Three.")
+        assert called.turn.anchors or called.turn.parent, "it has exact replies"
+        assert not re.search(r"(<\|end\|>){2}|[^>]<\|start\|>", talk.written(called))
+        talk.hear(user("And?"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 Message = dict[str, Any]
 
@@ -41,6 +41,13 @@ def _parted(message: Message) -> tuple[str, str]:
     text = text_of(message)
     inline = _THINK.match(text)
     return (stripped(inline[1]), stripped(text[inline.end() :])) if inline else ("", stripped(text))
+
+
+def shown(message: Message) -> str:
+    """The text of a reply without inline reasoning, and without the white space before it."""
+    text = text_of(message)
+    inline = _THINK.match(text)
+    return (text[inline.end() :] if inline else text).lstrip()
 
 
 def arguments_of(text: Any) -> str:
@@ -177,3 +184,44 @@ HARMLESS: dict[str, Callable[[Message, random.Random], Message]] = {
     "inline": inline,
 }
 """Changes that a canonical rule of docs/rules.md normalises: the reply stays the same."""
+
+
+# --- what a harness understood of a reply --------------------------------------------------------------------------
+
+
+def with_mended_names(message: Message, tools: Collection[str]) -> Message:
+    """Each call by the name of the tool that it differs from in case alone."""
+    known = {name.lower(): name for name in tools}
+
+    def mended(call: Message) -> Message:
+        name = call["function"]["name"]
+        return {**call, "function": {**call["function"], "name": name if name in tools else known.get(name.lower(), name)}}
+
+    return {**message, "tool_calls": list(map(mended, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
+def without_repeated_calls(message: Message, _: Collection[str]) -> Message:
+    """Of calls with the same name and arguments only the first."""
+    once = {(call["function"]["name"], call["function"]["arguments"]): call for call in reversed(message.get("tool_calls") or ())}
+    calls = [call for call in message.get("tool_calls") or () if call in once.values()]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def without_text(message: Message, _: Collection[str]) -> Message:
+    """Without the text beside calls."""
+    return {**message, "content": None} if message.get("tool_calls") else message
+
+
+UNDERSTOOD: dict[str, tuple[Callable[[Message, Collection[str]], Message], ...]] = {
+    "hermes": (with_mended_names, without_repeated_calls),
+    "opencode": (with_mended_names,),
+    "crewai": (without_text,),
+}
+"""Adapter → what that harness does to a reply. Arguments: the message, and the names of the tools in the request."""
+BY_THEMSELVES = frozenset({"crewai"})
+"""Those whose changes leave no doubt which reply it was, also without an adapter: all calls come back verbatim, under their ids."""
+
+
+def bare(name: str) -> str:
+    """The letters and digits of an id."""
+    return re.sub(r"[^A-Za-z0-9]", "", name)

@@ -167,10 +167,13 @@ class StopCandidates(NamedTuple):
     `turn_ends` are ids that can do nothing but end a turn: the first id after a text, or, if there is none, the openings of the next
     message. If a reply ends with one of them, the engine stops there. The other candidates prove nothing: a call that was cut by the limit
     may end with `</tool_call>`, and a text with a newline.
+
+    `after_text` are the ids between a text and the next message.
     """
 
     possible: list[int]
     turn_ends: list[int]
+    after_text: list[int]
 
 
 async def stop_candidates(renderer: Renderer, model: str, args: RenderArgs) -> StopCandidates:
@@ -190,7 +193,7 @@ async def stop_candidates(renderer: Renderer, model: str, args: RenderArgs) -> S
         results = await _first_id_of(_RESULT, renderer, model, args, call, boundary)
         possible += [*ids.unpack(boundary.closing)[-_END_OF_TURN:], *results]
         openings += results
-    return StopCandidates(list(dict.fromkeys(possible)), ends[:1] or openings)
+    return StopCandidates(list(dict.fromkeys(possible)), ends[:1] or openings, ends)
 
 
 async def _first_id_of(  # noqa: PLR0917

@@ -272,7 +272,13 @@ class EditedHistories:
             both = [boundaries[last].after(one) for one in both]
         end = self._ends.get(request.conversation.sampling_context)
         body = ids.head(both[0], ids.common_head(*both)).removesuffix(end.trailer if end is not None else b"")
-        return body, self._template.generation_prompt(both[0], body)
+        role = request.conversation.messages[place - 1].role if place else ""
+        prompt = self._template.generation_prompt(both[0], body, last=role)
+        if role == "assistant":  # an end of turn that differs at the end of a conversation is a part of the message
+            known = [one for one in self._template.generation_prompts if one and prompt.endswith(one)]
+            prompt = max(known, key=len, default=prompt)
+            body = both[0].removesuffix(prompt)
+        return body, prompt
 
     async def _learn_generation_prompts(self, request: TailRequest, rendered: bytes, real: bytes) -> None:
         """Learn the generation prompts after which replies in this conversation may have been sampled."""
@@ -282,7 +288,8 @@ class EditedHistories:
             with suppress(TemplateRefusedError):
                 end = self._ends[context] = await self._context_end(request)
         if end is None or not rendered.endswith(end.generation_prompt):
-            self._template.generation_prompt(real, await self._template.full(request, {}, generation=False))
+            last = request.conversation.messages[-1].role
+            self._template.generation_prompt(real, await self._template.full(request, {}, generation=False), last=last)
 
     async def _context_end(self, request: TailRequest) -> _ContextEnd:
         """Find the end of a small conversation in this context."""
@@ -295,7 +302,7 @@ class EditedHistories:
         ]
         same = ids.common_head(alone, answered)
         trailer = ids.tail(alone, same) if same < ids.count(alone) - 1 else b""  # the last token may have merged with the next
-        return _ContextEnd(self._template.generation_prompt(prompted, unprompted.removesuffix(trailer)), trailer)
+        return _ContextEnd(self._template.generation_prompt(prompted, unprompted.removesuffix(trailer), last="user"), trailer)
 
 
 def _split_at_end(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare: bool) -> tuple[bytes, bytes | None]:

@@ -172,10 +172,15 @@ class LearnedTemplate:
         shown = [REPLY if place in empty else raw for place, raw in enumerate(request.raw)] if empty else request.raw
         return await self.render("full", request, shown)
 
-    def generation_prompt(self, with_it: bytes, without: bytes) -> bytes:
-        """Return the ids at the end of `with_it` that `without` lacks, and remember them as a generation prompt."""
+    def generation_prompt(self, with_it: bytes, without: bytes, *, last: str) -> bytes:
+        """Return the ids at the end of `with_it` that `without` lacks, and remember them as a generation prompt.
+
+        `last` is the role of the last message. After an assistant's message they are not remembered: gpt-oss's template ends the last reply
+        of a conversation otherwise than one in a history, so they may begin with its end of turn.
+        """
         prompt = ids.tail(with_it, ids.common_head(with_it, without))
-        self.generation_prompts[prompt] = prompt
+        if last != "assistant":
+            self.generation_prompts[prompt] = prompt
         return prompt
 
 

@@ -274,7 +274,7 @@ class Tails:
         if found.method == "full":
             return b""
         without = await self.template.small(request, boundary, found.method, generation=False)
-        return self.template.generation_prompt(found.small, without)
+        return self.template.generation_prompt(found.small, without, last=request.conversation.messages[-1].role)
 
     async def _is_end_with_words(self, request: TailRequest, tail: bytes, real: bytes) -> bool:
         """Whether a rendering ends with a tail that begins with words of the client: with their text, and with the ids after them."""

@@ -154,7 +154,7 @@ async def run_harness(program, steps, server, folder, proxy=None, *, session=SES
     # without a proxy nothing removes the session from the path
     async with RecordingRelay(proxy or server.url, way_out, record, strip="" if proxy else f"/s/{session}/h/{program.adapter.name}"):
         for step in steps:
-            name, *rest = (*launch.argv, *step.words)
+            name, *rest = (*launch.argv, *(word.replace("{port}", str(at_port)) for word in step.words))
             command = [shutil.which(name, path=program.search_path), *rest]
             limits = {"seconds": seconds, "interrupt": step.interrupt}
             ended.append(await namespace.run_isolated(command, folder, environment, way_out, at_port, **limits))

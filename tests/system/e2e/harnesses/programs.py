@@ -47,7 +47,10 @@ def harness_dir():
 
 @dataclass(frozen=True)
 class Step:
-    """One process of a run: its arguments, and when to interrupt it, if at all (`namespace.run_isolated`)."""
+    """One process of a run: its arguments, and when to interrupt it, if at all (`namespace.run_isolated`).
+
+    `{port}` in an argument is the port at which the harness reaches the relay.
+    """
 
     words: list
     interrupt: tuple | None = None
@@ -121,6 +124,8 @@ def claude(*words):
 
 QUIET = {"ANONYMIZED_TELEMETRY": "false", "BROWSER_USE_CLOUD_SYNC": "false", "BROWSER_USE_VERSION_CHECK": "false"}
 """browser-use reports to its makers if it is not told otherwise."""
+BUILT_IN = ["-c", 'model_provider="openai"', "-c", 'openai_base_url="http://127.0.0.1:{port}/s/lab/h/codex/v1"']
+"""Arguments with which Codex uses its own provider at our address, and not the one of its configuration file."""
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
 
 PROGRAMS = {

@@ -9,7 +9,8 @@ becomes one line of JSON in the record:
 `path` is as written, query included. A body that is UTF-8 is text, any other is `{"base64": "…"}`. `chunks` are the sizes in bytes of the
 pieces in which the response arrived; `left` is true if the harness disconnected before its end. Calls are in the order in which they ended.
 
-Only headers of a single connection differ between both sides: `Connection`, `Keep-Alive` and `Transfer-Encoding`.
+Only headers of a single connection differ between both sides: `Connection`, `Keep-Alive` and `Transfer-Encoding`. The wish for another
+protocol is passed on (`Upgrade`), but the relay has only HTTP.
 """
 
 import base64
@@ -79,6 +80,8 @@ class RecordingRelay:
     async def _pass_on(self, request, body, call, pieces):
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers]
         headers = [(name, value) for name, value in headers if name.lower() not in OF_ONE_CONNECTION]
+        if "Upgrade" in request.headers:
+            headers += [("Connection", "Upgrade"), ("Upgrade", request.headers["Upgrade"])]
         chunked = "chunked" in request.headers.get("Transfer-Encoding", "")
         async with self.http.request(
             request.method,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from namespace import WORK
-from programs import PROGRAMS, Step, claude
+from programs import AGENTS, PROGRAMS, Step, claude
 from tasks import call, say
 
 
@@ -31,6 +31,10 @@ class Structure:
     """The sequences if it had received every recorded token: the next prompt extends them."""
     asked: dict = field(default_factory=dict)
     """The model's reply to a prompt that ends in these words, at any turn (`rig/scripted_model.py`)."""
+    environment: dict = field(default_factory=dict)
+    """What a user would set for this run."""
+    sends: str = ""
+    """What one of its requests must contain, so that the run shows what it is meant to show."""
 
 
 def in_order(*tasks):
@@ -78,6 +82,19 @@ def forking(name):
 def interrupted(name):
     """The first process gets Ctrl-C in the middle of its answer; another one continues."""
     return [Step(claude(f"EPISODE:{name} Tell me all."), interrupt=("text_delta", 40)), Step(claude("Go on, briefly.", "--continue"))]
+
+
+NOTES = json.dumps({"mcpServers": {"notes": {"command": "python3", "args": [str(AGENTS / "mcp_notes.py")]}}})
+
+
+def searching(name):
+    """Two tasks with the tools of an MCP server, which the model has to search for."""
+    tasks = [f"EPISODE:{name} Read the plan.", "Which notes are there?"]
+    return [Step(claude(task, "--mcp-config", NOTES, *more)) for task, more in zip(tasks, ([], ["--continue"]), strict=True)]
+
+
+def search(tool):
+    return call("ToolSearch", json.dumps({"query": f"select:{tool}", "max_results": 1}))
 
 
 STRUCTURES = {
@@ -137,6 +154,26 @@ STRUCTURES = {
         "Ctrl-C in mid-answer, then `--continue`: the delivered prefix is recognised, token for token; a sequence begins after it",
         none_received=[("root", "", 1), ("plain", "unrecognised-reply", 1)],
         all_received=[("root", "", 2)],
+    ),
+    "claude-code_search": Structure(
+        "claude-code",
+        {
+            "claude-code_search": [
+                say("\nThere may be a tool.\n", "  Searching ☕.\n", search("mcp__notes__read_note")),
+                say("\nThere it is.\n", "", call("mcp__notes__read_note", '{ "name" : "plan" }')),
+                say("\nAs it says.\n", "Looking first.\n", shell("Bash", "ls -1")),
+                say("\nDone.\n", "\nFirst look, then write ✅.  "),
+                say("\nAnother tool.\n", "", search("mcp__notes__list_notes")),
+                say("\nHere.\n", "All notes:\n", call("mcp__notes__list_notes", "{}")),
+                say("\nTwo.\n", "Two notes — plan, end.\n"),
+            ],
+        },
+        searching,
+        [("root", "", 1), ("resplice", "context-edited", 4), ("resplice", "context-edited", 2)],
+        "tool search with an MCP server: a tool that is found changes the list of tools in the prompt, so a sequence begins with all "
+        "answers' exact tokens",
+        environment={"ENABLE_TOOL_SEARCH": "true"},
+        sends='"type":"tool_reference"',
     ),
     "opencode_task": Structure(
         "opencode",

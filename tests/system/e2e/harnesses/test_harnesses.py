@@ -1,6 +1,7 @@
 """Real harness programs do a job, directly on a real vLLM and through the proxy; the engine's own log is the reference."""
 
 import json
+from dataclasses import replace
 
 import aiohttp
 import lineages
@@ -11,6 +12,7 @@ from checks import assert_as_the_engine_says, assert_content, find_program, writ
 from expected import EXPECTED
 from lab import lab_engine, read_generations, run_harness, run_through_proxy
 from namespace import remark
+from programs import BUILT_IN, Step
 from rig.exported import generations
 from rig.server import MODEL
 from structures import STRUCTURES
@@ -124,9 +126,11 @@ async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_
 async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_path, figures):
     structure = STRUCTURES[name]
     program = find_program(structure.harness)
+    program = replace(program, environment=program.environment | structure.environment)
     steps = structure.steps(name)
     through = await run_through_proxy(name, program, steps, engine, tmp_path)
     assert_content(through.run)
+    assert any(structure.sends in str(call["request_body"]) for call in through.run.calls)
     calls = lineages.read(through.run.generations, tokenizer.decode)
     measured = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
     shape = table.Shape(program.adapter.title, structure.note, *measured)
@@ -136,3 +140,17 @@ async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_
     if any(step.interrupt for step in steps):
         calls, sequences = interrupted(structure, through, calls, tokenizer)
     assert_as_the_engine_says(through, calls, sequences, program.adapter)
+
+
+async def test_codex_asks_for_a_websocket_once(engine, tokenizer, tmp_path, figures):
+    """Its built-in provider prefers WebSocket. After 426 it uses HTTP at once, and its turns are exact."""
+    program = replace(find_program("codex"), environment={"CODEX_API_KEY": "any"})
+    steps = [Step([*BUILT_IN, *step.words]) for step in program.steps(tasks.prompts("codex"))]
+    through = await run_through_proxy("codex_websocket", program, steps, engine, tmp_path)
+    assert_job_done(through.run)
+    upgrades = [call["status"] for call in through.run.calls if any(name.lower() == "upgrade" for name, _ in call["request_headers"])]
+    assert upgrades == [426] * len(steps)
+    figures.append(f"codex_websocket: {len(upgrades)} upgrades in {len(steps)} processes")
+    assert_as_the_engine_says(
+        through, lineages.read(through.run.generations, tokenizer.decode), EXPECTED["codex"].sequences, program.adapter
+    )
