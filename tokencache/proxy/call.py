@@ -793,7 +793,9 @@ class CallAttempt:
             raise
         written = self._response.as_body(body, reply)
         await self._record()
-        return web.Response(body=written, content_type="application/json")
+        response = whole_response(answer, written)
+        response.headers["Content-Type"] = "application/json"
+        return response
 
     async def _gather_pieces(self, gathered: GatheredReply, derender: Derender, how: str) -> str:
         """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""

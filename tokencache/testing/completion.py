@@ -247,7 +247,7 @@ class ChatCompletion(Completion):
         request = self.request
         for index in range(request.n):
             first = wire.role_chunk(request, self.created, index, self.prompts[0])
-            yield wire.event(first | self._prompt_echo())
+            yield wire.event(first | self._prompt_echo() | {"prompt_text": self.prompt_text})
         over = reasoning_is_over(self.prompts[0], self.settings.tokenizer, thinking=self._thinking)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
         async for index, step in self._interleaved_steps():

@@ -22,7 +22,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.engine.drivers.base import Driver, ExactPrompt, LastReply, last_reply_place
-from tokencache.engine.drivers.vllm import STREAM_MEMBERS, members_with_ids
+from tokencache.engine.drivers.vllm import members_with_ids, whole_members
 
 Raw = msgspec.Raw
 
@@ -66,11 +66,9 @@ class NemoRl(NemoDriver):
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""
-        fields = members_with_ids(call)
+        fields = whole_members(members_with_ids(call))
         if bytes(fields.get("top_logprobs", _NULL)) == b"null":
             fields["top_logprobs"] = Raw(b"0")
-        for name in STREAM_MEMBERS:
-            fields.pop(name, None)
         if prompt is not None:
             if call.malformed:
                 fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")

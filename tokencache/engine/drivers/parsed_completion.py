@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from multidict import CIMultiDict
 
+from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.upstream import EngineClient
@@ -131,17 +132,13 @@ def _chat_completion(
                 message["tool_calls"] = message["tool_calls"][:1]
             if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
                 others["finish_reason"] = Raw(b'"tool_calls"')
-        made.append({**others, "message": message, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)})
-    body: dict[str, Any] = {
-        **completion,
-        "object": "chat.completion",
-        "choices": made,
-        _PROMPT: choices[0].get(_PROMPT, _NULL),
-    }
+        made.append(whole_choice(len(made), message, {**others, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)}))
+    members = {name: raw for name, raw in completion.items() if name != "usage"}
     if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
-        body["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
-    if bytes(choices[0].get("prompt_logprobs", _NULL)) != b"null":
-        body["prompt_logprobs"] = choices[0]["prompt_logprobs"]
+        members["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
+    members |= {name: choices[0].get(name, _NULL) for name in (_PROMPT, "prompt_logprobs")}
+    usage = msgspec.json.decode(completion.get("usage", _NULL)) or {}
+    body = whole_completion(made, usage, members)
     if error:
         body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
     return _ENCODER.encode(body)

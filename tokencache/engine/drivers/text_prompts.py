@@ -29,7 +29,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
+from tokencache.engine.drivers.vllm import Vllm, members_with_ids, whole_members
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
@@ -47,7 +47,7 @@ _NULL, _TRUE = Raw(b"null"), Raw(b"true")
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _PROMPT = "prompt_token_ids"
 _NOT_FOR_COMPLETIONS = frozenset({
-    *STREAM_MEMBERS, "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
     "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "response_format", "structured_outputs", "functions", "function_call",
@@ -222,7 +222,7 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: G
 
     A call without a limit gets the guidance's limit, because the default of text completions is 16 tokens, even for `null`.
     """
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_COMPLETIONS}
+    body: dict[str, Any] = {name: value for name, value in whole_members(fields).items() if name not in _NOT_FOR_COMPLETIONS}
     body["max_tokens"] = next((fields[name] for name in _LIMITS if _has(fields, name)), guidance.limit)
     if bytes(fields.get("logprobs", _NULL)) == b"true":
         most = fields.get("top_logprobs", _NULL)

@@ -9,6 +9,7 @@ Requests with images are different: vLLM ignores the member there. With the plug
 they go to another route (`image_prompts`). With the plugin, a prompt without images may be named by a hash (`engine.prefixes`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -61,20 +62,20 @@ class Vllm(Driver):
             return EngineRequest(target.path, self._write_named(call, target.prompt))
         if prompt is None or not call.media or target.images.route != "generate":
             return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
-        made = await self._image_prompts.request(call, _whole(members_with_ids(call)), prompt, target)
+        made = await self._image_prompts.request(call, whole_members(members_with_ids(call)), prompt, target)
         return made or EngineRequest(target.path, self.write(with_names(call, target.names), None), not_exact=Reason.NOT_FOR_GENERATE)
 
     async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
         """See `Driver.places`."""
         if target.images.route != "generate":
             return None
-        rendered = await render_request(target.upstream, _whole(call.safe_fields()), target.headers)
+        rendered = await render_request(target.upstream, whole_members(call.safe_fields()), target.headers)
         return rendered.places if ids.pack(rendered.ids) == prompt else None
 
     def _members(self, call: ChatCall) -> dict[str, Raw]:
         fields = members_with_ids(call)
         if not self.streams:
-            return _whole(fields)
+            return whole_members(fields)
         return with_usage(fields) if call.stream else fields
 
     def _write_named(self, call: ChatCall, name: PromptName) -> bytes:
@@ -114,9 +115,13 @@ def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
     return _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
 
 
-def _whole(fields: dict[str, Raw]) -> dict[str, Raw]:
-    """Return the members of a request for a whole reply."""
-    return {name: raw for name, raw in fields.items() if name not in STREAM_MEMBERS}
+def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Return the members of a request for a whole reply.
+
+    `stream_options` without `stream` stays: vLLM refuses that, and does so for a direct client.
+    """
+    dropped = STREAM_MEMBERS if bytes(fields.get("stream", _NULL)) == b"true" else STREAM_MEMBERS[:1]
+    return {name: raw for name, raw in fields.items() if name not in dropped}
 
 
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:
