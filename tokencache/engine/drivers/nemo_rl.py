@@ -21,8 +21,8 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
-from tokencache.engine.drivers.base import Driver, ExactPrompt, LastReply, last_reply_place
-from tokencache.engine.drivers.vllm import members_with_ids, whole_members
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, Target, last_reply_place
+from tokencache.engine.drivers.vllm import binds_late, members_with_ids, whole_members
 
 Raw = msgspec.Raw
 
@@ -63,6 +63,10 @@ class NemoRl(NemoDriver):
     name = "nemo-rl"
     how = "required_prefix_token_ids begin the prompt"
     refusal_hint = "NeMo RL's worker does so if sampling parameters are not the trainer's: set them with --sampling"
+
+    async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
+        """See `Driver.request`."""
+        return (await super().request(call, prompt, target))._replace(late_grammar=binds_late(call))
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""

@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.generate import read_generated
 from tokencache.engine.upstream import EngineClient
 from tokencache.errors import EngineError
 
@@ -70,6 +71,20 @@ async def parse_completion(derender: Derender, request: ReplacedChat, body: byte
         messages = [dict(_NO_MESSAGE) for _ in choices]
         error, temporary = why.client_message, why.passing
     return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
+
+
+async def parse_generated(derender: Derender, request: ReplacedChat, body: bytes) -> ParsedCompletion:
+    """Make a chat completion from an answer of `generate`. A body that is not such an answer is returned unchanged."""
+    try:
+        _, places = read_generated(body)
+        answer = _FIELDS.decode(body)
+        prompt = answer["prompt_token_ids"]
+        choices = [{**choice, _PROMPT: prompt} for choice in _CHOICES.decode(answer["choices"])]
+    except (ValueError, KeyError, RecursionError):
+        return ParsedCompletion(body)
+    completion = {name: answer.get(name, _NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
+    text = _ENCODER.encode({"id": answer.get("request_id", _NULL), **completion, "choices": choices})
+    return (await parse_completion(derender, request, text))._replace(places=places)
 
 
 async def _fill(

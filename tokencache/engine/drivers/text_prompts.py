@@ -29,7 +29,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.drivers.vllm import Vllm, members_with_ids, whole_members
+from tokencache.engine.drivers.vllm import Vllm, binds_late, members_with_ids, whole_members
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
@@ -113,9 +113,9 @@ class TextPrompts(Vllm):
             return await super().request(call, prompt, target)
         body = await self._completion(call, prompt, target)
         if body is None:
-            return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED)
+            return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED, late_grammar=binds_late(call))
         replaced = ReplacedChat(target.upstream, call.safe_fields(), target.headers)
-        return EngineRequest(COMPLETIONS, body, partial(parse_completion, self._derender, replaced))
+        return EngineRequest(COMPLETIONS, body, partial(parse_completion, self._derender, replaced), late_grammar=binds_late(call))
 
     async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
         """Write the text completion; `None` if it cannot express the call, or if the guidance is not available."""

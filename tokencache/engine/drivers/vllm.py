@@ -17,11 +17,13 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
+from tokencache.dialects.chat.grammar import is_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.json_io import value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.bound_replies import BoundReplies
 from tokencache.engine.drivers.image_prompts import ImagePrompts
 from tokencache.engine.generate import render_request
 from tokencache.engine.image_names import with_names
@@ -29,6 +31,7 @@ from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.prefixes import MEMBER as PREFIX
 from tokencache.engine.prefixes import PromptName
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
+from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
 
@@ -55,9 +58,22 @@ class Vllm(Driver):
         self.streams = streams
         self.derender = Derender(parser) if streams else None
         self._image_prompts = ImagePrompts()
+        self._bound_replies = BoundReplies(Derender(parser))
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
+        if self._bound_replies.takes(call):
+            try:
+                bound = await self._bound_replies.request(call, whole_members(members_with_ids(call)), prompt, target)
+            except EngineError as why:
+                if why.passing:
+                    raise
+                return (await self._chat_request(call, prompt, target))._replace(late_grammar=binds_late(call))
+            if bound is not None:
+                return bound
+        return await self._chat_request(call, prompt, target)
+
+    async def _chat_request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         if target.prompt is not None:
             return EngineRequest(target.path, self._write_named(call, target.prompt))
         if prompt is None or not call.media or target.images.route != "generate":
@@ -122,6 +138,11 @@ def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
     """
     dropped = STREAM_MEMBERS if bytes(fields.get("stream", _NULL)) == b"true" else STREAM_MEMBERS[:1]
     return {name: raw for name, raw in fields.items() if name not in dropped}
+
+
+def binds_late(call: ChatCall) -> bool:
+    """Whether a grammar binds the reply to `members_with_ids` only after its thought, and a direct call's from the first token."""
+    return not call.shows_reasoning and is_bound(call.fields)
 
 
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:
