@@ -5,6 +5,7 @@
 `template`         renders conversations, and finds the tail after a history
 `probe`            tests what an engine can do; `logprob_kind` tests its log probabilities
 `thinking`         finds the ids with which an engine ends a thought whose budget is used up
+`earlier_thoughts` finds what a thought in an earlier reply changes for the next one
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
 `pool`             chooses the engine for a call

@@ -10,6 +10,7 @@ In the order of a call:
 `dedup`              deduplicates retries, so that each call is made once
 `call`               one model call as a state machine
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
+`earlier_thoughts`   sends calls otherwise whose exact prompt has a thought that misleads the engine
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back
 `partial_reply`      how much of an aborted reply the client received

@@ -48,9 +48,10 @@ from tokencache.errors import NOT_NOW, EngineError, HarnessError, MemoryFullErro
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare, require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
+from tokencache.proxy.earlier_thoughts import is_asked_whole
 from tokencache.proxy.engine_retry import NotTakenError, until_taken
 from tokencache.proxy.engine_sender import REFUSED, EngineSender
-from tokencache.proxy.gathered_reply import GatheredReply, as_stream
+from tokencache.proxy.gathered_reply import GatheredReply, as_stream, as_whole
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
@@ -144,7 +145,7 @@ class CallAttempt:
         self._engine: Engine
         self._sender: EngineSender
         self._driver: Driver
-        self._continues = self._gathers = False
+        self._continues = self._gathers = self._whole = False
         self._documents: dict[str, bytes] = {}
         self._started = self._waiting_since = time.time()
         self._ended: asyncio.Event | None = None
@@ -406,7 +407,7 @@ class CallAttempt:
                 self,
                 may_resample=self._may_resample,
                 may_continue=self._continues,
-                is_parsed=self._sender.request.parse is not None,
+                arrives_whole=self._whole or self._sender.request.parse is not None,
             )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
@@ -536,8 +537,10 @@ class CallAttempt:
         outcome, plan, driver = self._outcome, self._outcome.plan, engine.driver
         self._driver = driver
         self._continues = self._may_continue()
-        self._gathers = self._continues and not (self._chat.stream or self._ledger.keeps_experts)  # streams have no routed experts
-        chat = as_stream(self._chat) if self._gathers else self._chat
+        self._whole = is_asked_whole(self._chat, plan.changed)
+        streams = self._chat.stream and not self._whole
+        self._gathers = self._continues and not (streams or self._ledger.keeps_experts)  # streams have no routed experts
+        chat = as_stream(self._chat) if self._gathers else as_whole(self._chat) if self._whole else self._chat
         answer = await self._sender.post(engine, plan.exact, chat)
         if self._sender.request.not_exact:
             plan = outcome.plan = Plan(match="plain", reason=self._sender.request.not_exact, near=plan.near)
@@ -751,7 +754,7 @@ class CallAttempt:
         return held, broke
 
     async def _pass_gathered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that requested a whole reply, and send it. Raises the errors of `_gather`.
+        """Gather a stream for a client that gets a whole reply, and send it. Raises the errors of `_gather`.
 
         Raises:
             MemoryFullError: requests hold as much memory as they may; what was read is recorded.
@@ -765,7 +768,7 @@ class CallAttempt:
             raise
 
     async def _gather(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that requested a whole reply, continue it if it is broken off, and send it when it is stored.
+        """Gather a stream for a client that gets a whole reply, continue it if it is broken off, and send it when it is stored.
 
         Raises:
             EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
@@ -791,8 +794,11 @@ class CallAttempt:
             self._engine.doubt(str(why))
             await self._record()
             raise
-        written = self._response.as_body(body, reply)
+        as_events = self._chat.stream
+        written = self._response.as_events(body, reply) if as_events else self._response.as_body(body, reply)
         await self._record()
+        if as_events:
+            return await self._response.finish(written)
         response = whole_response(answer, written)
         response.headers["Content-Type"] = "application/json"
         return response
@@ -826,6 +832,8 @@ class CallAttempt:
             code = self._reply.error_code
             await self._settle(IncidentKind.ENGINE_REFUSED, f"{code}: {error[:300].decode(errors='replace')}")
             body = b'{"error":%s}' % error
+            if self._response.opened is not None:
+                return await self._response.fail(code, parse_engine_error(code, body)[0])
             return web.Response(
                 body=body if self._exchange.refuse is None else self._exchange.refuse(code, body),
                 status=code,

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.chat.whole import whole_choice, whole_completion
+from tokencache.dialects.chat.whole import whole_choice, whole_completion, whole_members
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
@@ -40,6 +40,11 @@ def as_stream(call: ChatCall) -> ChatCall:
     """Return a call that requests a stream, with the usage."""
     fields = {**call.fields, "stream": Raw(b"true"), "stream_options": Raw(b'{"include_usage":true}')}
     return msgspec.structs.replace(call, fields=fields, stream=True)
+
+
+def as_whole(call: ChatCall) -> ChatCall:
+    """Return a call that requests a whole reply."""
+    return msgspec.structs.replace(call, fields=whole_members(call.fields), stream=False)
 
 
 class GatheredReply:

@@ -2,7 +2,7 @@
 
 As in vLLM 0.32: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever the value of
 `parallel_tool_calls`, gives them ids of another style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
-returns the grammar (`structured_outputs`), and whether it binds the reply at once; the simulated model follows no grammar.
+returns the grammar (`structured_outputs`), and whether it binds the reply at once.
 
 A streamed `derender` (0.31 and later) returns the delta of some more ids. Its caller sends the state back: the ids before, and how many
 arrived together. The parser reads them again each time.

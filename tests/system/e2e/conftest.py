@@ -212,7 +212,7 @@ ENGINES = {
     "policy": r"/test_trl\.py",
     "base model": r"/test_base_model\.py",
     "budgets with a phrase": r"/test_forced\.py::.*a phrase",
-    "budgets with its own end": r"/test_forced\.py",
+    "budgets with its own end": r"/test_(forced|earlier_thoughts)\.py",
     "Qwen3": r"\[qwen3\]|-qwen3\]|\[qwen3-",
 }
 """Engine → the tests that use it and not the usual one. A mistake here costs a start."""

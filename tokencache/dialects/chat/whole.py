@@ -1,4 +1,4 @@
-"""Writes whole chat completions with all members that vLLM writes, in its order, null where there is nothing (vLLM 0.32, `wire_table`).
+"""Requests whole replies, and writes them with all members that vLLM writes, in its order, null where there is nothing (vLLM 0.32).
 
 A stream, a text completion and derender do not have all of them. A client that gets a reply made of these must not see that.
 """
@@ -6,6 +6,12 @@ A stream, a text completion and derender do not have all of them. A client that 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+Raw = msgspec.Raw
+
+STREAM_MEMBERS = ("stream", "stream_options")
+"""Members that only streaming requests have."""
 _MESSAGE = ("content", "refusal", "annotations", "audio", "function_call")
 _CHOICE = ("logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
 _NULLABLE = (
@@ -14,6 +20,15 @@ _NULLABLE = (
 )  # fmt: skip
 _ORDER = ("id", "object", "created", "model", "choices", "service_tier", "system_fingerprint", "usage", *_NULLABLE[2:])
 _USAGE = ("prompt_tokens", "total_tokens", "completion_tokens", "prompt_tokens_details", "completion_tokens_details")
+
+
+def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Return the members of a request for a whole reply.
+
+    `stream_options` without `stream` stays: vLLM refuses that, and does so for a direct client.
+    """
+    dropped = STREAM_MEMBERS if bytes(fields.get("stream", Raw())) == b"true" else STREAM_MEMBERS[:1]
+    return {name: raw for name, raw in fields.items() if name not in dropped}
 
 
 def whole_message(made: Mapping[str, Any]) -> dict[str, Any]:

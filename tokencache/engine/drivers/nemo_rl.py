@@ -20,9 +20,10 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, Target, last_reply_place
-from tokencache.engine.drivers.vllm import binds_late, members_with_ids, whole_members
+from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 
 Raw = msgspec.Raw
 

@@ -26,10 +26,11 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.drivers.vllm import Vllm, binds_late, members_with_ids, whole_members
+from tokencache.engine.drivers.vllm import Vllm, binds_late, members_with_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError

@@ -9,7 +9,6 @@ Requests with images are different: vLLM ignores the member there. With the plug
 they go to another route (`image_prompts`). With the plugin, a prompt without images may be named by a hash (`engine.prefixes`).
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.grammar import is_bound
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
@@ -35,8 +35,6 @@ from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
 
-STREAM_MEMBERS = ("stream", "stream_options")
-"""Members that only streaming requests have."""
 _NEED_LOGPROBS = ("top_logprobs", "logprob_token_ids")
 """Members that vLLM accepts only with `logprobs`."""
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
@@ -129,15 +127,6 @@ def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Take `kv_transfer_params` out of the members of a request; return its members."""
     transfer = fields.pop("kv_transfer_params", _NULL)
     return _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
-
-
-def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
-    """Return the members of a request for a whole reply.
-
-    `stream_options` without `stream` stays: vLLM refuses that, and does so for a direct client.
-    """
-    dropped = STREAM_MEMBERS if bytes(fields.get("stream", _NULL)) == b"true" else STREAM_MEMBERS[:1]
-    return {name: raw for name, raw in fields.items() if name not in dropped}
 
 
 def binds_late(call: ChatCall) -> bool:
