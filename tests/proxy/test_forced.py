@@ -132,7 +132,7 @@ async def test_an_engine_that_counts_otherwise():
 
 async def test_while_the_engine_cannot_answer_the_question_the_call_is_made():
     def change(_route, sent):
-        return 503 if "allowed_token_ids" in sent and "thinking_token_budget" in sent else sent
+        return 503 if "allowed_token_ids" in sent and sent.get("thinking_token_budget", 0) > 1 else sent
 
     async with behind(change) as rig:
         await ask(rig)

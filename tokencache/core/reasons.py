@@ -152,6 +152,13 @@ class Reason(Described):
             "placeholder, or the new images were not found in the prompt ([images](images.md))"
         ),
     )
+    EARLIER_THOUGHT = (
+        "earlier-thought",
+        (
+            "the exact prompt has an earlier thought, after which this engine starts a grammar or counts a thinking budget otherwise than "
+            "in a direct call ([engines](engines.md#earlier-thoughts))"
+        ),
+    )
     # The request.
     SWITCHED_OFF = "switched-off", "the request needs a rule that is switched off"
     MEDIA = "media", "the request contains images or other media that the engine cannot use in an exact prompt (`images_why` in `/readyz`)"

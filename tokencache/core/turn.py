@@ -36,6 +36,13 @@ class TurnMark(Described):
         "budget-unproven",
         "the request had a thinking budget, and it is not known which ids it put in the place of the policy's choice; they have mask 1",
     )
+    LATE_GRAMMAR = (
+        "late-grammar",
+        (
+            "the request hides its reasoning, so a grammar binds the reply to a direct call from the first token; this one was bound only "
+            "after its thought, because the engine returns no ids otherwise ([sampling](sampling.md#where-a-grammar-starts))"
+        ),
+    )
     MEDIA = "media", "the request contains images or other media"
     MEDIA_NOT_KEPT = (
         "media-not-kept",

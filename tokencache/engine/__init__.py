@@ -6,6 +6,7 @@
 `template`         renders conversations, and finds the tail after a history
 `probe`            tests what an engine can do; `logprob_kind` tests its log probabilities
 `thinking`         finds the ids with which an engine ends a thought whose budget is used up
+`earlier_thoughts` finds what a thought in an earlier reply changes for the next one
 `images`           tests whether an engine accepts exact prompts with images (`image_support`); `image_names` names images
 `prefixes`         names exact prompts by a hash, so that requests do not grow with the conversation
 `model`            one engine and its models, with the findings about them

@@ -1,4 +1,4 @@
-"""Speaks two routes of vLLM for prompts with images: `/inference/v1/generate`, and `/v1/chat/completions/render`, which prepares requests.
+"""Speaks two routes of vLLM that take ids and images: `/inference/v1/generate`, and `/v1/chat/completions/render`, which prepares requests.
 
 Both need `--enable-scale-out` (vLLM 0.30 and later; the formats are those of 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py`).
 `generate` takes compact ids (`core.expansion`) and images, expands them, and reports the expanded ids and their places. It does not know
@@ -70,6 +70,12 @@ class RenderedRequest(NamedTuple):
         """The places of the images."""
         return self.places.get("image", ())
 
+    def limit(self, prompt: int, max_model_len: int) -> int:
+        """Return the limit of the reply after a prompt of so many tokens; `max_model_len` is 0 if unknown."""
+        own = int(self.sampling.get("max_tokens") or 0)
+        room = max_model_len - prompt if max_model_len else own
+        return min(own or room, room)
+
 
 async def render_request(engine: EngineClient, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> RenderedRequest:
     """Render a chat request; `fields` are its members.
@@ -104,8 +110,7 @@ def generate_body(rendered: RenderedRequest, prompt: Sequence[int], images: Sequ
     body["sampling_params"] = sampling | {"max_tokens": max_tokens}
     if bytes(body.get("reasoning_ended", b"")) == b"false":  # that is for another prompt: let the engine look at this one
         del body["reasoning_ended"]
-    body |= {"token_ids": prompt, "content_parts": images}
-    body |= {"return_token_ids": True, "output_mode": "text"}
+    body |= {"token_ids": prompt, "return_token_ids": True, "output_mode": "text", **({"content_parts": images} if images else {})}
     return _ENCODER.encode(body)
 
 

@@ -31,8 +31,9 @@ from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.earlier_thoughts import NO_EFFECT, PARSER_MEMBERS, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import LEVELS, NO_END, PLAIN_ARGS, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
+from tokencache.engine.probe import LEVELS, NO_END, PLAIN_ARGS, REPLY, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
 from tokencache.engine.template.agreement import agreeing_local, chat_agrees
 from tokencache.engine.template.boundary import ASK
@@ -91,6 +92,7 @@ class Model:
         self._upstream = upstream
         self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
         self._thinking: tuple[ThinkingMarks | None] | None = None
+        self._earlier_thoughts: dict[bytes, EarlierThoughts] = {}
         self._agreed: dict[bytes, bool] = {}
         self._lock = asyncio.Lock()
 
@@ -121,16 +123,43 @@ class Model:
                     self._thinking = (await self._find_thinking_marks(),)
         return self._thinking[0]
 
+    async def earlier_thoughts(self, fields: Mapping[str, msgspec.Raw]) -> EarlierThoughts:
+        """Return what a thought in an earlier reply changes for a request (its raw members). Tested once for what the parser gets of them.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        members = {name: fields[name] for name in PARSER_MEMBERS if bytes(fields.get(name, b"null")) != b"null"}
+        if not members:
+            return self.capability.earlier_thoughts
+        key = b"\0".join([bytes(members.get(name, b"")) for name in PARSER_MEMBERS])
+        if key not in self._earlier_thoughts:
+            async with self._lock:
+                if key not in self._earlier_thoughts:
+                    self._earlier_thoughts[key] = await self._find_earlier_thoughts(members)
+        return self._earlier_thoughts[key]
+
+    async def _find_earlier_thoughts(self, members: Mapping[str, msgspec.Raw]) -> EarlierThoughts:
+        found, driver = self.capability, self.driver
+        if not found.honours_ids or not found.tokenizes:
+            return NO_EFFECT
+        supply, ask = partial(driver.probe_members, ASK, REPLY), partial(driver.ask, self._upstream)
+        fixed = {"model": found.model, **members}
+        return await find_earlier_thoughts(ask, self._upstream, fixed, await self._plain(), supply, streams=driver.streams)
+
+    async def _plain(self) -> bytes:
+        """Return the packed ids of a question's prompt."""
+        try:
+            return await self.renderer.render(self.capability.model, [ASK], PLAIN_ARGS, generation=True)
+        except RenderError as why:
+            raise EngineError(str(why)) from why
+
     async def _find_thinking_marks(self) -> ThinkingMarks | None:
         found, driver = self.capability, self.driver
         if not found.honours_ids or not found.tokenizes or driver.adds_tail:
             return None
-        try:
-            plain = await self.renderer.render(found.model, [ASK], PLAIN_ARGS, generation=True)
-        except RenderError as why:
-            raise EngineError(str(why)) from why
-        supply = partial(driver.probe_members, ASK, ASK)
-        marks = await find_thinking_marks(partial(driver.ask, self._upstream), self._upstream, found.model, plain, supply)
+        supply, ask = partial(driver.probe_members, ASK, ASK), partial(driver.ask, self._upstream)
+        marks = await find_thinking_marks(ask, self._upstream, found.model, await self._plain(), supply)
         if marks is None:
             log.warning("model %s: it was not seen which ids end a thought whose budget is used up; such turns are marked", found.model)
         return marks

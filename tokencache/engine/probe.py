@@ -22,6 +22,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.figures import ABOVE_ALL_IDS
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
@@ -41,7 +42,7 @@ LEVELS: tuple[Level, ...] = ("relay", "record", "exact")
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
 _OK, _NO_ROUTE, _BARE = 200, 404, 500
-_REPLY = b'{"role":"assistant","content":"Well."}'
+REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _QUESTION = Raw(b"[" + ASK + b"]")
 _MAX_CANDIDATES = 16
@@ -98,6 +99,8 @@ class Capability(msgspec.Struct, frozen=True):
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
+        earlier_thoughts: what a thought in an earlier reply changes for the next one, without template arguments
+            (`engine.earlier_thoughts`).
         prefixes: whether prompts can be named by a hash (`engine.prefixes`); `prefixes_why` is why not.
         images, images_why, placeholder_ids, placeholder: how exact prompts with images are supplied (`engine.image_support`).
     """
@@ -123,6 +126,7 @@ class Capability(msgspec.Struct, frozen=True):
     derenders: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
+    earlier_thoughts: EarlierThoughts = NO_EFFECT
     prefixes: bool = False
     prefixes_why: str = "not asked"
     images: ImageRoute = ""
@@ -143,7 +147,7 @@ class Capability(msgspec.Struct, frozen=True):
             f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} "
             f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
-            f"logprobs={self.logprobs or '?'} ({self.logprobs_seen})"
+            f"logprobs={self.logprobs or '?'} ({self.logprobs_seen}) earlier_thoughts={self.earlier_thoughts}"
         )
         return found + (f" ({self.why or self.how})" if self.why or self.how else "")
 
@@ -251,6 +255,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         silent = ()  # which of them a reply ends with is not known
     no_end = not (stops or silent) and any(alone.values())  # an engine without masks shows its stop ids with its first reply
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
+    supplied = partial(driver.probe_members, ASK, REPLY)
+    thoughts = await find_earlier_thoughts(ask, requests, {"model": found.model}, supply.plain, supplied, streams=driver.streams)
     prefixes = await probe_prefixes(ask, found.model, supply.plain) if driver.prefixes else _no_prefixes(driver)
     images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else _no_images(driver)
     return _changed(
@@ -262,6 +268,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         stop_ids=stops,
         silent_ends=silent,
         derenders=derenders,
+        earlier_thoughts=thoughts,
         prefixes=prefixes.accepted,
         prefixes_why=prefixes.why,
         images=images.route,
@@ -350,7 +357,7 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
     if not used:
         return _Supply("relay", why="the engine reports no token ids")
     wanted = used + used + ids.head(used, 1)
-    body = {"model": model, **driver.probe_members(ASK, _REPLY, ids.unpack(wanted))}
+    body = {"model": model, **driver.probe_members(ASK, REPLY, ids.unpack(wanted))}
     refusal = ""
     try:
         echo = await chat_prompt_ids(ask, body, reply)
@@ -409,7 +416,7 @@ async def _vocabulary(ask: AskChat, model: str) -> int:
 
 async def _takes_later_system(renderer: EngineRenderer, model: str) -> bool:
     try:
-        await renderer.render(model, [ASK, _REPLY, _SYSTEM, _OTHER], PLAIN_ARGS, generation=True)
+        await renderer.render(model, [ASK, REPLY, _SYSTEM, _OTHER], PLAIN_ARGS, generation=True)
     except TemplateRefusedError:
         return False
     return True

@@ -22,7 +22,7 @@ from tokencache.engine.upstream import AskChat, EngineClient
 from tokencache.errors import NOT_NOW, EngineError
 
 BUDGET = "thinking_token_budget"
-_PAIRS = (
+MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -62,7 +62,7 @@ async def find_thinking_marks(
     Raises:
         EngineError: the engine cannot be reached, or cannot answer now.
     """
-    openers = [await _encoded(client, model, opener) for opener, _ in _PAIRS]
+    openers = [await encoded(client, model, opener) for opener, _ in MARKS]
     ends = [sum(map(len, openers[: n + 1])) for n in range(len(openers))]
     added = [token for opener in openers for token in opener]
     masks = sorted(set(ids.unpack(plain)) - set(added))
@@ -79,11 +79,11 @@ async def find_thinking_marks(
     if any((one[place], other[place]) != (masks[0], masks[-1]) for place in free) or forced[0] - 1 not in ends:
         return None
     opener = ends.index(forced[0] - 1)
-    closer = await _encoded(client, model, _PAIRS[opener][1])
+    closer = await encoded(client, model, MARKS[opener][1])
     return ThinkingMarks(ids.pack(openers[opener]), ids.pack(closer), ids.pack(one[forced[0] : forced[-1] + 1])) if closer else None
 
 
-async def _encoded(client: EngineClient, model: str, text: str) -> list[int]:
+async def encoded(client: EngineClient, model: str, text: str) -> list[int]:
     """Return the ids of a text; none if the engine does not tokenize it."""
     answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
     _check(answer.status, answer.body)

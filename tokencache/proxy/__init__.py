@@ -14,6 +14,7 @@ In the order of a call:
 `call`               one model call as a state machine
 `call_states`        its states, and every legal transition between them
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
+`earlier_thoughts`   sends calls otherwise whose exact prompt has a thought that misleads the engine
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back
 `kv_salt`            keeps the engine's prefix cache apart by policy version

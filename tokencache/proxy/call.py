@@ -367,7 +367,7 @@ class CallAttempt:
                 self,
                 may_resample=self._may_resample,
                 may_continue=self._dispatch.continues,
-                is_parsed=self._dispatch.sender.request.parse is not None,
+                arrives_whole=self._dispatch.whole or self._dispatch.sender.request.parse is not None,
             )
             if answer.content_type == EVENT_STREAM:
                 return await self._pass_stream(answer, delivery)
@@ -582,7 +582,7 @@ class CallAttempt:
         return held, broke
 
     async def _pass_gathered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that requested a whole reply, and send it. Raises the errors of `_gather`.
+        """Gather a stream for a client that gets a whole reply, and send it. Raises the errors of `_gather`.
 
         Raises:
             MemoryFullError: requests hold as much memory as they may; what was read is recorded.
@@ -596,7 +596,7 @@ class CallAttempt:
             raise
 
     async def _gather(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that requested a whole reply, continue it if it is broken off, and send it when it is stored.
+        """Gather a stream for a client that gets a whole reply, continue it if it is broken off, and send it when it is stored.
 
         Raises:
             EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
@@ -622,9 +622,14 @@ class CallAttempt:
             self._dispatch.engine.doubt(str(why))
             await self._record()
             raise
-        written = self._response.as_body(body, reply)
+        as_events = self._chat.stream
+        written = self._response.as_events(body, reply) if as_events else self._response.as_body(body, reply)
         await self._record()
-        return web.Response(body=written, content_type="application/json")
+        if as_events:
+            return await self._response.finish(written)
+        response = whole_response(answer, written)
+        response.headers["Content-Type"] = "application/json"
+        return response
 
     async def _gather_pieces(self, gathered: GatheredReply, derender: Derender, how: str) -> str:
         """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
@@ -655,6 +660,8 @@ class CallAttempt:
             code = self._reply.error_code
             await self._settle(IncidentKind.ENGINE_REFUSED, f"{code}: {error[:300].decode(errors='replace')}")
             body = b'{"error":%s}' % error
+            if self._response.opened is not None:
+                return await self._response.fail(code, parse_engine_error(code, body)[0])
             return web.Response(
                 body=body if self._exchange.refuse is None else self._exchange.refuse(code, body),
                 status=code,

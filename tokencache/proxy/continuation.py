@@ -91,9 +91,15 @@ def reason_against(fields: Mapping[str, Raw]) -> str:
             return f"{name} is not known to survive a cut"
         if value_of(raw) not in harmless:
             return f"{name} does not survive a cut"
+    if not _given(fields, "stream") and _given(fields, "stream_options"):
+        return "stream_options without stream is for the engine to refuse"
     if any(isinstance(tool, dict) and _is_strict(tool) for tool in value_of(fields.get("tools", Raw(b"[]"))) or ()):
         return "a strict tool does not survive a cut"
     return ""
+
+
+def _given(fields: Mapping[str, Raw], name: str) -> bool:
+    return bytes(fields.get(name, b"null")) not in {b"null", b"false"}
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

@@ -38,8 +38,9 @@ from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Event
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, reason_against
+from tokencache.proxy.earlier_thoughts import is_asked_whole
 from tokencache.proxy.engine_sender import REFUSED, EngineSender
-from tokencache.proxy.gathered_reply import as_stream
+from tokencache.proxy.gathered_reply import as_stream, as_whole
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, media_reason
@@ -126,7 +127,8 @@ class Dispatch:
         driver: its driver.
         sender: writes the requests.
         continues: whether the reply is continued if the engine breaks it off.
-        gathers: whether the engine is asked for a stream although the client requested a whole reply.
+        gathers: whether the engine is asked for a stream of which a whole reply is made.
+        whole: whether the engine is asked for a whole reply although the client requested a stream.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Dispatch:
         self.sender = EngineSender(outcome, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
         self.engine: Engine
         self.driver: Driver
-        self.continues = self.gathers = False
+        self.continues = self.gathers = self.whole = False
         self._since = outcome.started
 
     async def accepted(self, post: Post) -> aiohttp.ClientResponse:
@@ -225,7 +227,7 @@ class Dispatch:
         await self._plan(engine)
         self._advance(Event.SEND)
         outcome, plan = self._outcome, self._outcome.plan
-        chat = as_stream(self._chat) if self.gathers else self._chat
+        chat = as_stream(self._chat) if self.gathers else as_whole(self._chat) if self.whole else self._chat
         answer = await self._post(engine, plan.exact, chat)
         if self.sender.request.not_exact:
             plan = outcome.plan = Plan(match="plain", reason=self.sender.request.not_exact, near=plan.near)
@@ -260,7 +262,9 @@ class Dispatch:
         outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
         self.driver = engine.driver
         self.continues = self._may_continue()
-        self.gathers = self.continues and not (self._chat.stream or self._keeps_experts)  # streams have no routed experts
+        self.whole = is_asked_whole(self._chat, outcome.plan.changed)
+        streams = self._chat.stream and not self.whole
+        self.gathers = self.continues and not (streams or self._keeps_experts)  # streams have no routed experts
 
     async def post_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
         """Post the request for the next piece of a reply to an engine.

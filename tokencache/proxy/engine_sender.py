@@ -173,6 +173,7 @@ class EngineSender:
 
     async def _write_and_post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
         self.request = await self._write(engine, exact, chat, target)
+        self._outcome.late_grammar = self.request.late_grammar
         self._posts += 1
         headers = with_request_id(self._exchange.headers, self._outcome.call_id, self._posts)
         self.posted = headers[REQUEST_ID]

@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_choice, whole_completion, whole_members
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
@@ -23,9 +24,7 @@ Raw = msgspec.Raw
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
-_HEAD = ("id", "created", "model", "system_fingerprint", "service_tier")
-_NULLS: Mapping[str, Any] = {"service_tier": None, "system_fingerprint": None, "prompt_logprobs": None, "kv_transfer_params": None}
-"""Members of a whole reply that the chunks of a stream may not have."""
+_HEAD = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_text")
 _NULL = Raw(b"null")
 _NO_MESSAGE: Mapping[str, Any] = {"role": "assistant", "content": None}
 
@@ -41,6 +40,11 @@ def as_stream(call: ChatCall) -> ChatCall:
     """Return a call that requests a stream, with the usage."""
     fields = {**call.fields, "stream": Raw(b"true"), "stream_options": Raw(b'{"include_usage":true}')}
     return msgspec.structs.replace(call, fields=fields, stream=True)
+
+
+def as_whole(call: ChatCall) -> ChatCall:
+    """Return a call that requests a whole reply."""
+    return msgspec.structs.replace(call, fields=whole_members(call.fields), stream=False)
 
 
 class GatheredReply:
@@ -110,27 +114,21 @@ class GatheredReply:
             choice.finish_reason = "tool_calls"
         choice.replace_message(msgspec.convert(message, ReplyMessage))
         prompt, sampled = self.reply.prompt.tokens, len(choice.ids)
-        made = {
-            "index": 0,
-            "message": message,
-            "logprobs": {"content": self._logprobs} if call.shows_logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            "token_ids": choice.ids,
-        }
+        made = whole_choice(
+            0,
+            message,
+            {
+                "logprobs": {"content": self._logprobs} if call.shows_logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "token_ids": choice.ids,
+            },
+        )
         usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
         if bytes(self._usage) != b"null" and not self._pieces:
-            usage = self._usage  # the engine's own, which may have details
-        return msgspec.json.encode(
-            {
-                **_NULLS,
-                **self._head,
-                "object": "chat.completion",
-                "choices": [made],
-                "usage": usage,
-                "prompt_token_ids": Raw(self.reply.prompt.raw or b"null") if call.shows_ids else None,
-            }
-        )
+            usage = _FIELDS.decode(self._usage)  # the engine's own, which may have details
+        echo = Raw(self.reply.prompt.raw or b"null") if call.shows_ids else None
+        return msgspec.json.encode(whole_completion([made], usage, {**self._head, "prompt_token_ids": echo}))
 
 
 async def _message(choice: Choice, derender: Derender, request: DerenderRequest) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tokencache.core.turn import Anchor, MatchKind, Tokens, Turn
 from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
+from tokencache.engine.earlier_thoughts import Part
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.template.calls import call_end
@@ -37,6 +38,7 @@ from tokencache.engine.template.visible import SampledReply, as_served
 from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
+from tokencache.proxy.earlier_thoughts import is_unlike
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.sampled_text import text_after
 from tokencache.store.base import BeginResult, Store, StoreError
@@ -75,6 +77,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
         media: the images and other media of the parent's prompt, with which this prompt begins.
         sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
+        changed: what earlier thoughts in the prompt change for the reply (`engine.earlier_thoughts`).
         client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
     """
 
@@ -97,6 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     routed: int = 0
     media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()
+    changed: tuple[Part, ...] = ()
     client_places: tuple[int, ...] = ()
 
     @property
@@ -205,8 +209,7 @@ class Planner:
                 raise temporary from why
             log.debug("session %s: rendered plainly: %s", session, why)
             return Plan(match="plain", reason=str(why) if isinstance(why, TailRefusedError) else Reason.RENDER_ERROR)
-        cannot_supply = planning.cannot_supply(plan)
-        return Plan(match="plain", reason=cannot_supply) if cannot_supply else plan
+        return await planning.supplied(plan)
 
 
 class _Planning:
@@ -270,13 +273,22 @@ class _Planning:
             return ""  # the engine adds the tail
         return "" if await self._model.renders_alike(self._call.args) else Reason.RENDERINGS_DIFFER
 
-    def cannot_supply(self, plan: Plan) -> str:
-        """Return the reason why a prompt cannot be supplied to this engine; `""` if it can, or if there is none."""
+    async def supplied(self, plan: Plan) -> Plan:
+        """Return a plan whose prompt can be supplied to this engine: itself, or a plain one with the reason.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
         if plan.prompt is None or plan.last_reply is None:
-            return ""
+            return plan
         if 0 < self._model.capability.max_model_len <= ids.count(plan.prompt):
-            return Reason.CONTEXT_FULL  # it may still fit without the reasoning that the template removes
-        return self._model.driver.cannot_supply(self._call, plan.last_reply)
+            return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
+        if reason := self._model.driver.cannot_supply(self._call, plan.last_reply):
+            return Plan(match="plain", reason=reason)
+        changed = (await self._model.earlier_thoughts(self._call.fields)).changed(plan.prompt, plan.last_reply.end)
+        if is_unlike(self._call, changed):
+            return Plan(match="plain", reason=Reason.EARLIER_THOUGHT)
+        return msgspec.structs.replace(plan, changed=changed) if changed else plan
 
     # ids that the client sent back
 

@@ -85,6 +85,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         again: why a reply that an engine broke off is not continued.
         budget: the thinking budget of the request, in tokens; `None` if it has none. `thinking`: the ids around a thought; `None` if they
             are not known.
+        late_grammar: see `EngineRequest.late_grammar`.
         uncertain: whether ids of the reply are in doubt (`engine.figures`); set by `record`.
     """
 
@@ -111,6 +112,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     again: str = ""
     budget: int | None = None
     thinking: ThinkingMarks | None = None
+    late_grammar: bool = False
     uncertain: bool = False
 
     async def end_piece(self, how: str) -> None:
@@ -408,6 +410,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             TurnMark.ENGINE_ERROR: bool(self.reply.error),
             TurnMark.FORCED: bool(forced),
             TurnMark.BUDGET_UNPROVEN: forced is None,
+            TurnMark.LATE_GRAMMAR: self.late_grammar,
             TurnMark.MEDIA: bool(self.call.media),
             TurnMark.MEDIA_NOT_KEPT: not self.media_kept,
             TurnMark.SAMPLED_PLACEHOLDER: self._sampled_placeholder(choice),

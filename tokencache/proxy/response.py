@@ -295,12 +295,12 @@ class ReplyForwarder:
         *,
         may_resample: bool,
         may_continue: bool,
-        is_parsed: bool = False,
+        arrives_whole: bool = False,
     ) -> None:
         self._response, self._reply, self._driver, self._progress = response, reply, driver, progress
         self._chat, self._encoder, self._token_ids = response.chat, response.exchange.encoder, response.exchange.token_ids
         self._may_resample, self._may_continue = may_resample, may_continue
-        self._streams = driver.streams and not is_parsed
+        self._streams = driver.streams and not arrives_whole
         self._as_is = response.exchange.refuse is None
         self.ended = False
         self.cut = ""

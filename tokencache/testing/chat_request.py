@@ -185,8 +185,10 @@ def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, serve
 
 def _check_meaning(body: Mapping[str, Any], vocabulary: int) -> None:
     """Refuse values that vLLM's own validators refuse, with messages recorded from vLLM."""
-    if body.get("stream_options") is not None and not body.get("stream"):
+    if body.get("stream_options") and not body.get("stream"):
         raise senseless("Stream options can only be defined when `stream=True`.", "stream_options")
+    if body.get("logprob_token_ids") and not body.get("logprobs"):
+        raise senseless("when using `logprob_token_ids`, `logprobs` must be set to true.", "logprob_token_ids")
     if body.get("top_logprobs") and not body.get("logprobs"):
         raise senseless("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
     if body.get("tools") == []:

@@ -59,6 +59,7 @@ class CompletionSettings:
     token_delay: float
     logprobs_mode: LogprobsMode
     reasoning_parser: bool
+    reads_earlier_thoughts: bool
     log: GroundTruthLog | None
 
 
@@ -130,7 +131,7 @@ class Completion:
     def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
         request, settings, entry = self.request, self.settings, self.entries[index]
-        ids = settings.replies.reply(request, self._prompt(index), self.call, index)
+        ids = settings.replies.reply(request, self._prompt(index), self.call, index, self._bound_at_once(index))
         budget = request.body.get("thinking_token_budget")
         if settings.reasoning_parser and budget is not None and budget >= 0:
             ids = within_budget(ids, self._prompt(index), budget, settings.tokenizer)
@@ -154,6 +155,14 @@ class Completion:
             entry.stop_reason = step.stop_reason
             self._log(entry)
             yield step
+
+    def _bound_at_once(self, index: int) -> Sequence[str]:
+        """Return the texts of a `choice`, if that grammar binds the reply from its first token. No other grammar is simulated."""
+        request, settings = self.request, self.settings
+        choice: Sequence[str] = (request.body.get("structured_outputs") or {}).get("choice") or ()
+        anywhere = settings.reads_earlier_thoughts
+        thinks = settings.reasoning_parser and request.thinking and request.include_reasoning
+        return () if thinks and not reasoning_is_over(self._prompt(index), settings.tokenizer, thinking=True, anywhere=anywhere) else choice
 
     def _keys_and_values(self, index: int) -> KeysAndValues | None:
         """Compute the prompt of a choice; `None` if the engine's weights have no name."""
@@ -247,8 +256,9 @@ class ChatCompletion(Completion):
         request = self.request
         for index in range(request.n):
             first = wire.role_chunk(request, self.created, index, self.prompts[0])
-            yield wire.event(first | self._prompt_echo())
-        over = reasoning_is_over(self.prompts[0], self.settings.tokenizer, thinking=self._thinking)
+            yield wire.event(first | self._prompt_echo() | {"prompt_text": self.prompt_text})
+        settings = self.settings
+        over = reasoning_is_over(self.prompts[0], settings.tokenizer, thinking=self._thinking, anywhere=settings.reads_earlier_thoughts)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
         async for index, step in self._interleaved_steps():
             chunk = self._chunk(index, step, parsers[index])

@@ -2,7 +2,7 @@
 
 As in vLLM 0.32: `derender` keeps the finish reason (`stop`, with or without calls), keeps all calls whatever the value of
 `parallel_tool_calls`, gives them ids of another style, and refuses a choice without ids (`renderers/online_derenderer.py`). `render`
-returns the constraint of a required or named tool (`structured_outputs`); the simulated model follows no grammar.
+returns the grammar (`structured_outputs`), and whether it binds the reply at once.
 
 A streamed `derender` (0.31 and later) returns the delta of some more ids. Its caller sends the state back: the ids before, and how many
 arrived together. The parser reads them again each time.
@@ -92,11 +92,11 @@ def rendered(request: ChatRequest, ids: Sequence[int], places: Ranges, longest: 
         places: first token and number of tokens of each image.
         longest: largest number of tokens of prompt and reply together.
     """
-    choice = request.body.get("tool_choice")
-    guided = (
-        {"structural_tag": '{"type": "structural_tag"}', "_backend": None} if choice == "required" or isinstance(choice, dict) else None
-    )
     body = request.body
+    choice, format_ = body.get("tool_choice"), body.get("response_format") or {}
+    guided = body.get("structured_outputs") or ({"json_object": True} if format_.get("type", "text") != "text" else None)
+    if choice == "required" or isinstance(choice, dict):
+        guided = {"structural_tag": '{"type": "structural_tag"}', "_backend": None}
     sampling = {
         "n": request.n, "max_tokens": request.max_tokens or longest - len(ids), "structured_outputs": guided, "stop": list(request.stop),
         "stop_token_ids": sorted(request.stop_token_ids), "include_stop_str_in_output": request.include_stop_str_in_output,
@@ -107,6 +107,6 @@ def rendered(request: ChatRequest, ids: Sequence[int], places: Ranges, longest: 
     features = {"mm_hashes": {}, "mm_placeholders": ranges, "kwargs_data": None} if places else None
     return {
         "request_id": request.request_id, "token_ids": ids, "features": features, "sampling_params": sampling, "model": request.model,
-        "reasoning_ended": False, "reasoning_parser_kwargs": None, "stream": request.stream, "stream_options": None,
+        "reasoning_ended": not request.include_reasoning, "reasoning_parser_kwargs": None, "stream": request.stream, "stream_options": None,
         "cache_salt": body.get("cache_salt"), "priority": 0, "token_offsets": None,
     }  # fmt: skip

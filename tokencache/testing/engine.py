@@ -67,6 +67,8 @@ class SimulatedEngine:
         honours_ids: whether it uses supplied prompt ids. vLLM before 0.27 ignores them silently.
         derenders: whether it serves `render` and `derender`, as vLLM does with `--enable-scale-out`.
         strict_arguments: whether it refuses a history with tool-call arguments that are not JSON, as older releases did.
+        reads_earlier_thoughts: whether its reasoning parser takes the end of an earlier thought for that of the next reply's, as vLLM's
+            `deepseek_r1` does.
         reasoning_parser: false for vLLM without `--reasoning-parser`, which leaves `<think>…</think>` in the text.
         token_delay: seconds for each token.
         chunk_tokens: tokens in each chunk of a stream.
@@ -106,6 +108,7 @@ class SimulatedEngine:
         derenders: bool = False,
         strict_arguments: bool = False,
         reasoning_parser: bool = True,
+        reads_earlier_thoughts: bool = False,
         token_delay: float = 0.0,
         chunk_tokens: int = 1,
         version: str = "0.32.0",
@@ -127,6 +130,7 @@ class SimulatedEngine:
         self.max_model_len = max_model_len
         self.honours_ids, self.derenders = honours_ids, derenders
         self.strict_arguments, self.reasoning_parser = strict_arguments, reasoning_parser
+        self.reads_earlier_thoughts = reads_earlier_thoughts
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.metadata = ReplyMetadata(weight_versions, routed_experts)
@@ -402,6 +406,7 @@ class SimulatedEngine:
             token_delay=self.token_delay,
             logprobs_mode=self.logprobs_mode,
             reasoning_parser=self.reasoning_parser,
+            reads_earlier_thoughts=self.reads_earlier_thoughts,
             log=self._log,
         )
 

@@ -35,7 +35,7 @@ def read_generate_request(body: Mapping[str, Any], headers: Mapping[str, str], t
             raise senseless(f"`{name}` is not simulated.", name)
     settings = {name: value for name, value in body["sampling_params"].items() if value is not None}
     settings |= {name: body.get(name) for name in ("model", "cache_salt")}
-    settings |= {"prompt": body["token_ids"], "return_token_ids": True}
+    settings |= {"prompt": body["token_ids"], "return_token_ids": True, "include_reasoning": not body.get("reasoning_ended")}
     request, _ = read_text_request(settings, headers, tokenizer, served=served)
     return request
 

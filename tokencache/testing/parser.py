@@ -233,16 +233,19 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def reasoning_is_over(prompt_ids: Sequence[int], tokenizer: SimTokenizer, *, thinking: bool) -> bool:
-    """Return whether the prompt ends after the thinking of its last turn, so that a stream starts with content."""
-    ends, opens = {tokenizer.id_of(_END_THINK), tokenizer.id_of(_CALL)}, tokenizer.id_of(_THINK)
+def reasoning_is_over(prompt_ids: Sequence[int], tokenizer: SimTokenizer, *, thinking: bool, anywhere: bool = False) -> bool:
+    """Return whether the prompt ends after the thinking of its last turn, so that a stream starts with content.
+
+    Some parsers look for the last mark of a thought `anywhere`, also in an earlier turn.
+    """
+    ends, opens = {tokenizer.id_of(_END_THINK)} | ({tokenizer.id_of(_CALL)} if not anywhere else set()), tokenizer.id_of(_THINK)
     turns = {tokenizer.id_of("<|im_start|>"), tokenizer.id_of("<|im_end|>")}
     for token_id in reversed(prompt_ids):
         if token_id in ends:
             return True
         if token_id == opens:
             return not thinking
-        if token_id in turns:
+        if token_id in turns and not anywhere:
             break
     return not thinking
 

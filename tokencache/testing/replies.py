@@ -77,7 +77,7 @@ class ReplyGenerator:
         """Stop at the template's end of turn, unless another id is set."""
         self.eos = self.tokenizer.stop_id if self.eos < 0 else self.eos
 
-    def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int) -> Iterator[int]:
+    def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int, choice: Sequence[str] = ()) -> Iterator[int]:
         """Yield the ids of one reply. The caller may stop at any id.
 
         It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may be infinite.
@@ -87,16 +87,20 @@ class ReplyGenerator:
             prompt_ids: ids of its prompt.
             call: the engine's count of generations.
             index: number of the choice.
+            choice: texts, if a grammar binds the reply to one of them from its first token.
         """
         chosen = request.body.get("seed")  # with a seed in the request, the same prompt always gets the same ids
         rng = random.Random(f"{self.seed}:{call if chosen is None else chosen}:{index}:{','.join(map(str, prompt_ids))}")
         if request.allowed_token_ids is not None:
+            likeliest = self._likeliest(request, request.allowed_token_ids, choice)
             while True:
-                yield (token_id := rng.choice(request.allowed_token_ids))
+                yield (token_id := rng.choice(likeliest))
                 if token_id == self.eos and not request.ignore_eos:
                     return
         scripted = self.script(request) if self.script is not None else None
-        if scripted is not None:
+        if choice:
+            yield from self.tokenizer.resample(choice[0], rng, self.drift)
+        elif scripted is not None:
             for piece in scripted:
                 yield from self.tokenizer.resample(piece, rng, self.drift)
         else:
@@ -104,6 +108,13 @@ class ReplyGenerator:
         yield self.tokenizer.stop_id
         while request.ignore_eos or self.eos != self.tokenizer.stop_id:
             yield self.eos
+
+    def _likeliest(self, request: ChatRequest, allowed: Sequence[int], choice: Sequence[str]) -> Sequence[int]:
+        """Return the allowed ids that begin one of the texts, if there are any, and of these the ones with the largest bias."""
+        biases = {int(token_id): bias for token_id, bias in (request.body.get("logit_bias") or {}).items()}
+        within = [token_id for token_id in allowed if not choice or any(text.startswith(self.tokenizer.token(token_id)) for text in choice)]
+        most = max((biases.get(token_id, 0) for token_id in within), default=0)
+        return [token_id for token_id in within if biases.get(token_id, 0) == most] or allowed
 
     def _rest(self, request: ChatRequest, prompt_ids: Sequence[int], rng: random.Random) -> Iterator[int]:
         """Yield the ids of a reply, without the beginning of it that the prompt has already."""

@@ -127,7 +127,7 @@ def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Seque
     chunk = _chunk(request, created, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
     if request.continuous_usage:
         chunk["usage"] = usage(len(prompt_ids), 0, 0)
-    return chunk | {"prompt_token_ids": prompt_ids if request.return_token_ids else None, "prompt_text": None}
+    return chunk | {"prompt_token_ids": prompt_ids if request.return_token_ids else None}
 
 
 def delta_chunk(

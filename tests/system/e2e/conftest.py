@@ -148,6 +148,18 @@ def weights_server(servers, tmp_path_factory):
 
 
 @pytest.fixture
+def scaled_out(servers, tmp_path_factory):
+    """A separate server that offers derender."""
+
+    def start():
+        model = make_model(servers.tokenizer_dir("own"), tmp_path_factory.mktemp("model"))
+        folder = tmp_path_factory.mktemp("vllm")
+        return VllmServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", options=["--enable-scale-out"])
+
+    return servers.keep("scaled-out", start)
+
+
+@pytest.fixture
 def vision_server(servers, tmp_path_factory):
     """A server of a model for images, with the plugin."""
 
@@ -195,12 +207,12 @@ ENGINES = {
     "development mode": r"/test_(weight_updates|weight_recipes|policy_versions|scoring)\.py",
     "images": r"/test_(prefixes|image_prompts)\.py|/test_image_sessions\.py::(?!.*\[generate)",
     "images without the plugin": r"/test_image_sessions\.py::.*\[generate",
-    "scaled out": r"/test_completions_driver\.py",
+    "scaled out": r"/test_(completions_driver|members_alike)\.py",
     "processed log probabilities": r"\[processed_logprobs\]",
     "policy": r"/test_trl\.py",
     "base model": r"/test_base_model\.py",
     "budgets with a phrase": r"/test_forced\.py::.*a phrase",
-    "budgets with its own end": r"/test_forced\.py",
+    "budgets with its own end": r"/test_(forced|earlier_thoughts)\.py",
     "Qwen3": r"\[qwen3\]|-qwen3\]|\[qwen3-",
 }
 """Engine → the tests that use it and not the usual one. A mistake here costs a start."""

@@ -4,32 +4,16 @@ import itertools
 
 import pytest
 from conftest import GroundTruth, proxying
-from episodes import EPISODES
 from rig.exported import assert_exported, generations, trajectory, turns
 from rig.harness import TOOLS
-from rig.model import make_model
-from rig.server import MODEL, VllmServer
+from rig.server import MODEL
 
 from tests.system.nemo.agents import AGENTS
 from tokencache.store.memory import MemoryStore
-from tokencache.testing.tokenizer import build_tokenizer
 
 TURNS = 5
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
-
-
-@pytest.fixture
-def scaled_out(servers, tmp_path_factory):
-    """A separate server that offers derender."""
-
-    def make():
-        tokenizer, folder = tmp_path_factory.mktemp("tokenizer"), tmp_path_factory.mktemp("vllm")
-        build_tokenizer().save(tokenizer)
-        model = make_model(tokenizer, tmp_path_factory.mktemp("model"))
-        return VllmServer(model, EPISODES, workdir=folder, ground_truth=folder / "ground_truth.jsonl", options=["--enable-scale-out"])
-
-    return servers.keep("scaled-out", make)
 
 
 @pytest.fixture

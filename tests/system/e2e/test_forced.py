@@ -14,7 +14,8 @@ CALLS = "<think>\nx\n</think>\n\n" + "\n".join(
     f"<tool_call>\n<function=bash>\n<parameter=cmd>\n{command}\n</parameter>\n</function>\n</tool_call>"
     for command in ("ls", "printf 12345678901234567890 && echo a long tail that is cut off somewhere")
 )
-EPISODES = {"thinks": [THOUGHT], "brief": ["<think>\nOk.\n</think>\n\nDone."], "calls": [CALLS]}
+TALKS = ["<think>\nSkinny first.\n</think>\n\nOne. ", "<think>\nInvisible second.\n</think>\n\nTwo. "]
+EPISODES = {"talks": TALKS, "thinks": [THOUGHT], "brief": ["<think>\nOk.\n</think>\n\nDone."], "calls": [CALLS]}
 PHRASE = "Enough.\n</think>"
 OPTIONS = {
     "its own end": [],

@@ -8,6 +8,8 @@ A request's members stay raw JSON, except for numbers in odd spellings, and the 
 `vocabulary`   messages and sampling parameters
 `scalars`      numbers and truth values as the engine will read them
 `sampling`     decides which members of a request bend or replace the policy's choice
+`grammar`      finds whether a grammar binds the reply
+`whole`        requests whole replies, and writes them with all of vLLM's members
 `incremental`  parses only the new part of a body that begins like the session's last one
 `rendering`    what shapes the prompt besides the messages
 

@@ -18,6 +18,7 @@ import msgspec
 from tokencache.core.messages import Message
 from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import PACKED, hide_tokens
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.dialects.stream_usage import HiddenUsage
@@ -192,38 +193,13 @@ def write_completion(
         prompt_tokens: length of the prompt.
         completion_tokens: length of all choices.
     """
-    counts = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
-    unused = ("prompt_logprobs", "prompt_token_ids", "prompt_text", "kv_transfer_params", "ec_transfer_params", "metrics")
-    return msgspec.json.encode(
-        {
-            "id": f"chatcmpl-{call}",
-            "object": "chat.completion",
-            "created": int(created),
-            "model": model,
-            "choices": [_choice(one) for one in choices],
-            "service_tier": None,
-            "usage": {**counts, "prompt_tokens_details": None, "completion_tokens_details": None},
-            **dict.fromkeys(unused),
-        }
-    )
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
+    members = {"id": f"chatcmpl-{call}", "created": int(created), "model": model}
+    return msgspec.json.encode(whole_completion([_choice(one) for one in choices], usage, members))
 
 
 def _choice(one: WrittenChoice) -> dict[str, Any]:
     reply = one.message
     calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in reply.calls]
-    unused = ("refusal", "annotations", "audio", "function_call")
-    return {
-        "index": one.position,
-        "message": {
-            "role": "assistant",
-            "content": reply.content,
-            **dict.fromkeys(unused),
-            **({"tool_calls": calls} if calls else {}),
-            "reasoning": reply.reasoning,
-        },
-        "logprobs": None,
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
-        "token_ids": None,
-        "routed_experts": None,
-    }
+    message = {"content": reply.content, "tool_calls": calls, "reasoning": reply.reasoning}
+    return whole_choice(one.position, message, {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason})

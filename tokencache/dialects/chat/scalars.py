@@ -26,7 +26,7 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder()
 _DIGITS = re.compile(r"-?\d{1,18}", re.ASCII)
 _DECIMAL = re.compile(r"-?\d{1,18}(\.\d{1,18})?", re.ASCII)
-_USAGE = "include_usage"
+_USAGE, _CONTINUOUS = "include_usage", "continuous_usage_stats"
 _EXACT = 2**53
 """Below it, every whole number is a double of its own."""
 
@@ -64,10 +64,13 @@ def _biases(value: Any) -> dict[str, float] | None:
 
 
 def _options(value: Any) -> dict[str, Any] | None:
-    if not isinstance(value, dict) or value.get(_USAGE) is None:
-        return value if isinstance(value, dict) else None
-    shown = _truth(value[_USAGE])
-    return value if shown is value[_USAGE] else None if shown is None else {**value, _USAGE: shown}
+    if not isinstance(value, dict):
+        return None
+    given = {name: value[name] for name in (_USAGE, _CONTINUOUS) if value.get(name) is not None}
+    meant = {name: _truth(option) for name, option in given.items()}
+    if None in meant.values():
+        return None
+    return value if all(meant[name] is given[name] for name in given) else value | meant
 
 
 class _Kind(NamedTuple):
@@ -92,7 +95,9 @@ _NUMBER = _Kind("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"
 _TRUTH = _Kind("true or false", re.compile(rb"null|true|false"), _truth)
 _IDS = _Kind("a list of token ids", re.compile(rb"null|\[\]"), _ids)
 _BIASES = _Kind("an object of numbers", re.compile(rb"null|\{\}"), _biases)
-_OPTIONS = _Kind(f"an object, and its {_USAGE!r} true or false", re.compile(rb'null|\{"include_usage": ?(true|false)\}'), _options)
+_OPTIONS = _Kind(
+    f"an object, and its {_USAGE!r} and {_CONTINUOUS!r} true or false", re.compile(rb'null|\{"include_usage": ?(true|false)\}'), _options
+)
 
 _KINDS = {
     **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_k", "truncate_prompt_tokens"), _WHOLE),

@@ -113,12 +113,14 @@ class EngineRequest(NamedTuple):
         body: the request body (JSON).
         parse: makes a chat completion from the body of an answer (status 200) with a second request; `None` if the body is one already.
         not_exact: why the request does not contain the exact prompt, so that the engine renders; `""` if it does, or if there was none.
+        late_grammar: whether a grammar binds the reply only after its thought, and the reply to a direct call from its first token.
     """
 
     path: str
     body: bytes | SegmentedPayload
     parse: Callable[[bytes], Awaitable[ParsedCompletion]] | None = None
     not_exact: str = ""
+    late_grammar: bool = False
 
 
 class Driver(ABC):

@@ -23,17 +23,12 @@ from tokencache.core.expansion import Place, compact, locate, stands_outside
 from tokencache.core.media import media_url
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender
-from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, ParsedCompletion, Target
-from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.generate import GENERATE, generate_body, read_generated, render_request
+from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_generated
+from tokencache.engine.generate import GENERATE, generate_body, render_request
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
-
-_ENCODER = msgspec.json.Encoder()
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
-_NULL = Raw(b"null")
 
 
 class ImagePrompts:
@@ -68,24 +63,10 @@ class ImagePrompts:
         places = _places(tokens, prompt, expansions) if len(expansions) == len(new) else None
         if places is None or stands_outside(tokens, places, frozenset(target.images.placeholder_ids)):
             return None
-        limit = int(rendered.sampling.get("max_tokens") or 0)
-        room = target.max_model_len - len(tokens) if target.max_model_len else limit
-        body = generate_body(rendered, compact(tokens, places, target.images.placeholder), _parts(urls, target), min(limit or room, room))
+        compacted = compact(tokens, places, target.images.placeholder)
+        body = generate_body(rendered, compacted, _parts(urls, target), rendered.limit(len(tokens), target.max_model_len))
         replaced = ReplacedChat(target.upstream, {**call.fields, "messages": ANY_MESSAGES}, target.headers)  # without the images
-        return EngineRequest(GENERATE, body, partial(self._parsed, replaced))
-
-    async def _parsed(self, replaced: ReplacedChat, body: bytes) -> ParsedCompletion:
-        """Make a chat completion of an answer. A body that is not such an answer is returned unchanged."""
-        try:
-            _, places = read_generated(body)
-            answer = _FIELDS.decode(body)
-            prompt = answer["prompt_token_ids"]
-            choices = [{**choice, "prompt_token_ids": prompt} for choice in _CHOICES.decode(answer["choices"])]
-        except (ValueError, KeyError, RecursionError):
-            return ParsedCompletion(body)
-        completion = {name: answer.get(name, _NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
-        text = _ENCODER.encode({"id": answer.get("request_id", _NULL), **completion, "choices": choices})
-        return (await parse_completion(self._derender, replaced, text))._replace(places=places)
+        return EngineRequest(GENERATE, body, partial(parse_generated, self._derender, replaced))
 
 
 def _places(tokens: list[int], prompt: ExactPrompt, expansions: list[list[int]]) -> list[Place] | None:

@@ -17,12 +17,12 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import STREAM_MEMBERS
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.dialects.gym_request import CHAT_MEMBERS
 from tokencache.dialects.thinking import in_text
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.drivers.nemo_rl import NemoDriver
-from tokencache.engine.drivers.vllm import STREAM_MEMBERS
 
 Raw = msgspec.Raw
 

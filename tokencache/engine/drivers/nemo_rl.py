@@ -20,9 +20,10 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
-from tokencache.engine.drivers.base import Driver, ExactPrompt, LastReply, last_reply_place
-from tokencache.engine.drivers.vllm import STREAM_MEMBERS, members_with_ids
+from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, Target, last_reply_place
+from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 
 Raw = msgspec.Raw
 
@@ -64,13 +65,15 @@ class NemoRl(NemoDriver):
     how = "required_prefix_token_ids begin the prompt"
     refusal_hint = "NeMo RL's worker does so if sampling parameters are not the trainer's: set them with --sampling"
 
+    async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
+        """See `Driver.request`."""
+        return (await super().request(call, prompt, target))._replace(late_grammar=binds_late(call))
+
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""
-        fields = members_with_ids(call)
+        fields = whole_members(members_with_ids(call))
         if bytes(fields.get("top_logprobs", _NULL)) == b"null":
             fields["top_logprobs"] = Raw(b"0")
-        for name in STREAM_MEMBERS:
-            fields.pop(name, None)
         if prompt is not None:
             if call.malformed:
                 fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 from multidict import CIMultiDict
 
+from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.generate import read_generated
 from tokencache.engine.upstream import EngineClient
 from tokencache.errors import EngineError
 
@@ -69,6 +71,20 @@ async def parse_completion(derender: Derender, request: ReplacedChat, body: byte
         messages = [dict(_NO_MESSAGE) for _ in choices]
         error, temporary = why.client_message, why.passing
     return ParsedCompletion(_chat_completion(completion, choices, messages, request.fields, error), error, temporary)
+
+
+async def parse_generated(derender: Derender, request: ReplacedChat, body: bytes) -> ParsedCompletion:
+    """Make a chat completion from an answer of `generate`. A body that is not such an answer is returned unchanged."""
+    try:
+        _, places = read_generated(body)
+        answer = _FIELDS.decode(body)
+        prompt = answer["prompt_token_ids"]
+        choices = [{**choice, _PROMPT: prompt} for choice in _CHOICES.decode(answer["choices"])]
+    except (ValueError, KeyError, RecursionError):
+        return ParsedCompletion(body)
+    completion = {name: answer.get(name, _NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
+    text = _ENCODER.encode({"id": answer.get("request_id", _NULL), **completion, "choices": choices})
+    return (await parse_completion(derender, request, text))._replace(places=places)
 
 
 async def _fill(
@@ -131,17 +147,13 @@ def _chat_completion(
                 message["tool_calls"] = message["tool_calls"][:1]
             if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
                 others["finish_reason"] = Raw(b'"tool_calls"')
-        made.append({**others, "message": message, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)})
-    body: dict[str, Any] = {
-        **completion,
-        "object": "chat.completion",
-        "choices": made,
-        _PROMPT: choices[0].get(_PROMPT, _NULL),
-    }
+        made.append(whole_choice(len(made), message, {**others, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)}))
+    members = {name: raw for name, raw in completion.items() if name != "usage"}
     if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
-        body["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
-    if bytes(choices[0].get("prompt_logprobs", _NULL)) != b"null":
-        body["prompt_logprobs"] = choices[0]["prompt_logprobs"]
+        members["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
+    members |= {name: choices[0].get(name, _NULL) for name in (_PROMPT, "prompt_logprobs")}
+    usage = msgspec.json.decode(completion.get("usage", _NULL)) or {}
+    body = whole_completion(made, usage, members)
     if error:
         body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
     return _ENCODER.encode(body)

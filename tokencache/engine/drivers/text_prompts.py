@@ -26,10 +26,11 @@ from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.drivers.vllm import STREAM_MEMBERS, Vllm, members_with_ids
+from tokencache.engine.drivers.vllm import Vllm, binds_late, members_with_ids
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
@@ -47,7 +48,7 @@ _NULL, _TRUE = Raw(b"null"), Raw(b"true")
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _PROMPT = "prompt_token_ids"
 _NOT_FOR_COMPLETIONS = frozenset({
-    *STREAM_MEMBERS, "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
     "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text", "logprobs", "top_logprobs", "max_tokens",
     "max_completion_tokens", "response_format", "structured_outputs", "functions", "function_call",
@@ -113,9 +114,9 @@ class TextPrompts(Vllm):
             return await super().request(call, prompt, target)
         body = await self._completion(call, prompt, target)
         if body is None:
-            return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED)
+            return EngineRequest(target.path, self.write(call, None), not_exact=UNSUPPORTED, late_grammar=binds_late(call))
         replaced = ReplacedChat(target.upstream, call.safe_fields(), target.headers)
-        return EngineRequest(COMPLETIONS, body, partial(parse_completion, self._derender, replaced))
+        return EngineRequest(COMPLETIONS, body, partial(parse_completion, self._derender, replaced), late_grammar=binds_late(call))
 
     async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
         """Write the text completion; `None` if it cannot express the call, or if the guidance is not available."""
@@ -222,7 +223,7 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: G
 
     A call without a limit gets the guidance's limit, because the default of text completions is 16 tokens, even for `null`.
     """
-    body: dict[str, Any] = {name: value for name, value in fields.items() if name not in _NOT_FOR_COMPLETIONS}
+    body: dict[str, Any] = {name: value for name, value in whole_members(fields).items() if name not in _NOT_FOR_COMPLETIONS}
     body["max_tokens"] = next((fields[name] for name in _LIMITS if _has(fields, name)), guidance.limit)
     if bytes(fields.get("logprobs", _NULL)) == b"true":
         most = fields.get("top_logprobs", _NULL)

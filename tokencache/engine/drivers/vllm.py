@@ -16,11 +16,14 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
+from tokencache.dialects.chat.grammar import is_bound
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.bound_replies import BoundReplies
 from tokencache.engine.drivers.image_prompts import ImagePrompts
 from tokencache.engine.generate import render_request
 from tokencache.engine.image_names import with_names
@@ -28,11 +31,10 @@ from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.prefixes import MEMBER as PREFIX
 from tokencache.engine.prefixes import PromptName
 from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
+from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
 
-STREAM_MEMBERS = ("stream", "stream_options")
-"""Members that only streaming requests have."""
 _NEED_LOGPROBS = ("top_logprobs", "logprob_token_ids")
 """Members that vLLM accepts only with `logprobs`."""
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
@@ -54,27 +56,40 @@ class Vllm(Driver):
         self.streams = streams
         self.derender = Derender(parser) if streams else None
         self._image_prompts = ImagePrompts()
+        self._bound_replies = BoundReplies(Derender(parser))
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
+        if self._bound_replies.takes(call):
+            try:
+                bound = await self._bound_replies.request(call, whole_members(members_with_ids(call)), prompt, target)
+            except EngineError as why:
+                if why.passing:
+                    raise
+                return (await self._chat_request(call, prompt, target))._replace(late_grammar=binds_late(call))
+            if bound is not None:
+                return bound
+        return await self._chat_request(call, prompt, target)
+
+    async def _chat_request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         if target.prompt is not None:
             return EngineRequest(target.path, self._write_named(call, target.prompt))
         if prompt is None or not call.media or target.images.route != "generate":
             return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
-        made = await self._image_prompts.request(call, _whole(members_with_ids(call)), prompt, target)
+        made = await self._image_prompts.request(call, whole_members(members_with_ids(call)), prompt, target)
         return made or EngineRequest(target.path, self.write(with_names(call, target.names), None), not_exact=Reason.NOT_FOR_GENERATE)
 
     async def places(self, call: ChatCall, prompt: bytes, target: Target) -> Places | None:
         """See `Driver.places`."""
         if target.images.route != "generate":
             return None
-        rendered = await render_request(target.upstream, _whole(call.safe_fields()), target.headers)
+        rendered = await render_request(target.upstream, whole_members(call.safe_fields()), target.headers)
         return rendered.places if ids.pack(rendered.ids) == prompt else None
 
     def _members(self, call: ChatCall) -> dict[str, Raw]:
         fields = members_with_ids(call)
         if not self.streams:
-            return _whole(fields)
+            return whole_members(fields)
         return with_usage(fields) if call.stream else fields
 
     def _write_named(self, call: ChatCall, name: PromptName) -> bytes:
@@ -114,9 +129,9 @@ def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
     return _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
 
 
-def _whole(fields: dict[str, Raw]) -> dict[str, Raw]:
-    """Return the members of a request for a whole reply."""
-    return {name: raw for name, raw in fields.items() if name not in STREAM_MEMBERS}
+def binds_late(call: ChatCall) -> bool:
+    """Whether a grammar binds the reply to `members_with_ids` only after its thought, and a direct call's from the first token."""
+    return not call.shows_reasoning and is_bound(call.fields)
 
 
 def members_with_ids(call: ChatCall) -> dict[str, Raw]:
