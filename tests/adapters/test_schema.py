@@ -44,10 +44,10 @@ def test_what_is_vouched_for_is_no_more_than_was_seen():
     assert habits["cd-prefix"] == habits["coerced-values"] == habits["unparsed-input"] == {"claude-code"}
     assert habits["secrets-masked"] == habits["markup-removed"] == habits["empty-marker"] == {"hermes"}
     assert habits["args-repaired"] == {"pi", "langgraph", "qwen-code"}
-    assert habits["args-emptied"] == {"kimi-code"}
+    assert habits["args-emptied"] == {"kimi-code", "qwen-code"}
     assert habits["invalid-tool"] == {"opencode"}
     assert habits["calls-as-text"] == {"smolagents"}
-    assert habits["name-lowered"] == {"hermes", "opencode"}
+    assert habits["name-lowered"] == {"hermes", "opencode", "crewai"}
 
 
 @pytest.mark.parametrize(

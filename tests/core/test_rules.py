@@ -14,7 +14,7 @@ from tokencache.core.rules.truncated_json import NotTruncatedJsonError, complete
 from tokencache.core.verdict import judge
 
 HARNESS_RULES = frozenset(rule.name for rule in RULES.values() if rule.kind == "harness")
-OFFERED = frozenset({"bash", "read", "Read"})
+OFFERED = frozenset({"bash", "read", "Read", "terminal"})
 ALL = Leniency(harness_rules=HARNESS_RULES, tools=OFFERED)
 
 
@@ -85,6 +85,22 @@ REWRITES = [
     ("name-lowered", call("{}", "Edit"), None, call("{}", "edit")),
     ("name-lowered", call("{}", "Read"), None, call("{}", "read")),
     ("name-lowered", call("{}"), None, call("{}", "Bash")),
+    ("name-aliased", call("{}", "execute_bash"), call("{}", "terminal"), call("{}")),
+    ("name-aliased", call("{}"), None, call("{}", "terminal")),
+    ("name-aliased", call("{}", "str_replace"), None, call("{}", "file_editor")),
+    ("null-dropped", call({"a": 1, "b": None}), call({"a": 1}), call({"b": None})),
+    ("null-dropped", call({"a": 1, "b": ""}), None, call({"a": 1})),
+    ("null-dropped", call({"a": {"b": None}}), None, call({"a": {}})),
+    ("string-decoded", call({"a": "[1, 2]"}), call({"a": [1, 2]}), call({"a": [1]})),
+    ("string-decoded", call({"a": "5"}), None, call({"a": 5})),
+    ("string-decoded", call({"a": '{"b": 1} x'}), None, call({"a": {"b": 1}})),
+    ("value-wrapped", call("[1]"), call({"value": [1]}), call({"value": [2]})),
+    ("value-wrapped", call('"{}"'), call({"value": "{}"}), call({"value": {}})),
+    ("value-wrapped", call("null"), call({"value": None}), call("{}")),
+    ("value-wrapped", call('{"a": 1}'), None, call({"value": {"a": 1}})),
+    ("value-wrapped", call("[1"), None, call({"value": [1]})),
+    ("null-emptied", call("null"), call("{}"), call({"value": None})),
+    ("null-emptied", call("[]"), None, call("{}")),
     ("repeated-dropped", calls(("a", "x"), ("b", "x")), calls(("a", "x")), calls(("b", "x"))),
     ("repeated-dropped", calls(("a", "x"), ("b", "y"), ("c", "x")), calls(("a", "x"), ("b", "y")), calls(("a", "x"))),
     ("repeated-dropped", calls(("a", "x"), ("b", "x", "{ }")), None, calls(("a", "x"))),
@@ -132,6 +148,11 @@ COMPOSED = [
         {"name-lowered", "repeated-dropped", "args-json"},
         calls(("a", "Bash"), ("b", "bash"), ("c", "BASH", '{"x": 1}')),
         calls(("a", "bash"), ("c", "bash", '{"x":1.0}')),
+    ),
+    (
+        {"name-aliased", "null-dropped", "string-decoded"},
+        calls(("a", "execute", '{"cmd": "ls", "env": "{\\"A\\": 1}", "timeout": null}')),
+        calls(("a", "terminal", '{"cmd": "ls", "env": {"A": 1}}')),
     ),
     (
         {"name-lowered", "invalid-tool"},
@@ -285,8 +306,9 @@ def test_other_arguments_are_explained_by_their_members_or_not_at_all(a, b, name
         for member in a.keys() | b.keys():
             if member not in a:
                 assert (name, member, b[member]) == ("Edit", "replace_all", False)
+            elif member not in b:
+                assert a[member] is None
             elif a[member] != b[member]:
-                assert member in b
                 assert rules
                 assert isinstance(a[member], str)
 

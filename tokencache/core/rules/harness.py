@@ -33,6 +33,11 @@ _MARKER = re.compile(r"<(?=\|[^\s<>|\"\u200b-\u200d\u2060\ufeff]{1,64}\|>)")
 _CD = re.compile(r"""cd (?:'[^']*'|"[^"$`\\]*"|(?:[^\s'"\\;&|<>()$`]|\\.)++) && """)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _OPENHANDS = "_openhands_malformed_tool_call"
+_ALIASES = {
+    **dict.fromkeys(("bash", "command", "execute", "execute_bash"), "terminal"),
+    **dict.fromkeys(("str_replace", "str_replace_editor"), "file_editor"),
+}
+"""Names of tools that OpenHands understands as another tool's, with unchanged arguments."""
 
 
 def parse_object(arguments: str, default: Any = None) -> Any:
@@ -94,13 +99,17 @@ def _text_dropped(served: Message) -> Message | None:
 
 
 def _lower_names(calls: tuple[ToolCall, ...], tools: Container[str]) -> tuple[ToolCall, ...]:
-    return tuple(_lower_name(call, tools) for call in calls)
+    return tuple(_renamed(call, call.name.lower(), tools) for call in calls)
 
 
-def _lower_name(call: ToolCall, tools: Container[str]) -> ToolCall:
-    lower = call.name.lower()
-    mended = lower != call.name and lower in tools and call.name not in tools
-    return msgspec.structs.replace(call, name=lower) if mended else call
+def _aliased_names(calls: tuple[ToolCall, ...], tools: Container[str]) -> tuple[ToolCall, ...]:
+    return tuple(_renamed(call, _ALIASES.get(call.name, call.name), tools) for call in calls)
+
+
+def _renamed(call: ToolCall, name: str, tools: Container[str]) -> ToolCall:
+    """Return the call under a name of a tool, if its own is no tool's."""
+    mended = name != call.name and name in tools and call.name not in tools
+    return msgspec.structs.replace(call, name=name) if mended else call
 
 
 def _without_repeated(calls: tuple[ToolCall, ...], _: Container[str]) -> tuple[ToolCall, ...]:
@@ -137,6 +146,19 @@ def _emptied(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     return _is_broken(ours, theirs) and value == {}
 
 
+def _null_emptied(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    return _emptied(ours, theirs, value) and ours.arguments.strip(BLANK) == "null"
+
+
+def _wrapped(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    if not _is_broken(ours, theirs) or value.keys() != {"value"}:
+        return False
+    try:
+        return canonical_json(json.loads(ours.arguments)) == canonical_json(value["value"])
+    except (ValueError, RecursionError):
+        return False
+
+
 def _invalid_json(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     return _is_broken(ours, theirs) and value == {"INVALID_JSON": ours.arguments}
 
@@ -149,7 +171,7 @@ def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
 
 
 def _invalid_tool(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
-    """Beside `name-lowered`, the only rule under which a call's name may change."""
+    """Replaces the name of a call that was not understood."""
     return theirs.name == "invalid" and value.keys() == {"tool", "error"} and value["tool"] == ours.name and isinstance(value["error"], str)
 
 
@@ -183,6 +205,19 @@ def _coerced(_: str, __: str, ours: Any, theirs: Any) -> bool:
 
 def _trailing_blanks(_: str, member: str, ours: Any, theirs: Any) -> bool:
     return member == "content" and isinstance(ours, str) and "\n".join(line.rstrip(" \t") for line in ours.split("\n")) == theirs
+
+
+def _null_dropped(_: str, __: str, ours: Any, theirs: Any) -> bool:
+    return ours is None and theirs is msgspec.UNSET
+
+
+def _decoded(_: str, __: str, ours: Any, theirs: Any) -> bool:
+    if not isinstance(ours, str) or not isinstance(theirs, list | dict):
+        return False
+    try:
+        return canonical_json(json.loads(ours, strict=False)) == canonical_json(theirs)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _default_inserted(tool: str, member: str, ours: Any, theirs: Any) -> bool:
@@ -225,6 +260,24 @@ HARNESS: tuple[Rule, ...] = (
         what="`Edit` got the member `replace_all: false`",
         source=f"{_CAPTURED}, `input-rewrite`",
         explains_member=_default_inserted,
+    ),
+    Rule(
+        name="null-dropped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenHands",),
+        what="members `null` are not returned",
+        source=f"source: OpenHands SDK 1.58.0 `agent/utils.py`; {_CAPTURED}",
+        explains_member=_null_dropped,
+    ),
+    Rule(
+        name="string-decoded",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenHands",),
+        what="a member that is the JSON text of a list or an object is returned as that list or object",
+        source=f"source: OpenHands SDK 1.58.0 `agent/utils.py`; {_CAPTURED}",
+        explains_member=_decoded,
     ),
     Rule(
         name="unparsed-input",
@@ -272,10 +325,22 @@ HARNESS: tuple[Rule, ...] = (
         name="name-lowered",
         kind="harness",
         verdict="rewritten",
-        harnesses=("OpenCode", "Hermes"),
+        harnesses=("OpenCode", "Hermes", "CrewAI"),
         what="a call's name is returned in lower case, if the request has a tool of that name and none of the served name",
-        source="source: OpenCode 1.18.33 `experimental_repairToolCall`, Hermes 0.19.0 `repair_tool_call`; recorded traffic",
+        source="source: OpenCode 1.18.33 `experimental_repairToolCall`, Hermes 0.19.0 `repair_tool_call`, CrewAI 1.15.30 "
+        f"`sanitize_tool_name`; {_CAPTURED}",
         rewrites_calls=_lower_names,
+        order=1,
+    ),
+    Rule(
+        name="name-aliased",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenHands",),
+        what="calls of `bash`, `command`, `execute` and `execute_bash` are returned as of `terminal`, those of `str_replace` and "
+        "`str_replace_editor` as of `file_editor`, if the request has that tool and none of the served name",
+        source=f"source: OpenHands SDK 1.58.0 `agent/utils.py`; {_CAPTURED}",
+        rewrites_calls=_aliased_names,
         order=1,
     ),
     Rule(
@@ -284,7 +349,7 @@ HARNESS: tuple[Rule, ...] = (
         verdict="rewritten",
         harnesses=("Hermes",),
         what="of calls with the same name and the same text of arguments only the first is returned",
-        source="source: Hermes 0.19.0 `_deduplicate_tool_calls`; recorded traffic",
+        source=f"source: Hermes 0.19.0 `_deduplicate_tool_calls`; {_CAPTURED}",
         rewrites_calls=_without_repeated,
         order=2,
     ),
@@ -297,6 +362,24 @@ HARNESS: tuple[Rule, ...] = (
         source=f"{_CAPTURED}, malformed calls and unknown tools",
         explains_call=_invalid_tool,
         order=1,
+    ),
+    Rule(
+        name="value-wrapped",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("OpenCode",),
+        what='arguments that are JSON, but not an object, are returned as `{"value": <the served value>}`',
+        source=f"{_CAPTURED}, malformed calls",
+        explains_call=_wrapped,
+    ),
+    Rule(
+        name="null-emptied",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Claude Code",),
+        what="arguments `null` are returned as `{}`",
+        source=f"{_CAPTURED}, malformed calls",
+        explains_call=_null_emptied,
     ),
     Rule(
         name="args-repaired",
@@ -312,9 +395,9 @@ HARNESS: tuple[Rule, ...] = (
         name="args-emptied",
         kind="harness",
         verdict="rewritten",
-        harnesses=("Kimi Code", "Crush"),
+        harnesses=("Kimi Code", "Qwen Code", "Crush"),
         what="arguments that are not a JSON object are returned as `{}`",
-        source=f"{_CAPTURED} (Kimi Code), source (Crush 37f36e9)",
+        source=f"{_CAPTURED} (Kimi Code, Qwen Code), source (Crush 37f36e9)",
         explains_call=_emptied,
     ),
     Rule(

@@ -22,10 +22,10 @@ def unbroken(turns):
 
 
 EXPECTED = {
-    "claude-code": unbroken(12),
+    "claude-code": unbroken(13),
     "codex": unbroken(7),
     "hermes": unbroken(9),
-    "opencode": Expected([("root", "", 1), ("root", "", 9)], "The title call is a separate sequence."),
+    "opencode": Expected([("root", "", 1), ("root", "", 10)], "The title call is a separate sequence."),
     "mini-swe-agent": unbroken(6),
     "openai-agents": unbroken(7),
     "openai-agents-chat": unbroken(7),
@@ -33,10 +33,10 @@ EXPECTED = {
     "pydantic-ai": unbroken(7),
     "smolagents": Expected([("root", "", 7)], "Its answers consist only of calls: it sends `tool_choice: required`."),
     "crewai": unbroken(6),
-    "openhands": unbroken(7),
+    "openhands": unbroken(9),
     "terminus-2": Expected([("root", "", 6)], "In a terminal on the machine itself, without a container; one of its answers was not JSON."),
     "qwen-code": Expected(
-        [("root", "", 5), ("resplice", "context-edited", 2)],
+        [("root", "", 6), ("resplice", "context-edited", 2)],
         "On resume it rebuilds the directory tree in its first message: a sequence with all answers' exact tokens begins there.",
     ),
     "gemini-cli": Expected(

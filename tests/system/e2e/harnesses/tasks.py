@@ -106,6 +106,7 @@ CLAUDE_HABITS = [
     say("\nh3\n", "c", call("Write", f'{{"content":"line with trailing   \\nsecond\\t\\n\\n","file_path":"{WORK}/a.txt"}}')),
     say("\nh4\n", "c", call("Read", f'{{"limit":"2","offset":"1","file_path":"{WORK}/a.txt"}}')),
     say("\nh5\n", "c", call("Edit", f'{{"new_string":"2nd","old_string":"second","file_path":"{WORK}/a.txt"}}')),
+    say("\nh6\n", "No object.", call("Bash", "null")),
 ]
 OPENCODE_HABITS = [
     say("\nh1\n", "Other keys.", call("bash", '{"zeta":1e2,"command":"echo big","description":"x","neg":-0.0}')),
@@ -115,7 +116,13 @@ OPENCODE_HABITS = [
         call("Bash", '{"description" : "x", "command" : "ls -1"}'),
         call("READ", f'{{"filePath":"{WORK}/hello.txt"}}'),
     ),
+    say("\nh3\n", "No object.", call("bash", '["ls"]')),
 ]
+OPENHANDS_HABITS = [
+    say("\nh1\n", "Another name.", call("bash", '{"command" : "ls -1", "timeout":null}')),
+    say("\nh2\n", "c", call("str_replace_editor", f'{{"command":"view","path":"{WORK}/hello.txt","view_range":"[1, 1]"}}')),
+]
+QWEN_HABITS = [say("\nh1\n", "No object.", call("run_shell_command", '["ls"]'))]
 HERMES_HABITS = [
     say("\nh1\n", "Other names.", call("Terminal", '{"timeout" : 60.0, "command" : "ls -1"}'), call("READ_FILE", '{"path":"hello.txt"}')),
     say(
@@ -131,12 +138,14 @@ KITS = {
     "codex": tools("exec_command", "cmd", extra='"yield_time_ms" :  1000'),
     "hermes": tools("terminal", "command", extra='"timeout" : 60.0', write="write_file", habits=HERMES_HABITS),
     "opencode": tools("bash", "command", extra=TIMEOUT, write="write", path="filePath", habits=OPENCODE_HABITS),
-    "qwen-code": tools("run_shell_command", "command", extra='"is_background" : false', write="write_file", path="file_path"),
+    "qwen-code": tools(
+        "run_shell_command", "command", extra='"is_background" : false', write="write_file", path="file_path", habits=QWEN_HABITS
+    ),
     "gemini-cli": tools("run_shell_command", "command", extra='"description" : "List \\u2014"', write="write_file", path="file_path"),
     "pi": tools("bash", "command", extra='"timeout" : 60.0', write="write"),
     "kimi-code": tools("Bash", "command", extra='"timeout" : 60', write="Write"),
     "mini-swe-agent": tools("bash", "command", extra=""),
-    "openhands": tools("terminal", "command", extra='"is_input" : "false"'),
+    "openhands": tools("terminal", "command", extra='"is_input" : "false"', habits=OPENHANDS_HABITS),
     "openai-agents": tools("shell", "command", write="write_file"),
     "openai-agents-chat": tools("shell", "command", write="write_file"),
     "langgraph": tools("shell", "command", write="write_file"),
