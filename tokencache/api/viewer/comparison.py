@@ -15,11 +15,12 @@ from typing import NamedTuple
 import msgspec
 from rapidfuzz.distance import Indel
 
+from tokencache.core.added_text import judge_echo
 from tokencache.core.context import whole_context
 from tokencache.core.messages import Message, digest
 from tokencache.core.rules import RULES, Leniency
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import Verdict, judge
+from tokencache.core.verdict import Verdict
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 
 MAX_REPLIES = 64
@@ -90,7 +91,7 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
         here = by or _in_place(reply, messages, earlier, lookup, contexts)
         source = here or _with_same_text(reply, earlier)
         served = source.served if source is not None else None
-        verdict = _judge(served, reply.message) if served is not None else Verdict("foreign")
+        verdict = _judge(source, reply.message) if source is not None else Verdict("foreign")
         found.append(
             ReplyComparison(
                 at=reply.at,
@@ -105,9 +106,9 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
     return found
 
 
-def _judge(served: Message, echoed: Message) -> Verdict:
+def _judge(source: Turn, echoed: Message) -> Verdict:
     """Compare a reply with what was served, with all rules allowed."""
-    return judge(served, echoed, Leniency(harness_rules=frozenset(RULES)))
+    return judge_echo(source, echoed, Leniency(harness_rules=frozenset(RULES)))
 
 
 def _messages(turn: str, lookup: Mapping[str, Turn], contexts: Mapping[str, bytes]) -> list[Message | None]:
@@ -133,7 +134,7 @@ def _relied(turn: Turn, parent: Turn | None, replies: Sequence[_Reply], lookup: 
         source = lookup.get(anchor.turn)
         while left and source is not None:
             reply = left.pop()
-            if _judge(source.served, reply.message).kind != "foreign":
+            if _judge(source, reply.message).kind != "foreign":
                 relied[reply.at] = source
                 break
     return relied
@@ -148,7 +149,7 @@ def _in_place(
     def answered_it(one: Turn) -> bool:
         return one.messages == reply.at and [_digest(message) for message in _messages(one.id, lookup, contexts)] == before
 
-    return min(filter(answered_it, earlier), key=lambda one: _RANK[_judge(one.served, reply.message).kind], default=None)
+    return min(filter(answered_it, earlier), key=lambda one: _RANK[_judge(one, reply.message).kind], default=None)
 
 
 def _with_same_text(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:
