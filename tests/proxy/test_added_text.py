@@ -125,6 +125,8 @@ async def test_words_that_the_harness_adds_follow_the_exact_ids_of_the_reply(str
         for n in (1, 2):
             assert all(occurs(body, log[n].prompt_ids) for body in bodies[:n])
             assert log[n].prompt_ids.count(stop_id) == 2 + n
+        compared = (await rig.get(f"/tokencache/v1/sessions/s/turns/{turns[2]['turn']}"))["echoes"]
+        assert [(one["verdict"], one["relied"]) for one in compared] == [("rewritten", True)] * 2
         shown = rig.engine.tokenizer.decode(log[2].prompt_ids)
         assert all(message["content"].strip() in shown for message in messages[:-1])
         assert shown.endswith("\nObservation: result 1<|im_end|>\n<|im_start|>assistant\n")

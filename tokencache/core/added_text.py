@@ -16,7 +16,7 @@ import msgspec
 from tokencache.core.messages import BLANK, Message, inline_end
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import CUT_OFF, Verdict, judge
+from tokencache.core.verdict import CUT_OFF, Verdict, delivered_prefix, judge
 
 STOP_RESTORED, WORDS_ADDED = "stop-restored", "words-added"
 """The names of the rules for added text."""
@@ -66,6 +66,17 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
         return None
     kind = verdict.kind if restored and verdict.kind == "rewritten" else "equivalent" if restored else "rewritten"
     return AddedText(turn, text, Verdict(kind, tuple(sorted(needed))), restored)
+
+
+def judge_echo(turn: Turn, echoed: Message, leniency: Leniency) -> Verdict:
+    """Compare an echo with a turn's reply, also one with added text, and one that is only the beginning of the reply."""
+    verdict = judge(turn.served, echoed, leniency)
+    if verdict.kind != "foreign":
+        return verdict
+    if (added := added_text(turn, echoed, leniency)) is not None:
+        return added.verdict
+    part = delivered_prefix(turn, echoed, leniency)
+    return Verdict("rewritten", part.rules) if part is not None else verdict
 
 
 def is_exactly(turn: Turn, sampled: str, echoed: Message) -> bool:

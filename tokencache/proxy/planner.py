@@ -476,16 +476,10 @@ class _Planning:
                 tail = await self._model.tails.tail(self._request(found.at, base, parent.prompt_tokens, words))
                 where = junction(base, tail, self._model.stop_ids)
             if where == REPLACED or len(base) < len(cached.prefix.ids):
-                shortened = (
-                    Reason.REPLY_EXTENDED
-                    if words or self._call.continues
-                    else Reason.OTHER_STOP
-                    if where == REPLACED
-                    else Reason.INTERRUPTED
-                )
-                return await self._shortened(
-                    parent, found, join(base, tail, where), last_reply._replace(end=last_reply.end - where.drop), shortened
-                )
+                extended = words or self._call.continues
+                why = Reason.REPLY_EXTENDED if extended else Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED
+                kept = last_reply._replace(end=last_reply.end - where.drop)
+                return await self._shortened(parent, found, join(base, tail, where), kept, why)
             reason, added = found.reason, ids.tail(tail, where.skip)
         elif cut is not None:
             return Plan(match="plain", reason=Reason.NO_RENDERING)

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import msgspec
 from rapidfuzz.distance import Indel
 
+from tokencache.core.added_text import judge_echo
 from tokencache.core.context import Context, whole_context
 from tokencache.core.messages import Message, digest
 from tokencache.core.rules import RULES, Leniency
 from tokencache.core.tool_names import ToolNames
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import Verdict, judge
+from tokencache.core.verdict import Verdict
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message
 
 MAX_REPLIES = 64
@@ -93,7 +94,7 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
         here = by or _most_similar(_in_place(reply, messages, earlier, lookup, contexts), reply, every_rule)
         source = here or _with_same_text(reply, earlier)
         served = source.served if source is not None else None
-        verdict = judge(served, reply.message, every_rule) if served is not None else Verdict("foreign")
+        verdict = judge_echo(source, reply.message, every_rule) if source is not None else Verdict("foreign")
         found.append(
             ReplyComparison(
                 at=reply.at,
@@ -135,7 +136,7 @@ def _relied(
         source = lookup.get(anchor.turn)
         while left and source is not None:
             reply = left.pop()
-            if judge(source.served, reply.message, every_rule).kind != "foreign":
+            if judge_echo(source, reply.message, every_rule).kind != "foreign":
                 relied[reply.at] = source
                 break
     return relied
@@ -152,7 +153,7 @@ def _in_place(
 
 
 def _most_similar(turns: Iterable[Turn], reply: _Reply, every_rule: Leniency) -> Turn | None:
-    return min(turns, key=lambda one: _RANK[judge(one.served, reply.message, every_rule).kind], default=None)
+    return min(turns, key=lambda one: _RANK[judge_echo(one, reply.message, every_rule).kind], default=None)
 
 
 def _with_same_text(reply: _Reply, earlier: Sequence[Turn]) -> Turn | None:
