@@ -4,6 +4,7 @@
 `registry`           lists the drivers, in the order in which `--engine auto` tries them
 `vllm`               vLLM: 0.27 and later without changes, older releases with the plugin
 `text_prompts`       a vLLM that accepts exact prompts only as text completions, and parses with `derender`
+`bound_replies`      sends calls that a grammar binds and that hide their reasoning to the route that binds them as directly
 `image_prompts`      exact prompts with images for a vLLM without the plugin
 `nemo_rl`            NeMo RL's vLLM worker
 `nemo_gym`           NeMo Gym's model server
