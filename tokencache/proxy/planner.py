@@ -345,7 +345,8 @@ class _Planning:
             RenderError: the engine cannot decode its own tokens.
         """
         parent, last = found.parent, self._conversation.messages[-1]
-        if parent is not None and found.at == len(self._conversation.messages) and not found.anchors and found.delivered is None:
+        is_last = found.at == len(self._conversation.messages) and not found.anchors and found.delivered is None
+        if parent is not None and is_last and not self._model.driver.adds_tail:
             sampled = await self._sampled_after(parent)
             if sampled is not None and is_exactly(parent, sampled, last):
                 plan = await self._continue(parent, found, None)
@@ -447,9 +448,13 @@ class _Planning:
         return found, (words.get(found.parent.id) or "") if found.parent is not None else ""
 
     async def _words(self, added: AddedText) -> str | None:
-        """Return the words that a client added to a reply after the text of its ids; `None` if it is not proven where they begin."""
+        """Return the words that a client added to a reply after the text of its ids.
+
+        `None` if it is not proven where they begin, or if the engine adds the tail itself: after the end of the message, without them.
+        """
         sampled = await self._sampled_after(added.turn)
-        return added.words_after(sampled) if sampled is not None else None
+        words = added.words_after(sampled) if sampled is not None else None
+        return None if words and self._model.driver.adds_tail else words
 
     async def _sampled_after(self, turn: Turn) -> str | None:
         """Return the text that a reply's ids have after the text that was served; `None` if that is not certain."""

@@ -376,3 +376,21 @@ async def test_other_drivers_requests_are_not_tried_then():
                 return "500" in (await answer.json())["engine"]["error"]
 
         await until(refused)
+
+
+async def test_text_around_a_reply_is_rendered():
+    """The worker decodes no ids, so nothing is proven. It would also add its tail after the end of the message, without words in it."""
+    found = {}
+    for session, added, more in (
+        ("restored", "four,", {}),
+        ("words", "four, and then.", {}),
+        ("continued", "four,", {"continue_final_message": True, "add_generation_prompt": False}),
+    ):
+        async with before_worker() as (rig, _):
+            asked = [user("EPISODE:talk")]
+            message = await rig.say(session, asked, stop=["four,"])
+            said = {"role": "assistant", "content": message["content"] + added}
+            await rig.say(session, [*asked, said], **more)
+            found[session] = [turn["match"] for turn in await rig.turns(session)]
+            await rig.check(session)
+    assert found == {session: ["root", "plain"] for session in found}
