@@ -190,8 +190,9 @@ class Oracle:
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
             decode = self.stack.renderer.words.decode
             rest = decode(said[len(there) :][:-1])
-            until = decode(self.turns[span.turn].completion[: span.offset + len(there)])
-            if there == said[: len(there)] and len(until) >= self.turns[span.turn].served:
+            whole = self.turns[span.turn].completion
+            until = len(decode(whole[: span.offset + len(there)]))
+            if there == said[: len(there)] and not decode(whole)[until : self.turns[span.turn].served].strip():
                 continue  # without the stop string, which the client did not receive
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
             if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
