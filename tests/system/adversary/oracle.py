@@ -293,11 +293,13 @@ class Oracle:
     def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
         """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them."""
         for said in list(self.turns.values())[self._kept :]:
-            n = len(said.entries)
-            if not span.place < n < len(entries) or said.scope != scope or not said.is_said_by(entries[n]):
+            n = len(said.entries) - said.continues
+            if not span.place < n < len(entries) or said.scope != scope:
+                continue
+            if not said.is_said_by(entries[n]) and not (entries[n].is_kept and entries[n].turn == said.number):
                 continue
             same_tokens = any((one.place, one.turn) == (span.place, span.turn) for one in said.spans)
-            if same_tokens and said.loose == tuple(entry.loose for entry in entries[:n]):
+            if same_tokens and said.loose[:n] == tuple(entry.loose for entry in entries[:n]):
                 return True
         return False
 
