@@ -390,6 +390,8 @@ class _Planning:
         """
         messages = self._call.messages
         if parent.foreign:
+            if at > 1 and messages[at - 2].role == "assistant":
+                return True  # it was the last message of the parent's request, and many templates write the last message differently
             settled = self._model.edited_histories.is_settled(self._session, parent)
             harmless = {"tool", "user"} if settled else {"tool"}
             if any(message.role not in harmless for message in messages[at:]):

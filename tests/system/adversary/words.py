@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_BLANK = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -47,7 +48,7 @@ def shown(message: Message) -> str:
     """The text of a reply without inline reasoning, and without the white space before it."""
     text = text_of(message)
     inline = _THINK.match(text)
-    return (text[inline.end() :] if inline else text).lstrip()
+    return (text[inline.end() :] if inline else text).lstrip(_BLANK)
 
 
 def arguments_of(text: Any) -> str:
