@@ -3,18 +3,26 @@
 The bench decides what each reply is, down to the ids: `vllm_xargs: {"say": [ids]}`. So the same text can be sampled in the tokenizer's own
 ids, or in ids that tokenizing the text again does not reproduce (drift). After the last id the model stops. A request without `say` is
 not changed.
+
+vLLM 0.32 has two interfaces, one for each of its model runners: V1 runs on CPU, V2 by default on GPUs. `Forced` implements both.
 """
 
 from typing import Any
 
-from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality  # not installed here: only vLLM's Python imports this
+# not installed here: only vLLM's Python imports this
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as V2LogitsProcessor
 
 
-class Forced(LogitsProcessor):
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        del device, is_pin_memory
+class Forced(LogitsProcessor, V2LogitsProcessor):
+    """`state` is the device for V1, and what the processors know of the requests for V2."""
+
+    def __init__(self, vllm_config: Any, state: Any, is_pin_memory: bool = False) -> None:
+        del is_pin_memory
         self.stop = vllm_config.model_config.hf_config.eos_token_id
-        self.batch: dict[int, tuple[list[int], list[int]]] = {}  # index in the batch -> ids to emit, ids emitted so far
+        self.batch: dict[int, tuple[list[int], list[int]]] = {}  # V1: index in the batch -> ids to emit, ids emitted so far
+        self.state = state
+        self.slots: dict[int, tuple[list[int], int]] = {}  # V2: slot of a request -> ids to emit and the stop id, length of the prompt
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -36,10 +44,33 @@ class Forced(LogitsProcessor):
             if replaced is not None and direction == MoveDirectionality.SWAP:
                 self.batch[source] = replaced
 
-    def apply(self, logits: Any) -> Any:
+    def add_request(self, slot: int, params: Any) -> bool:
+        """V2: a request enters; its slot is its own until it ends."""
+        self.slots.pop(slot, None)
+        wanted = (params.extra_args or {}).get("say")
+        if wanted:
+            self.slots[slot] = [*map(int, wanted), self.stop], int(self.state.prompt_len.np[slot])
+        return bool(wanted)
+
+    def apply(self, logits: Any, context: Any = None) -> Any:
+        if context is not None:
+            return self._apply_v2(logits, context)
         for index, (wanted, emitted) in self.batch.items():
             token = wanted[len(emitted)] if len(emitted) < len(wanted) else self.stop
             kept = logits[index, token].item()
             logits[index].fill_(float("-inf"))
             logits[index, token] = kept
+        return logits
+
+    def _apply_v2(self, logits: Any, context: Any) -> Any:
+        """V2: the tokens so far are known only on the device, so the position there determines the next one."""
+        for row, slot in enumerate(context.idx_mapping_np.tolist()):
+            if slot not in self.slots:
+                continue
+            wanted, prompt = self.slots[slot]
+            at = (context.pos[row : row + 1] + 1 - prompt).clamp(0, len(wanted) - 1).long()
+            token = context.pos.new_tensor(wanted).index_select(0, at).long()
+            kept = logits[row].gather(0, token)
+            logits[row].fill_(float("-inf"))
+            logits[row].scatter_(0, token, kept)
         return logits

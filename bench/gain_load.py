@@ -196,6 +196,7 @@ def main() -> None:
         prog="python -m bench.gain_load", description="Measure on a real vLLM how many calls its API server carries."
     )
     asked.add_argument("--quick", action="store_true", help="8k only, five seconds each")
+    asked.add_argument("--engine-args", default="", help="more words for vLLM's command line, in one string; they win over the bench's own")
     options = asked.parse_args()
     lengths, seconds = ([8_000], 5.0) if options.quick else (LENGTHS, SECONDS)
     console, begun = Console(width=170), time.monotonic()
@@ -204,7 +205,7 @@ def main() -> None:
         folder = Path(scratch)
         found["tokenizer"] = make_model(venv() / "bin/python", CONFIG | ONE_LAYER, folder)
         console.print("starting vLLM, stock and with the plugin: about two minutes")
-        more = f"--max-num-seqs {SESSIONS}"
+        more = f"--max-num-seqs {SESSIONS} {options.engine_args}"
         with vllm(folder, dummy=True, arguments=more) as stock, vllm(folder, dummy=True, arguments=more, plugin=True) as plugin:
             client = Client(stock.process.port)
             found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": stock.model}

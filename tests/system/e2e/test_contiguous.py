@@ -12,13 +12,18 @@ import pytest
 from conftest import proxying
 from rig.exported import assert_exported, generations, trajectory, turns
 from rig.harness import TOOLS
-from rig.server import MODEL
+from rig.server import DTYPE, MODEL
 
 from tokencache.store import open_store
 from tokencache.store.memory import MemoryStore
 
 TURNS = 5
 AT_ONCE = 8
+ERROR = {"float32": 2e-3, "bfloat16": 1.0}[DTYPE]
+"""How far log probabilities computed one token at a time may be from those of the whole text.
+
+In bfloat16 they differed by up to 0.7 on an H200, with 28 layers of random weights, for scripted tokens with one of about -25.
+"""
 
 
 def conversations(rollouts):
@@ -92,7 +97,7 @@ async def read_again(proxied, session):
     found = [read[at][str(ids[at])]["logprob"] for at in trained]
     recorded = [sequence["logprobs"][at] for at in trained]
     assert len(found) > 50
-    assert found == pytest.approx(recorded, abs=2e-3)
+    assert found == pytest.approx(recorded, abs=ERROR)
     assert found[1:] != pytest.approx(recorded[:-1], abs=0.5)  # a log probability at the wrong token would differ
 
 

@@ -6,17 +6,22 @@ Two layers, hidden size 64. vLLM's CPU attention needs heads of at least 32, so 
 token's log probability distinguishes it from others: with the near-zero weights of vLLM's `--load-format dummy` all are equal to six
 digits, and no test could detect one assigned to the wrong token. The output matrix is separate: tied to the input's, such a model would
 repeat one token forever.
+
+`$TOKENCACHE_E2E_SHAPE` replaces members of `SHAPE`, as JSON: a larger model, for a GPU.
 """
 
 import array
 import json
+import os
 import random
 import shutil
 import struct
 import sys
 from pathlib import Path
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 2, 4, 2, 32, 128
+SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "inner": 128}
+SHAPE |= json.loads(os.environ.get("TOKENCACHE_E2E_SHAPE", "{}"))
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = SHAPE.values()
 CONTEXT = 131072
 RANK = 8
 STOP = "<|im_end|>"

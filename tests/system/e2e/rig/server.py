@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -18,6 +19,10 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[3]
 MODEL = "tiny"
 """The name under which the model is served."""
+DTYPE = os.environ.get("TOKENCACHE_E2E_DTYPE", "float32")
+"""What the engine computes in."""
+ENGINE_ARGS = shlex.split(os.environ.get("TOKENCACHE_E2E_ENGINE_ARGS", ""))
+"""More options of the engine, after all others."""
 LIMIT_S = 5 * PATIENCE
 """Seconds that an engine's start, a request, or a program may take: more than on any busy machine."""
 
@@ -84,12 +89,12 @@ class VllmServer:
     def command(self):
         command = [str(self.venv / "bin/python"), str(HERE / "run_vllm.py"), self.starts]
         command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
+        command += ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
         processors = ["scripted_model:ScriptedModel"] * self.scripted + ["ground_truth:GroundTruthWriter"] * (self.ground_truth is not None)
         if processors:
             command += ["--logits-processors", *processors]
-        return command + self.options
+        return command + self.options + ENGINE_ARGS
 
     def environment(self):
         episodes = self.workdir / "episodes.json"
