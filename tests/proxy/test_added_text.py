@@ -168,6 +168,20 @@ async def test_words_after_one_of_two_replies_in_the_same_position_are_refused()
         assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_stop_string_after_a_reply_that_may_have_ended_by_itself_is_refused(first):
+    """One reply in this position ended at the stop string, another said the same and no more: a harness may add it to either."""
+    whole = [SEARCH.partition(STOP)[0], f"{SEARCH.partition(STOP)[0]}{STOP} then I guess"]
+    async with proxied(engine(*whole)) as rig:
+        messages = [user("EPISODE:e")]
+        both = []
+        for reply in (whole[first], whole[1 - first]):
+            rig.engine.replies.script = lambda _, reply=reply: [reply]
+            both.append(await rig.say("s", messages, stop=[STOP]))
+        await rig.say("s", [*messages, said(both[0], STOP), user("RESULT")], stop=[STOP])
+        assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
+
+
 async def test_a_session_that_follows_the_template_keeps_the_restored_stop_string():
     async with proxied(engine(SEARCH), history="follow") as rig:
         assert await search(rig, STOP) == ["root", "resplice", "resplice"]

@@ -307,6 +307,8 @@ class _Finder(NamedTuple):
         aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
         parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
+        genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
+        found += [one for one in self._with_words_added(i) if one.hit.turn.id not in genuine]
         by_tokens = self._by_tokens(i, found) if len(found) + len(parts) > 1 else []
         chosen = _choose(echoed, by_tokens or found)
         undelivered = any(part is None for _, part in parts)
@@ -314,16 +316,13 @@ class _Finder(NamedTuple):
             return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
-        if parts or any(one.verdict.kind != "foreign" for one in found):
-            return chosen
-        return self._with_words_added(i) or chosen
+        return chosen
 
-    def _with_words_added(self, i: int) -> _Found | str | None:
-        """Find the turn in a position to whose text the harness added words. Only turns that were not interrupted are candidates."""
+    def _with_words_added(self, i: int) -> list[_Found]:
+        """Find the turns in a position to whose text the harness may have added words. Interrupted turns are no candidates."""
         hits = self.hits.get(position_key(self.conversation.chain[i]), ())
         added = [(hit, added_text(hit.turn, self.conversation.messages[i], self.leniency)) for hit in hits]
-        found = [_Found(hit, one.verdict, None, one) for hit, one in added if one is not None and not self._is_of_another(i, hit.turn)]
-        return _choose(self.conversation.messages[i], found)
+        return [_Found(hit, one.verdict, None, one) for hit, one in added if one is not None and not self._is_of_another(i, hit.turn)]
 
     def was_judged(self, turn: Turn, i: int) -> bool:
         """Whether everything before the reply was compared when the turn was sent, under the same rules and with the same bytes."""
