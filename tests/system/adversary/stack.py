@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from multidict import CIMultiDict
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
 from tokencache.core.rules import Leniency
+from tokencache.core.tool_names import ToolNames
 from tokencache.dialects.base import DialectRequest, ModelCall, ReplyEncoder
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
@@ -184,7 +186,8 @@ class Stack:
         self._calls += 1
         model = await self.model()
         call, encoder, handle = await self._read(session, body, dialect, handle)
-        call.leniency, call.history = leniency, self.history
+        call.leniency = msgspec.structs.replace(leniency, tools=ToolNames(call.fields.get("tools")))
+        call.history = self.history
         name, keys = f"call-{self._calls}", keys_wanted(call)
         begun = await self.ledger.begin(session, name, keys)
         plan, _ = await self._planner.plan(self, session, call, keys, begun)  # type: ignore[arg-type]
