@@ -82,6 +82,8 @@ async def parse_generated(derender: Derender, request: ReplacedChat, body: bytes
         choices = [{**choice, _PROMPT: prompt} for choice in _CHOICES.decode(answer["choices"])]
     except (ValueError, KeyError, RecursionError):
         return ParsedCompletion(body)
+    for choice in choices:
+        choice.pop("sampling_mask", None)  # chat has no such member (0.32)
     completion = {name: answer.get(name, _NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
     text = _ENCODER.encode({"id": answer.get("request_id", _NULL), **completion, "choices": choices})
     return (await parse_completion(derender, request, text))._replace(places=places)
