@@ -182,6 +182,19 @@ async def test_a_stop_string_after_a_reply_that_may_have_ended_by_itself_is_refu
         assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_same_holds_after_the_context_was_edited(first):
+    whole = [SEARCH.partition(STOP)[0], f"{SEARCH.partition(STOP)[0]}{STOP} then I guess"]
+    async with proxied(engine(*whole)) as rig:
+        both = []
+        for n, reply in enumerate((whole[first], whole[1 - first])):
+            rig.engine.replies.script = lambda _, reply=reply: [reply]
+            both.append(await rig.say("s", [{"role": "system", "content": f"Try {n}."}, user("EPISODE:e")], stop=[STOP]))
+        await rig.say("s", [user("EPISODE:e"), said(both[0], STOP), user("RESULT")], stop=[STOP])
+        turn = (await rig.turns())[2]
+        assert (turn["match"], turn["reason"]) == ("plain", "ambiguous-reply")
+
+
 async def test_a_session_that_follows_the_template_keeps_the_restored_stop_string():
     async with proxied(engine(SEARCH), history="follow") as rig:
         assert await search(rig, STOP) == ["root", "resplice", "resplice"]

@@ -39,7 +39,7 @@ from tokencache.core import evidence
 from tokencache.core.added_text import AddedText, added_text
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.messages import Message
+from tokencache.core.messages import Message, digest
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
@@ -282,8 +282,18 @@ class _Surroundings(NamedTuple):
 
 
 def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
-    """Return the key of interrupted replies if an anchor has no calls: its text may be the beginning of an interrupted reply."""
-    return (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+    """Return the keys of turns that may also be an anchor's reply.
+
+    The text of an anchor without calls may be the beginning of an interrupted reply, and that of one with its stop string may be another
+    reply with words of the harness.
+    """
+    interrupted = (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+    return (*interrupted, *[_served_key(found.hit.turn, conversation) for _, found in anchors if found.added is not None])
+
+
+def _served_key(turn: Turn, conversation: Conversation) -> bytes:
+    """Return the key of all replies with the text that was served with a turn."""
+    return reply_key(digest(turn.served), conversation.model_key)
 
 
 class _Finder(NamedTuple):
@@ -363,9 +373,18 @@ class _Finder(NamedTuple):
         by_handle = handle and all(found.hit.turn.handle == handle for found in known)
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
+        in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
+
+    def _may_have_words(self, i: int, restored: Turn) -> bool:
+        """Whether a reply with its stop string may be another one with the same text, behind which the harness wrote that string."""
+        here = self._message_before(i)
+        same = [hit.turn for hit in self.hits.get(_served_key(restored, self.conversation), ()) if hit.turn.id != restored.id]
+        others = [turn for turn in same if turn.completion_hash != restored.completion_hash and _message_before(turn) == here]
+        added = [added_text(turn, self.conversation.messages[i], self.leniency) for turn in others]
+        return any(one is not None and not one.restored for one in added)
 
     def _may_repeat_text(self, i: int, turn: Turn) -> bool:
         """Whether the text of a reply is missing, and a message of the assistant directly before it may hold that text.

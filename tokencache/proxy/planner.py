@@ -432,6 +432,8 @@ class _Planning:
     async def _proven_words(self, found: Match, known: _Known) -> tuple[Match, str]:
         """Prove where the ids of replies with added text end. Turns for which that fails are matched as if they were not recorded.
 
+        Another turn with the same text does not take their place: the harness may have added its words to either.
+
         Returns:
             The match, and the words that the client added to the parent's reply.
 
@@ -439,10 +441,13 @@ class _Planning:
             RenderError: the engine cannot decode its own tokens.
         """
         words: dict[str, str | None] = {}
+        doubtful: set[str] = set()
         while found.added:
             for added in found.added:
-                if added.turn.id not in words:
-                    words[added.turn.id] = await self._words(added)
+                name, text = added.turn.id, added.turn.served.text
+                if name not in words:
+                    words[name] = None if text in doubtful else await self._words(added)
+                    doubtful |= {text} if words[name] is None else set()
             unproven = {turn for turn, own in words.items() if own is None}
             if unproven.isdisjoint(added.turn.id for added in found.added):
                 break

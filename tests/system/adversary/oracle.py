@@ -437,6 +437,8 @@ class Oracle:
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
         added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
         decode = self.stack.renderer.words.decode
+        if called.continues and called.plan.parent is not None:
+            return decode(called.prompt)  # the prompt of the reply that it continues, which was judged when it was sent
         try:
             wanted = self.template.pieces(called, spans, openings, parts, added)
         except (LookupError, RefusedError) as why:
