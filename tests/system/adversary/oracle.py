@@ -503,7 +503,8 @@ class Oracle:
 
     def _unserved(self, called: Called, span: Span) -> str:
         """The text of a turn's tokens in the prompt behind what the client received: its stop string, or a part of that."""
-        own = called.prompt[max(span.start, span.end - len(self.turns[span.turn].completion)) : span.end]
+        completion = self.turns[span.turn].completion
+        own = (*completion[: span.offset], *called.prompt[max(span.start, span.end - len(completion)) : span.end])
         if own and own[-1] in self.template.stop_ids:
             own = own[:-1]
         return self.stack.renderer.words.decode(own)[self.turns[span.turn].served :]
