@@ -117,10 +117,11 @@ async def test_a_base_model_that_goes_on_after_its_turn():
         await rig.check("s")
 
 
-async def test_a_template_that_closes_a_reply_with_two_special_tokens():
+async def test_a_template_that_closes_a_reply_with_two_special_tokens(monkeypatch):
     """Which of them its model samples last is not known, so nothing is spliced until a reply shows it."""
     engine = SimulatedEngine(episodes=EPISODES, eos="</tool_response>")
-    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("<|im_end|>", "<|im_end|><|endoftext|>")
+    template = engine.tokenizer.chat_template.replace("<|im_end|>", "<|im_end|><|endoftext|>")
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)  # all engines of this process share the tokenizer
     async with proxied(engine) as rig:
         messages = [user("EPISODE:talk")]
         for _ in range(2):
@@ -129,10 +130,10 @@ async def test_a_template_that_closes_a_reply_with_two_special_tokens():
         assert [(turn["match"], turn["reason"]) for turn in await rig.turns("s")] == [("root", ""), ("plain", "record-only")]
 
 
-async def test_white_space_before_the_end_of_turn_is_learned_from_no_reply():
+async def test_white_space_before_the_end_of_turn_is_learned_from_no_reply(monkeypatch):
     """Nemotron Nano's template writes a newline before its end of turn; a reply that the limit cut may end with one."""
     engine = SimulatedEngine(episodes=EPISODES)
-    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("<|im_end|>", "\n<|im_end|>")
+    monkeypatch.setattr(engine.tokenizer, "chat_template", engine.tokenizer.chat_template.replace("<|im_end|>", "\n<|im_end|>"))
     (newline,) = engine.tokenizer.encode("\n")
     async with proxied(engine) as rig:
         model = await rig.proxy.engine.model()

@@ -340,7 +340,7 @@ class _Sampler:
         self._rng = random.Random(seed)
         self._word = tokenizer.encode(" and")[0]
 
-    def reply(self, request, prompt_ids, call, index):
+    def reply(self, request, prompt_ids, call, index, choice=()):
         done = 0
         while prompt_ids[len(prompt_ids) - 1 - done] == self._word:
             done += 1
