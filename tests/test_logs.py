@@ -84,7 +84,11 @@ async def a_bad_day(http, url, engine):
     await ask(http, url, headers={"Authorization": f"Bearer {key}"}, **model, **said)  # it is revoked
     # the engine complains, and quotes
     refused = [Fault.answer(status, REFUSAL) for status in (400, 422, 500)]
-    for faults in (refused[:2], [refused[0]] * 2, [refused[2]], [Fault.error_event(2, CANARY)], [Fault.cut(2)], [Fault.close()]):
+    engine.choose_fault = lambda _, body: Fault.error_event(2, CANARY) if len(body.get("messages", ())) == len(grown) else None
+    for stream in (False, True):  # not in the queue of faults, where a probe may take it
+        await ask(http, url, **model, messages=grown, stream=stream)
+    engine.choose_fault = None
+    for faults in (refused[:2], [refused[0]] * 2, [refused[2]], [Fault.cut(2)], [Fault.close()]):
         for stream in (False, True):
             engine.faults.extend(faults)
             await ask(http, url, **model, messages=grown, stream=stream)
