@@ -52,7 +52,7 @@ store           where sessions are recorded: the memory of one process, a file, 
 ledger          the part of the proxy that starts, ends and records calls in the store
 replica         one of several proxies that share a store
 
-Packages, each of which imports only those after it:
+Packages, in the order of imports: each imports only packages below it.
 
 `cli`, `commands`, `demo`   the command line
 `testing`                   a simulated engine
