@@ -5,8 +5,8 @@ the completion. Harnesses write it back (`stop-restored`). Others continue the m
 after it (`words-added`): a ReAct agent adds its observation.
 
 An echo is the served text, character for character, and the added text. If the reply ended at a stop string, the added text must begin with
-it: the ids of the stop string stand there, so no other words can. Where the recorded ids end, and with it where the harness's own words
-begin, is proven by decoding the ids, which the core cannot do (`proxy.sampled_text`).
+that string, because its ids follow the text. The harness's own words begin where the recorded ids end. Only decoding the ids can prove that
+place, which the core cannot do (`proxy.sampled_text`).
 """
 
 from typing import NamedTuple

@@ -329,7 +329,7 @@ class _Finder(NamedTuple):
         return chosen
 
     def _with_words_added(self, i: int) -> list[_Found]:
-        """Find the turns in a position to whose text the harness may have added words. Interrupted turns are no candidates."""
+        """Find the turns in a position to which the harness may have added words. Interrupted turns do not count."""
         hits = self.hits.get(position_key(self.conversation.chain[i]), ())
         added = [(hit, added_text(hit.turn, self.conversation.messages[i], self.leniency)) for hit in hits]
         return [_Found(hit, one.verdict, None, one) for hit, one in added if one is not None and not self._is_of_another(i, hit.turn)]
@@ -379,7 +379,7 @@ class _Finder(NamedTuple):
         return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
 
     def _may_have_words(self, i: int, restored: Turn) -> bool:
-        """Whether a reply with its stop string may be another one with the same text, behind which the harness wrote that string."""
+        """Whether a reply with its stop string may be another one with the same text, to which the harness added that string."""
         here = self._message_before(i)
         same = [hit.turn for hit in self.hits.get(_served_key(restored, self.conversation), ()) if hit.turn.id != restored.id]
         others = [turn for turn in same if turn.completion_hash != restored.completion_hash and _message_before(turn) == here]
@@ -442,8 +442,10 @@ class _Finder(NamedTuple):
                 continue
             verdict = judge(hit.turn.served, echoed, self.leniency)
             added = added_text(hit.turn, echoed, self.leniency) if verdict.kind == "foreign" else None
-            restored = added is not None and added.restored
-            judged.append(_Found(hit, added.verdict, None, added) if added is not None and restored else _Found(hit, verdict))
+            if added is not None and added.restored:
+                judged.append(_Found(hit, added.verdict, None, added))
+            else:
+                judged.append(_Found(hit, verdict))
         return judged
 
     def _is_of_another(self, i: int, turn: Turn) -> bool:

@@ -553,7 +553,7 @@ class CallAttempt:
     async def _continue(self, delivery: ReplyForwarder, broke: Broken | None) -> tuple[bytes, Broken | None]:
         """Continue a reply, as often as needed. Returns the part that must wait for the store, and why the stream was cut off."""
         outcome = self._outcome
-        assert self._dispatch.driver.derender is not None  # noqa: S101 - `_may_continue` looked
+        assert self._dispatch.driver.derender is not None  # noqa: S101 - `Dispatch.continues` requires it
         outcome.continuation = continuation = Continuation(
             self._chat, self._reply, self._dispatch.driver.derender, delivery.head, outcome.places
         )
@@ -602,7 +602,7 @@ class CallAttempt:
             EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
         """
         reply, derender = self._reply, self._dispatch.driver.derender
-        assert derender is not None  # noqa: S101 - `_may_continue` looked
+        assert derender is not None  # noqa: S101 - `Dispatch.continues` requires it
         gathered = GatheredReply(reply, self._response.holding)
         async with self._response.keep_alive():
             how = await gathered.read(answer)

@@ -127,8 +127,8 @@ class Dispatch:
         driver: its driver.
         sender: writes the requests.
         continues: whether the reply is continued if the engine breaks it off.
-        gathers: whether the engine is asked for a stream of which a whole reply is made.
-        whole: whether the engine is asked for a whole reply although the client requested a stream.
+        gathers: whether the request asks for a stream, and a whole reply is made from it.
+        whole: whether the request asks for a whole reply although the client requested a stream.
     """
 
     def __init__(

@@ -286,7 +286,7 @@ class _Planning:
         if reason := self._model.driver.cannot_supply(self._call, plan.last_reply):
             return Plan(match="plain", reason=reason)
         changed = (await self._model.earlier_thoughts(self._call.fields)).changed(plan.prompt, plan.last_reply.end)
-        if is_unlike(self._call, changed):
+        if changed and is_unlike(self._call, changed):
             return Plan(match="plain", reason=Reason.EARLIER_THOUGHT)
         return msgspec.structs.replace(plan, changed=changed) if changed else plan
 

@@ -75,6 +75,14 @@ def _break_markers(text: str) -> str:
     return _MARKER.sub("<\u200d", text)
 
 
+def _is_json_of(text: str, value: Any, *, strict: bool = True) -> bool:
+    """Whether a text is the JSON of a value; not `strict`: strings may have control characters."""
+    try:
+        return canonical_json(json.loads(text, strict=strict)) == canonical_json(value)
+    except (ValueError, RecursionError):
+        return False
+
+
 # Whole replies.
 
 
@@ -107,7 +115,7 @@ def _aliased_names(calls: tuple[ToolCall, ...], tools: Container[str]) -> tuple[
 
 
 def _renamed(call: ToolCall, name: str, tools: Container[str]) -> ToolCall:
-    """Return the call under a name of a tool, if its own is no tool's."""
+    """Return the call with this name, if a tool has it and no tool has the name of the call."""
     mended = name != call.name and name in tools and call.name not in tools
     return msgspec.structs.replace(call, name=name) if mended else call
 
@@ -151,12 +159,7 @@ def _null_emptied(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bo
 
 
 def _wrapped(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
-    if not _is_broken(ours, theirs) or value.keys() != {"value"}:
-        return False
-    try:
-        return canonical_json(json.loads(ours.arguments)) == canonical_json(value["value"])
-    except (ValueError, RecursionError):
-        return False
+    return _is_broken(ours, theirs) and value.keys() == {"value"} and _is_json_of(ours.arguments, value["value"])
 
 
 def _invalid_json(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
@@ -212,12 +215,7 @@ def _null_dropped(_: str, __: str, ours: Any, theirs: Any) -> bool:
 
 
 def _decoded(_: str, __: str, ours: Any, theirs: Any) -> bool:
-    if not isinstance(ours, str) or not isinstance(theirs, list | dict):
-        return False
-    try:
-        return canonical_json(json.loads(ours, strict=False)) == canonical_json(theirs)
-    except (ValueError, RecursionError):
-        return False
+    return isinstance(ours, str) and isinstance(theirs, list | dict) and _is_json_of(ours, theirs, strict=False)
 
 
 def _default_inserted(tool: str, member: str, ours: Any, theirs: Any) -> bool:

@@ -293,7 +293,6 @@ class ResponsesReplyEncoder(ReplyEncoder):
         self._open: OutputItem | None = None
         self._calls: dict[int, OutputItem] = {}
         self._finish: str | None = None
-        self._cause: str | None = None
         self._usage: Usage | None = None
         self._status = "in_progress"
         self._error: dict[str, str] | None = None
@@ -408,7 +407,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         if self._finish is None:
             self._fail("the engine's reply ended before it was finished")
             return
-        self._status, self._cause = FINISHED.get(self._finish, _COMPLETED)
+        self._status = FINISHED.get(self._finish, _COMPLETED)[0]
         self._events.add(self._status, response=self._response())
 
     def _fail(self, message: str) -> None:
@@ -429,7 +428,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
             "created_at": self._created or 0,
             "status": self._status,
             "error": self._error,
-            "incomplete_details": {"reason": self._cause} if incomplete else None,
+            "incomplete_details": {"reason": FINISHED.get(self._finish or "", _COMPLETED)[1]} if incomplete else None,
             "model": self._model,
             "output": [item.shown() for item in self._items] if output is None else output,
             "usage": _usage_of(self._usage) if self._usage is not None else None,
