@@ -52,6 +52,8 @@ PACKAGES: Mapping[str, str] = {
     "tokencache/engine/chunks.py": REPLY,
     "tokencache/dialects/chat/reply.py": REPLY,
     "tokencache/dialects/completion_reader.py": REPLY,
+    "tokencache/proxy/reply_source.py": REPLY,
+    "tokencache/proxy/delivery.py": REPLY,
     "tokencache/proxy/response.py": REPLY,
     "tokencache/proxy/recorder.py": RECORDING,
     "tokencache/proxy/ledger.py": RECORDING,

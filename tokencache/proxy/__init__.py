@@ -23,8 +23,10 @@ In the order of a call:
 `dispatch`           plans the call for an engine and posts it; tries other engines, or waits for one
 `engine_sender`      writes the requests of a call and posts them
 `continuation`       continues a reply that an engine broke off
-`response`           sends the reply to the client
-`gathered_reply`     gathers a streamed reply for a client that requested a whole one
+`reply_source`       reads the engine's reply to its end: a body, a stream, a continued stream
+`gathered_reply`     makes a whole reply of a stream
+`delivery`           what the client receives of the reply, and when
+`response`           writes the HTTP response
 `generated_replies`  writes replies without an engine: for a used-up budget, and for a prompt that is too long
 `recorder`           makes turns from a reply
 `policy_version`     finds out which policy version sampled each token

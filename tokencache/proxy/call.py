@@ -11,12 +11,10 @@ per call.) If the client has received nothing yet, its call may instead continue
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -31,33 +29,29 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
-from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
+from tokencache.dialects.base import EVENT_STREAM
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.registry import CHAT as CHAT_DIALECT
-from tokencache.engine.derender import Derender
-from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.images import read_places
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import EngineError, HarnessError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
 from tokencache.proxy.client_ids import compare
-from tokencache.proxy.continuation import Continuation, ContinuationError
+from tokencache.proxy.delivery import CLIENT_LEFT, Delivery, StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch, Services
-from tokencache.proxy.gathered_reply import GatheredReply
-from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, budget_reply, overflow_reply
+from tokencache.proxy.gathered_reply import Gathered
+from tokencache.proxy.generated_replies import budget_reply
 from tokencache.proxy.planner import Plan, keys_wanted
-from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED, Outcome, Recorded
-from tokencache.proxy.response import CLIENT_LEFT, Broken, ReplyForwarder, Response, whole_response
-from tokencache.request_memory import read_reply
-from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
+from tokencache.proxy.recorder import ABORTED, DROPPED, Outcome, Recorded
+from tokencache.proxy.reply_source import Body, Continued, End, EndKind, Stream
+from tokencache.proxy.response import Response
+from tokencache.store.base import BeginResult, Join, OpenCall
 
 log = logging.getLogger(__name__)
 
-_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
+_OK = 200
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
-_ENDED_EARLY = "the engine's stream ended before the reply did"
-_UNREADABLE = "the engine's reply cannot be read"
+_ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
 class CallRequest(NamedTuple):
@@ -94,6 +88,7 @@ class CallAttempt:
     Attributes:
         id: 16 hexadecimal digits; also in the turns and in the engine's request.
         state: the state of the call; only `_advance` changes it.
+        may_resample: see `delivery.Progress`.
     """
 
     def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
@@ -102,12 +97,13 @@ class CallAttempt:
         self._session, self._chat, self._response, self._fingerprint, self._settings = asked
         self._exchange = asked.response.exchange
         self._services, self._ledger = services, services.ledger
-        self._budget, self._may_resample = budget, may_resample
+        self._budget, self.may_resample = budget, may_resample
         self._keys = keys_wanted(asked.chat)
         self._reply = Reply(asked.chat.n)
         self._begun: BeginResult | None = None
         self._outcome: Outcome
         self._dispatch: Dispatch
+        self._delivery: Delivery | None = None
         self._documents: dict[str, bytes] = {}
         self._started = time.time()
         self._ended: asyncio.Event | None = None
@@ -137,7 +133,7 @@ class CallAttempt:
                 if self.state not in {State.ABANDONED, State.CANCELLED}:  # cancelled by the event loop, not by `cancel`
                     self._advance(Event.CANCEL)
                 if self.state is State.CANCELLED:
-                    await self._record_cancelled()
+                    await self._store(self._write_cancelled_turns())
                 else:
                     await self.close()
             case HarnessError():
@@ -226,11 +222,11 @@ class CallAttempt:
 
     @property
     def orphaned(self) -> bool:
-        """See `response.Progress`."""
+        """See `delivery.Progress`."""
         return self.state is State.ORPHANED
 
     def show(self) -> None:
-        """See `response.Progress`."""
+        """See `delivery.Progress`."""
         if self.state is not State.STREAMING:
             self._advance(Event.SHOW)
 
@@ -263,9 +259,11 @@ class CallAttempt:
         """End a call with the turns of its reply. Raises the errors of `close`."""
         await self._store(self._write_turns())
 
-    async def _record_cancelled(self) -> None:
+    async def _write_cancelled_turns(self) -> None:
+        if self._delivery is not None:
+            await self._delivery.receive_for_record()
         self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
-        await self._record()
+        await self._write_turns()
 
     async def _write_turns(self) -> None:
         outcome, ended = self._outcome, time.time()
@@ -346,34 +344,61 @@ class CallAttempt:
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
-            return await self._drop()  # the engine died before it answered: nothing that it sampled is known
+            await self._conclude(End(EndKind.ABORTED))  # the engine died before it answered: nothing that it sampled is known
+            return None
         try:
-            self._reply.prompt.sent = self._outcome.plan.sent
-            if self._dispatch.sender.proven:
-                self._reply.prompt.confirm()
-            if self._chat.media:
-                self._outcome.places = read_places(answer.headers)
-            self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
-            if self._chat.echoes:
-                await self._compare_returned_ids()
-            if answer.status != _OK:
-                return await self._pass_refusal(answer)
-            if self._dispatch.gathers and answer.content_type == EVENT_STREAM:
-                return await self._pass_gathered(answer)
-            delivery = ReplyForwarder(
-                self._response,
-                self._reply,
-                self._dispatch.driver,
-                self,
-                may_resample=self._may_resample,
-                may_continue=self._dispatch.continues,
-                arrives_whole=self._dispatch.whole or self._dispatch.sender.request.parse is not None,
-            )
-            if answer.content_type == EVENT_STREAM:
-                return await self._pass_stream(answer, delivery)
-            return await self._pass_whole(answer, delivery)
+            await self._note_answer(answer)
+            self._delivery = self._delivery_of(answer)
+            end = await self._delivery.receive()
+            async with self._response.keep_alive():
+                await self._conclude(end)
+            return None if end.kind is EndKind.ABORTED else await self._delivery.answer(end)
         finally:
             answer.close()
+
+    async def _note_answer(self, answer: aiohttp.ClientResponse) -> None:
+        """Note what the head of the engine's answer says."""
+        self._reply.prompt.sent = self._outcome.plan.sent
+        if self._dispatch.sender.proven:
+            self._reply.prompt.confirm()
+        if self._chat.media:
+            self._outcome.places = read_places(answer.headers)
+        self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
+        if self._chat.echoes:
+            await self._compare_returned_ids()
+
+    def _delivery_of(self, answer: aiohttp.ClientResponse) -> Delivery:
+        """Choose how the engine's answer is read, and how the client receives it."""
+        dispatch, response, outcome = self._dispatch, self._response, self._outcome
+        deliver = response, answer, self._reply, dispatch.driver, self
+        if answer.status != _OK or answer.content_type != EVENT_STREAM:
+            streams = dispatch.driver.streams and not dispatch.whole and dispatch.sender.request.parse is None
+            return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams)
+        if dispatch.gathers:
+            stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=False, with_words=False)
+            return WholeDelivery(Gathered(stream, outcome, dispatch, response.holding), *deliver, streams=False)
+        if dispatch.continues:
+            stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=self._chat.shows_ids, with_words=True)
+            return StreamDelivery(stream, *deliver)
+        return StreamDelivery(Stream(answer, outcome, with_prompt=self._chat.shows_ids), *deliver)
+
+    def _is_wanted(self) -> bool:
+        """Whether the client, or a retry, still waits for the reply."""
+        return self.orphaned or not self._response.disconnected
+
+    async def _conclude(self, end: End) -> None:
+        """End the call in the store. Raises the errors of `close`."""
+        outcome = self._outcome
+        if end.kind is EndKind.ABORTED:
+            outcome.broke, outcome.detail = DROPPED, _ASKED_AGAIN
+            await self._record()
+        elif end.incident is not None:
+            await self._settle(end.incident, end.detail)
+        else:
+            if end.kind is EndKind.UNPARSED and end.detail:
+                self._dispatch.engine.doubt(end.detail)
+            outcome.broke, outcome.detail = end.mark, end.detail
+            await self._record()
 
     @property
     def _may_be_made_again(self) -> bool:
@@ -383,7 +408,7 @@ class CallAttempt:
         found nothing.
         """
         dying = self._outcome.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
-        return self._may_resample and (self._dispatch.continues or dying)
+        return self.may_resample and (self._dispatch.continues or dying)
 
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
@@ -415,290 +440,6 @@ class CallAttempt:
             store=self._ledger.store,
         )
         self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in differences]
-
-    async def _pass_refusal(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Send an engine's error to the client; nothing was sampled.
-
-        Raises:
-            UnexpectedAnswerError: the answer is neither a reply nor an error, for example a redirect.
-        """
-        body = await self._read(answer)
-        if body is None:
-            return web.Response()
-        if not is_error(answer.status):
-            unexpected = UnexpectedAnswerError(answer.status)
-            sampled = is_success(answer.status) and bool(body)  # its body may hold sampled tokens
-            await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED, str(unexpected))
-            raise unexpected
-        if self._exchange.token_ids and self._dispatch.driver.is_overflow(answer.status, body):
-            return await self._answer_overflow(answer.status, body)
-        await self._settle(IncidentKind.ENGINE_REFUSED, f"{answer.status}: {body[:300].decode(errors='replace')}")
-        if self._response.opened is not None:
-            return await self._response.fail(answer.status, parse_engine_error(answer.status, body)[0])
-        if self._exchange.refuse is not None:
-            body = self._exchange.refuse(answer.status, body)
-        elif body.lstrip()[:1] == b"<":  # HTML, so it is not the engine's, but a gateway's
-            body = CHAT_DIALECT.error(answer.status, *parse_engine_error(answer.status, body))
-        else:
-            return whole_response(answer, body)
-        response = whole_response(answer, body)
-        response.headers["Content-Type"] = "application/json"
-        return response
-
-    async def _answer_overflow(self, status: int, words: bytes) -> web.StreamResponse:
-        """Answer a prompt that is too long with an empty reply; nothing was sampled."""
-        await self._settle(IncidentKind.ENGINE_REFUSED, f"{status}: {words[:300].decode(errors='replace')}; {OVERFLOW_DETAIL}")
-        return await self._response.send(overflow_reply(self._chat, self.id), self._reply)
-
-    async def _pass_whole(self, answer: aiohttp.ClientResponse, delivery: ReplyForwarder) -> web.StreamResponse | None:
-        """Send a whole reply to the client, after its turn is stored.
-
-        Raises:
-            EngineError: tokens were sampled, but their text is not available.
-        """
-        body = await self._read(answer)
-        if body is None:
-            return web.Response()
-        no_text = ""
-        if self._dispatch.sender.request.parse is not None:
-            parsed = await self._parse(self._dispatch.sender.request.parse(body), delivery)
-            body, no_text, self._outcome.places = parsed.body, parsed.error, parsed.places
-        body = delivery.take(body)
-        if delivery.withheld == "aborted":
-            return await self._drop()
-        if no_text:
-            self._dispatch.engine.doubt(no_text)
-            await self._record()
-            raise EngineError(no_text)
-        if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
-            await self._record()
-            raise EngineError(_UNREADABLE)
-        as_stream = delivery.sends_as_stream
-        try:
-            written = self._response.as_events(body, self._reply) if as_stream else self._response.as_body(body, self._reply)
-        finally:  # record the reply even if it cannot be written for the client
-            async with self._response.keep_alive():
-                await self._record()
-        if as_stream:
-            return await self._response.finish(written)
-        if self._response.opened is not None:
-            return await self._response.fail(_BAD_GATEWAY, "the engine did not stream its reply")
-        return whole_response(answer, written)
-
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes | None:
-        """Read a whole answer. If the engine breaks it off, close the client's connection too and return `None`.
-
-        Raises:
-            MemoryFullError: requests hold as much memory as they may; the session says that the reply is missing.
-        """
-        try:
-            async with self._response.keep_alive():
-                return await read_reply(answer, self._response.holding)
-        except MemoryFullError as why:
-            sampled = is_success(answer.status)
-            await self._settle(IncidentKind.REPLY_NOT_READ if sampled else IncidentKind.ENGINE_REFUSED, str(why))
-            raise
-        except (aiohttp.ClientError, TimeoutError) as why:
-            await self._settle(IncidentKind.UPSTREAM_BROKE, f"{type(why).__name__}: {why}")
-            self._response.break_off()
-            return None
-
-    async def _parse(self, parsing: Awaitable[ParsedCompletion], delivery: ReplyForwarder) -> ParsedCompletion:
-        """Wait for the second request that parses a reply. If the client leaves meanwhile, still record the tokens."""
-        work = asyncio.ensure_future(parsing)
-        try:
-            async with self._response.keep_alive():
-                return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await self._store(self._write_parsed_turns(work, delivery))
-            raise
-
-    async def _write_parsed_turns(self, work: "asyncio.Future[ParsedCompletion]", delivery: ReplyForwarder) -> None:
-        parsed = await work
-        delivery.take(parsed.body)
-        self._outcome.places = parsed.places
-        self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
-        await self._write_turns()
-
-    async def _pass_stream(self, answer: aiohttp.ClientResponse, delivery: ReplyForwarder) -> web.StreamResponse | None:
-        """Forward a stream, and store its turn before its last event is sent."""
-        reply, outcome = self._reply, self._outcome
-        held, broke = await delivery.follow(answer)
-        if delivery.cut:
-            held, broke = await self._continue(delivery, broke)
-        if delivery.withheld == "overflow":
-            return await self._answer_overflow(reply.refusal, reply.error)
-        if delivery.withheld == "aborted" and not delivery.client_left:
-            return await self._drop()
-        if broke is None and delivery.client_left:  # it will not receive the held part
-            broke = ABORTED, CLIENT_LEFT
-        cut = broke is not None
-        ended_early = not reply.finished and not reply.error
-        if broke is None and ended_early:
-            broke = BROKE, _ENDED_EARLY
-        if broke is not None:
-            if ended_early and broke[0] == BROKE and self._exchange.refuse is not None and not delivery.ended:
-                held += self._exchange.encoder.error(_BAD_GATEWAY, _ENDED_EARLY)  # a translated stream must not look complete
-                cut = False
-            outcome.broke, outcome.detail = broke
-        try:
-            async with self._response.keep_alive():
-                await self._record()
-        except StoreError as why:  # the head was sent, so send the error in the stream, like an engine
-            held, cut = self._exchange.encoder.error(_UNAVAILABLE, why.client_message), False
-        return await self._response.finish(held, cut=cut)
-
-    # Continue a reply that the engine broke off
-
-    async def _continue(self, delivery: ReplyForwarder, broke: Broken | None) -> tuple[bytes, Broken | None]:
-        """Continue a reply, as often as needed. Returns the part that must wait for the store, and why the stream was cut off."""
-        outcome = self._outcome
-        assert self._dispatch.driver.derender is not None  # noqa: S101 - `Dispatch.continues` requires it
-        outcome.continuation = continuation = Continuation(
-            self._chat, self._reply, self._dispatch.driver.derender, delivery.head, outcome.places
-        )
-        continuation.begin_piece(self._dispatch.sender.posted, self._dispatch.engine.upstream.url)
-        held = b""
-        while delivery.cut:
-            how = continuation.broke or delivery.cut
-            await outcome.end_piece(how)
-            self._log_cut(how)
-            try:
-                continuation.check()
-                async with self._response.keep_alive():
-                    answer = await self._next_piece(continuation)
-                try:
-                    held, broke = await delivery.resume(continuation.chunks(answer, self._dispatch.derender_request()))
-                finally:
-                    if answer is not None:
-                        answer.close()
-            except (ContinuationError, EngineError) as why:
-                log.warning("session %s call %s: the reply cannot be continued: %s", self._session, self.id, why)
-                outcome.again = str(why)
-                return delivery.give_up(), broke
-        if continuation.differs:
-            detail = "the client received words that are not those of the reply's tokens"
-            outcome.noted.append(outcome.incident(IncidentKind.WORDS_DIFFER, detail))
-        return held, broke
-
-    async def _pass_gathered(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that gets a whole reply, and send it. Raises the errors of `_gather`.
-
-        Raises:
-            MemoryFullError: requests hold as much memory as they may; what was read is recorded.
-        """
-        try:
-            return await self._gather(answer)
-        except MemoryFullError as why:
-            self._outcome.noted.append(self._outcome.incident(IncidentKind.REPLY_NOT_READ, str(why)))
-            self._outcome.broke, self._outcome.detail = BROKE, str(why)
-            await self._record()
-            raise
-
-    async def _gather(self, answer: aiohttp.ClientResponse) -> web.StreamResponse | None:
-        """Gather a stream for a client that gets a whole reply, continue it if it is broken off, and send it when it is stored.
-
-        Raises:
-            EngineError: tokens were sampled, but their text is not available; or the engine broke off its reply before it had sampled.
-        """
-        reply, derender = self._reply, self._dispatch.driver.derender
-        assert derender is not None  # noqa: S101 - `Dispatch.continues` requires it
-        gathered = GatheredReply(reply, self._response.holding)
-        async with self._response.keep_alive():
-            how = await gathered.read(answer)
-        if how and not any(choice.ids for choice in reply.choices.values()):
-            return await self._pass_nothing(how)
-        if how and (why := await self._gather_pieces(gathered, derender, how)):
-            log.warning("session %s call %s: the reply cannot be continued: %s", self._session, self.id, why)
-            self._outcome.again = why
-            if self._may_resample:
-                return await self._drop()
-            self._outcome.broke, self._outcome.detail = BROKE, why
-            await self._record()
-            raise EngineError("the engine broke off its reply, and it cannot be continued", private=why)
-        try:
-            body = await gathered.body(self._chat, derender, self._dispatch.derender_request())
-        except EngineError as why:
-            self._dispatch.engine.doubt(str(why))
-            await self._record()
-            raise
-        as_events = self._chat.stream
-        written = self._response.as_events(body, reply) if as_events else self._response.as_body(body, reply)
-        await self._record()
-        if as_events:
-            return await self._response.finish(written)
-        response = whole_response(answer, written)
-        response.headers["Content-Type"] = "application/json"
-        return response
-
-    async def _gather_pieces(self, gathered: GatheredReply, derender: Derender, how: str) -> str:
-        """Continue a gathered reply until it is complete. Returns why that is not possible, otherwise `""`."""
-        outcome, reply = self._outcome, self._reply
-        outcome.continuation = continuation = Continuation(self._chat, reply, derender, gathered.first, outcome.places)
-        continuation.begin_piece(self._dispatch.sender.posted, self._dispatch.engine.upstream.url)
-        while how:
-            await outcome.end_piece(how)
-            self._log_cut(how)
-            try:
-                continuation.check()
-                check = continuation.prompt_check()
-                answer = await self._next_piece(continuation)
-                reply.reopen()
-                if answer is None:
-                    reply.choices[0].finish_reason = "length"
-                    return ""
-                with contextlib.closing(answer):
-                    how = await gathered.read(answer, check)
-            except (ContinuationError, EngineError) as why:
-                return str(why)
-        return ""
-
-    async def _pass_nothing(self, how: str) -> web.StreamResponse | None:
-        """Answer a client that requested a whole reply, if the engine broke it off before it had sampled."""
-        error = self._reply.error
-        if how == "error":
-            code = self._reply.error_code
-            await self._settle(IncidentKind.ENGINE_REFUSED, f"{code}: {error[:300].decode(errors='replace')}")
-            body = b'{"error":%s}' % error
-            if self._response.opened is not None:
-                return await self._response.fail(code, parse_engine_error(code, body)[0])
-            return web.Response(
-                body=body if self._exchange.refuse is None else self._exchange.refuse(code, body),
-                status=code,
-                content_type="application/json",
-            )
-        if self._may_resample:
-            return await self._drop()
-        await self._settle(IncidentKind.UPSTREAM_BROKE, _ENDED_EARLY)
-        self._response.break_off()
-        return web.Response()
-
-    def _log_cut(self, how: str) -> None:
-        log.info("session %s call %s: the reply was broken off (%s), and is continued", self._session, self.id, how)
-        metrics.CONTINUED.labels(how).inc()
-
-    async def _next_piece(self, continuation: Continuation) -> aiohttp.ClientResponse | None:
-        """Send the request for the next piece; `None` if the limits of the request allow no more tokens.
-
-        Raises:
-            ContinuationError: the engine refuses the request.
-            EngineError: no engine accepted it in time.
-        """
-        if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
-            return None
-        answer = await self._dispatch.accepted(partial(self._dispatch.post_piece, continuation))
-        if answer.status != _OK or answer.content_type != EVENT_STREAM:
-            words = (await answer.read())[:300].decode(errors="replace")
-            answer.close()
-            raise ContinuationError(f"the engine answered {answer.status}: {words}")
-        continuation.check_places(read_places(answer.headers))
-        return answer
-
-    async def _drop(self) -> web.StreamResponse | None:
-        """Record a reply that the engine broke off before the client received any of it. Returns `None`: the call is made again."""
-        self._outcome.broke, self._outcome.detail = DROPPED, "the engine aborted the reply before anything was shown; asked again"
-        await self._record()
-        return None
 
 
 def undelivered(call: str) -> str:

@@ -16,7 +16,7 @@ on vLLM 0.32). Penalties of the output, stop strings, words that must not appear
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
@@ -283,20 +283,7 @@ class Continuation:
         fields = remaining_fields(self._call.fields, len(self.sampled), len(self.pieces), self._own_limit or 0)
         return msgspec.structs.replace(self._call, fields=fields, stream=True)
 
-    def prompt_check(self) -> Callable[[bytes], None]:
-        """Return a check of the chunks of the next piece: it raises `ContinuationError` if the engine used another prompt."""
-        packed, fragment = self.prompt
-        echo = Reply()
-        echo.prompt.sent = fragment
-
-        def check(data: bytes) -> None:
-            if not echo.prompt.known:
-                echo.add(data)
-            _check_prompt(echo, packed)
-
-        return check
-
-    async def chunks(self, answer: aiohttp.ClientResponse | None, request: DerenderRequest) -> AsyncIterator[bytes]:
+    async def chunks(self, answer: aiohttp.ClientResponse | None, request: DerenderRequest) -> AsyncGenerator[bytes, None]:
         """Read the next piece; yields the chunks (JSON) of the continued stream, as vLLM would have written it.
 
         Without an answer, the reply ends here, because its limit is reached. The reply is not finished afterwards if this piece was broken
@@ -328,6 +315,24 @@ class Continuation:
                 self._reply.choices[0].doubt_after(start + finding.tokens, finding.detail or finding.hole)
             self._reply.choices[0].versions = piece.versions(0) if piece.choices else []
             self.differs = words.differs
+
+    async def chunks_without_words(self, answer: aiohttp.ClientResponse | None) -> AsyncGenerator[bytes, None]:
+        """Read the next piece; yields its chunks (JSON) as the engine writes them. Without an answer, the reply ends here.
+
+        Raises:
+            ContinuationError: the engine used another prompt.
+        """
+        if answer is None:
+            yield self._chunk({}, _Sampled([], []), finish_reason="length", stop_reason=None)
+            return
+        packed, fragment = self.prompt
+        echo = Reply()
+        echo.prompt.sent = fragment
+        async for data in events_of(answer):
+            if not echo.prompt.known:
+                echo.add(data)
+            _check_prompt(echo, packed)
+            yield data
 
     async def _middle_chunks(
         self, words: "_Words", piece: Reply, answer: aiohttp.ClientResponse, waiting: _Sampled

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import aiohttp
@@ -26,10 +27,13 @@ from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
+from tokencache.dialects.base import EVENT_STREAM
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
 from tokencache.engine.drivers.base import Driver, ExactPrompt
 from tokencache.engine.image_names import ImageNames
+from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
@@ -37,10 +41,9 @@ from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Event
 from tokencache.proxy.client_ids import require_prefix
-from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, reason_against
+from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.earlier_thoughts import is_asked_whole
 from tokencache.proxy.engine_sender import REFUSED, EngineSender
-from tokencache.proxy.gathered_reply import as_stream, as_whole
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Plan, media_reason
@@ -164,7 +167,7 @@ class Dispatch:
         """Send a request to the session's engines, until one accepts it or `Services.hold` seconds have passed.
 
         Args:
-            post: sends the request to an engine: `post_call` or `post_piece`.
+            post: sends the request to an engine.
 
         Returns:
             The engine's answer. If the time is over, the last answer that refuses the request.
@@ -262,11 +265,28 @@ class Dispatch:
         outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
         self.driver = engine.driver
         self.continues = self._may_continue()
-        self.whole = is_asked_whole(self._chat, outcome.plan.changed)
+        self.whole = bool(outcome.plan.changed) and is_asked_whole(self._chat, outcome.plan.changed)
         streams = self._chat.stream and not self.whole
         self.gathers = self.continues and not (streams or self._keeps_experts)  # streams have no routed experts
 
-    async def post_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
+    async def next_piece(self, continuation: Continuation) -> aiohttp.ClientResponse | None:
+        """Send the request for the next piece of a reply; `None` if the limits of the request allow no more tokens.
+
+        Raises:
+            ContinuationError: the engine refuses the request.
+            EngineError: no engine accepted it in time.
+        """
+        if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
+            return None
+        answer = await self.accepted(partial(self._post_piece, continuation))
+        if answer.status != _OK or answer.content_type != EVENT_STREAM:
+            words = (await answer.read())[:300].decode(errors="replace")
+            answer.close()
+            raise ContinuationError(f"the engine answered {answer.status}: {words}")
+        continuation.check_places(read_places(answer.headers))
+        return answer
+
+    async def _post_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
         """Post the request for the next piece of a reply to an engine.
 
         Raises:

@@ -5,19 +5,23 @@ continued (`continuation`), the engine is asked for a stream. Derender makes the
 whole reply: the deltas of a stream may divide it otherwise.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.chat.whole import whole_choice, whole_completion, whole_members
+from tokencache.core.incidents import IncidentKind
+from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.dialects.sse import DONE
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
-from tokencache.engine.reply import Choice, Reply
-from tokencache.proxy.continuation import events_of
+from tokencache.engine.reply import Choice
+from tokencache.errors import EngineError, MemoryFullError
+from tokencache.proxy.dispatch import Dispatch
+from tokencache.proxy.recorder import BROKE, Outcome
+from tokencache.proxy.reply_source import ENDED_EARLY, Continued, End, EndKind, refusal
 from tokencache.request_memory import Holding
 
 Raw = msgspec.Raw
@@ -36,84 +40,97 @@ class _Entries(msgspec.Struct):
 _ENTRIES = msgspec.json.Decoder(_Entries | None)
 
 
-def as_stream(call: ChatCall) -> ChatCall:
-    """Return a call that requests a stream, with the usage."""
-    fields = {**call.fields, "stream": Raw(b"true"), "stream_options": Raw(b'{"include_usage":true}')}
-    return msgspec.structs.replace(call, fields=fields, stream=True)
-
-
-def as_whole(call: ChatCall) -> ChatCall:
-    """Return a call that requests a whole reply."""
-    return msgspec.structs.replace(call, fields=whole_members(call.fields), stream=False)
-
-
-class GatheredReply:
-    """The chunks of one reply, as they arrive.
+class Gathered:
+    """A source of a whole reply that is read as a stream.
 
     Attributes:
-        reply: the engine's reply.
-        first: the first chunk (JSON).
+        end: how it ended; known after `read`.
     """
 
-    def __init__(self, reply: Reply, holding: Holding) -> None:
-        self.reply, self._holding = reply, holding
-        self.first = b""
+    end: End
+
+    def __init__(self, stream: Continued, outcome: Outcome, dispatch: Dispatch, holding: Holding) -> None:
+        self._stream, self._outcome, self._dispatch, self._holding = stream, outcome, dispatch, holding
+        self._reply = outcome.reply
+        self._unreadable = 0
         self._logprobs: list[Raw] = []
         self._head: dict[str, Raw] = {}
         self._usage = _NULL
-        self._pieces = 0
 
-    async def read(self, answer: aiohttp.ClientResponse, check: Callable[[bytes], None] | None = None) -> str:
-        """Read a stream to its end, the whole reply's or that of a piece of it; `check` gets each chunk first.
+    async def read(self) -> bytes:
+        """See `WholeSource.read`."""
+        try:
+            async with contextlib.aclosing(aiter(self._stream)) as parts:
+                async for events in parts:
+                    for event in events:
+                        self._add(event)
+        except MemoryFullError as why:  # what was read is recorded
+            self._outcome.noted.append(self._outcome.incident(IncidentKind.REPLY_NOT_READ, str(why)))
+            self.end = End(EndKind.BROKEN, str(why), BROKE, error=why)
+            return b""
+        self.end = self._judged()
+        if self.end.kind is not EndKind.FINISHED:
+            return b""
+        try:
+            return await self._body()
+        except EngineError as why:
+            self.end = End(EndKind.UNPARSED, str(why), error=why)
+            return b""
 
-        Returns:
-            How the engine broke it off (`ReplyPiece.ended`); `""` if the reply is complete. A reply whose ids are not all certain counts
-            as broken off, because its message would be made of them.
+    async def read_for_record(self) -> None:
+        """See `WholeSource.read_for_record`."""
 
-        Raises:
-            MemoryFullError: requests hold as much memory as they may.
+    def _judged(self) -> End:
+        """Return how the reply ended.
+
+        If not all of its ids are certain, it counts as broken off, because its message would be made of them.
         """
-        self._pieces += check is not None
-        async for data in events_of(answer):
-            self._holding.take("reply", len(data))
-            if check is not None:
-                check(data)
-            self._add(data)
-        if self.reply.finished and not self.reply.aborted and all(found.hole is None for found in judge(self.reply, whole=True).values()):
-            return ""
-        return "abort" if self.reply.aborted else "error" if self.reply.error else "lost"
+        reply = self._reply
+        holes = [found.detail or found.hole for found in judge(reply, whole=True).values() if found.hole is not None]
+        if reply.finished and not reply.aborted and not holes:
+            return End(EndKind.FINISHED)
+        if any(choice.ids for choice in reply.choices.values()):
+            why = self._outcome.again = self._stream.gave_up or f"not all of its ids are certain: {', '.join(holes)}"
+            error = EngineError("the engine broke off its reply, and it cannot be continued", private=why)
+            return End(EndKind.ABORTED, why, BROKE, error=error)
+        if reply.error:
+            return refusal(reply.error_code, reply.error)._replace(body=b'{"error":%s}' % reply.error)
+        return End(EndKind.ABORTED, ENDED_EARLY, incident=IncidentKind.UPSTREAM_BROKE)
 
-    def _add(self, data: bytes) -> None:
-        unreadable = self.reply.unreadable
-        brief = self.reply.add(self.reply.without_experts(data))
-        if self.reply.unreadable > unreadable:
+    def _add(self, event: bytes) -> None:
+        self._holding.take("reply", len(event))
+        chunk = self._stream.read(event)
+        if not chunk or chunk == DONE:
             return
-        self.first = self.first or brief
-        fields = _FIELDS.decode(brief)
+        if self._reply.unreadable > self._unreadable:
+            self._unreadable = self._reply.unreadable
+            return
+        fields = _FIELDS.decode(chunk)
         self._head |= {name: fields[name] for name in _HEAD if name in fields}
         self._usage = fields.get("usage", _NULL)
         for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]"))):
             entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
-        for known in self.reply.choices.values():
+        for known in self._reply.choices.values():
             known.steps.clear()  # the client has received nothing of it
             known.call_steps.clear()
 
-    async def body(self, call: ChatCall, derender: Derender, request: DerenderRequest) -> bytes:
+    async def _body(self) -> bytes:
         """Write the whole reply as vLLM does (0.32), and set its message.
 
         Raises:
             EngineError: derender did not answer.
         """
-        choice = self.reply.choices[0]
-        message = await _message(choice, derender, request)
+        call, choice, derender = self._outcome.call, self._reply.choices[0], self._dispatch.driver.derender
+        assert derender is not None  # noqa: S101 - `Dispatch.continues` requires it
+        message = await _message(choice, derender, self._dispatch.derender_request())
         calls = message.get("tool_calls") or []
         if calls and bytes(call.fields.get("parallel_tool_calls", _NULL)) == b"false":
             calls = message["tool_calls"] = calls[:1]
         if calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
         choice.replace_message(msgspec.convert(message, ReplyMessage))
-        prompt, sampled = self.reply.prompt.tokens, len(choice.ids)
+        prompt, sampled = self._reply.prompt.tokens, len(choice.ids)
         made = whole_choice(
             0,
             message,
@@ -125,9 +142,9 @@ class GatheredReply:
             },
         )
         usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
-        if bytes(self._usage) != b"null" and not self._pieces:
+        if bytes(self._usage) != b"null" and self._outcome.continuation is None:
             usage = _FIELDS.decode(self._usage)  # the engine's own, which may have details
-        echo = Raw(self.reply.prompt.raw or b"null") if call.shows_ids else None
+        echo = Raw(self._reply.prompt.raw or b"null") if call.shows_ids else None
         return msgspec.json.encode(whole_completion([made], usage, {**self._head, "prompt_token_ids": echo}))
 
 

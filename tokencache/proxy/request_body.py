@@ -53,7 +53,7 @@ async def body_of(request: web.Request) -> bytes:
     """
     if KEPT in request:
         return request[KEPT]
-    coding = coding_of(request)
+    coding = coding_of(request) if "Content-Encoding" in request.headers else ""
     body = await whole_body_of(request)
     if coding and body:
         holding = holding_of(request)

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tokencache.dialects.chat.request import ChatCall
+
 Raw = msgspec.Raw
 
 STREAM_MEMBERS = ("stream", "stream_options")
@@ -29,6 +31,17 @@ def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
     """
     dropped = STREAM_MEMBERS if bytes(fields.get("stream", Raw())) == b"true" else STREAM_MEMBERS[:1]
     return {name: raw for name, raw in fields.items() if name not in dropped}
+
+
+def as_stream(call: ChatCall) -> ChatCall:
+    """Return a call that requests a stream, with the usage."""
+    fields = {**call.fields, "stream": Raw(b"true"), "stream_options": Raw(b'{"include_usage":true}')}
+    return msgspec.structs.replace(call, fields=fields, stream=True)
+
+
+def as_whole(call: ChatCall) -> ChatCall:
+    """Return a call that requests a whole reply."""
+    return msgspec.structs.replace(call, fields=whole_members(call.fields), stream=False)
 
 
 def whole_message(made: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,339 @@
+"""Delivers an engine's reply to the client: takes it from its source, decides what the client receives and when, and sends the rest.
+
+A call first receives the reply, then stores its turn, and then answers the client:
+
+`StreamDelivery`  forwards a stream as it arrives, up to the event that finishes its last choice. That event and everything after it wait
+                  until the turn is stored. Nothing is sent before the first sampled token, because until then the call can be made again.
+`WholeDelivery`   sends a whole reply, as a body, or in chunks if the client requested a stream
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import aiohttp
+from aiohttp import web
+
+from tokencache.core.incidents import IncidentKind
+from tokencache.core.turn import TurnMark
+from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
+from tokencache.dialects.registry import CHAT as CHAT_DIALECT
+from tokencache.dialects.sse import DONE, event_of
+from tokencache.engine.drivers.base import Driver
+from tokencache.engine.reply import Reply
+from tokencache.errors import EngineError
+from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, overflow_reply
+from tokencache.proxy.recorder import ABORTED, BROKE
+from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource
+from tokencache.proxy.response import KeepAlive, Response, whole_response
+
+if TYPE_CHECKING:
+    import asyncio
+
+log = logging.getLogger(__name__)
+
+CLIENT_LEFT = "the client closed the connection"
+_BAD_GATEWAY = 502
+_MAX_UNSENT = 64 * 1024
+"""Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
+_DATA = slice(len(b"data: "), -len(b"\n\n"))
+"""The JSON in an event that contains only one line of data."""
+_FINISH = b'"finish_reason":"'
+
+
+class Progress(Protocol):
+    """The state of a call, as a delivery reads and changes it.
+
+    Attributes:
+        id: the call's id.
+        may_resample: whether the call may be made again if the client received nothing of the reply.
+    """
+
+    id: str
+    may_resample: bool
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the client has left, but the reply is still read to its end."""
+
+    def show(self) -> None:
+        """Note that the client now receives a part of the reply, so that the call cannot be made again."""
+
+
+class Delivery:
+    """Delivers one reply."""
+
+    def __init__(self, response: Response, answer: aiohttp.ClientResponse, reply: Reply, driver: Driver, progress: Progress) -> None:
+        """Prepare to deliver.
+
+        Args:
+            response: the response to the client.
+            answer: the engine's answer.
+            reply: what the source has read of it.
+            driver: the engine's driver.
+            progress: the state of the call.
+        """
+        self._response, self._answer, self._reply, self._driver, self._progress = response, answer, reply, driver, progress
+        self._chat, self._exchange = response.chat, response.exchange
+
+    async def receive(self) -> End:
+        """Take the reply from its source. The client receives what need not wait for the store.
+
+        Returns:
+            How the reply ended; `ABORTED` only if the call must be made again.
+        """
+        raise NotImplementedError
+
+    async def receive_for_record(self) -> None:
+        """Take what is still missing in the record, because the client left during `receive`."""
+
+    async def answer(self, end: End) -> web.StreamResponse:
+        """Send the rest, after the turn is stored.
+
+        Raises:
+            Exception: what the client receives in place of the reply (`End.error`).
+        """
+        if end.error is not None:
+            raise end.error
+        if end.kind is EndKind.OVERFLOW:
+            return await self._response.send(overflow_reply(self._chat, self._progress.id), self._reply)
+        return await self._answer_reply(end)
+
+    async def _answer_reply(self, end: End) -> web.StreamResponse:
+        raise NotImplementedError
+
+    def _is_overflow(self, status: int, body: bytes) -> bool:
+        """Whether an engine's error says that the prompt is too long, and the client receives an empty reply for that."""
+        return self._exchange.token_ids and self._driver.is_overflow(status, body)
+
+
+class WholeDelivery(Delivery):
+    """Delivers a whole reply, or an engine's error."""
+
+    def __init__(self, source: WholeSource, *prepared: Any, streams: bool) -> None:
+        """Prepare to deliver.
+
+        Args:
+            source: the reply.
+            prepared: see `Delivery`.
+            streams: whether the engine was asked for a stream if the client requested one.
+        """
+        super().__init__(*prepared)
+        self._source, self._streams = source, streams
+        self._written: bytes | None = None
+        self._as_events = False
+
+    async def receive(self) -> End:
+        """See `Delivery.receive`."""
+        async with self._response.keep_alive():
+            body = await self._source.read()
+        end = self._source.end
+        if end.kind is EndKind.ABORTED and self._progress.may_resample:
+            return end
+        if end.kind is EndKind.REFUSED and self._is_overflow(end.status, end.body):
+            return end._replace(kind=EndKind.OVERFLOW, detail=f"{end.detail}; {OVERFLOW_DETAIL}")
+        if end.kind is EndKind.ABORTED:
+            end = end._replace(kind=EndKind.FINISHED if body else EndKind.BROKEN)
+        if end.kind is not EndKind.FINISHED:
+            return end
+        if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
+            return End(EndKind.UNPARSED, error=EngineError("the engine's reply cannot be read"))
+        self._as_events = self._chat.stream and not (self._streams or self._progress.orphaned or self._chat.dialect == "completions")
+        write = self._response.as_events if self._as_events else self._response.as_body
+        try:
+            self._written = write(body, self._reply)
+        except Exception as why:  # noqa: BLE001 - the reply is recorded even if it cannot be written for the client
+            return end._replace(error=why)
+        return end
+
+    async def receive_for_record(self) -> None:
+        """See `Delivery.receive_for_record`."""
+        await self._source.read_for_record()
+
+    async def _answer_reply(self, end: End) -> web.StreamResponse:
+        if end.kind is EndKind.REFUSED:
+            return await self._refuse(end)
+        if self._written is None:  # the engine broke it off: a direct client would see the same
+            self._response.break_off()
+            return web.Response()
+        if self._as_events:
+            return await self._response.finish(self._written)
+        if self._response.opened is not None:
+            return await self._response.fail(_BAD_GATEWAY, "the engine did not stream its reply")
+        return whole_response(self._answer, self._written, made=self._in_stream)
+
+    @property
+    def _in_stream(self) -> bool:
+        """Whether the engine's answer is a stream."""
+        return self._answer.content_type == EVENT_STREAM
+
+    async def _refuse(self, end: End) -> web.StreamResponse:
+        """Send an engine's error, in the client's dialect."""
+        words = parse_engine_error(end.status, end.body)
+        if self._response.opened is not None:
+            return await self._response.fail(end.status, words[0])
+        body = end.body
+        if self._exchange.refuse is not None:
+            body = self._exchange.refuse(end.status, body)
+        elif body.lstrip()[:1] == b"<":  # HTML, so it is not the engine's, but a gateway's
+            body = CHAT_DIALECT.error(end.status, *words)
+        response = whole_response(self._answer, body, made=body is not end.body or self._in_stream)
+        if self._in_stream:
+            response.set_status(end.status)
+        return response
+
+
+class StreamDelivery(Delivery):
+    """Forwards a stream."""
+
+    def __init__(self, source: Stream, *prepared: Any) -> None:
+        """Prepare to deliver: the reply, and what `Delivery` needs."""
+        super().__init__(*prepared)
+        self._source = source
+        source.settle = self._pass_directly
+        self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
+        self._as_is = self._exchange.refuse is None
+        self._withheld = False  # the client receives nothing of this reply
+        self._finished = False  # the last choice is complete: the rest waits for the store
+        self._held = bytearray()  # what waits for the store
+        self._silent = True  # nothing was sent since the last keep-alive interval
+        self._pending: list[tuple[bytes, bytes]] | None = []  # chunks that wait for the first sampled token; `None` after it
+        self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
+        self._unread = None if self._token_ids else self._encoder.chunk_unparsed
+        self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
+
+    @property
+    def client_left(self) -> bool:
+        """Whether the client has left and the call must end."""
+        return self._response.disconnected and not self._progress.orphaned
+
+    async def receive(self) -> End:
+        """See `Delivery.receive`."""
+        end = await self._forward()
+        refusal = self._reply.refusal
+        if self._withheld and self._is_overflow(refusal, self._reply.error):
+            words = self._reply.error[:300].decode(errors="replace")
+            return End(EndKind.OVERFLOW, f"{refusal}: {words}; {OVERFLOW_DETAIL}", incident=IncidentKind.ENGINE_REFUSED)
+        if self.client_left and end.mark != TurnMark.INTERNAL_ERROR:
+            end = End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+        if end.kind is EndKind.ABORTED:
+            if self._pending is not None and self._progress.may_resample:
+                return end
+            end = end._replace(kind=EndKind.BROKEN if end.mark else EndKind.FINISHED)
+        if not self._finished:
+            self._held += self._release()
+        self._held += self._rest()
+        return end
+
+    async def _forward(self) -> End:
+        """Forward the stream as it arrives, up to what must wait for the store."""
+        response = await self._response.open_like(self._answer)
+        writer = await response.prepare(self._response.request)  # prepared already: this returns the writer
+        assert writer is not None  # noqa: S101 - only a response that has ended has none
+        chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        keep_alive = KeepAlive(self._exchange.keep_alive, lambda: self._break_silence(response))
+        async with keep_alive, contextlib.aclosing(aiter(self._source)) as parts:
+            try:
+                async for events in parts:
+                    shown = self._read_events(events)
+                    if shown and not self._progress.orphaned:
+                        self._silent = False
+                        await writer.write(shown)
+                        self._direct = self._response.request.transport if chunked else None
+            except ConnectionResetError:  # the client's: the source notes that its connection broke
+                return End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+            except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
+                log.exception("the reply cannot be written in the client's dialect")
+                return End(EndKind.BROKEN, f"{type(why).__name__}: {why}", TurnMark.INTERNAL_ERROR, cut=True)
+        return self._source.end
+
+    async def _answer_reply(self, end: End) -> web.StreamResponse:
+        rest, cut = bytes(self._held), end.cut
+        complete = self._source.done or self._reply.finished or bool(self._reply.error)
+        if end.mark == BROKE and not (self._as_is or complete):
+            rest += self._encoder.error(_BAD_GATEWAY, ENDED_EARLY)  # a translated stream must not look complete
+            cut = False
+        elif self._as_is and not self._source.done and not cut:
+            rest += self._source.rest
+        return await self._response.finish(rest, cut=cut)
+
+    def _encode(self, event: bytes, data: bytes) -> bytes:
+        """Return the client's bytes of a chunk, unless it gets token ids when the reply is complete."""
+        if self._token_ids and (self._late or _FINISH in data):
+            self._late.append(data)
+            return b""
+        return self._encoder.chunk(event, data, self._response.prompt_tokens(self._reply))
+
+    def _rest(self) -> bytes:
+        """Return what waited for the end of the stream."""
+        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], []
+        count = self._response.prompt_tokens(self._reply)
+        return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
+
+    def _pass_directly(self, event: bytes) -> bool:
+        """Forward an event that can be parsed later; false if it must be parsed now, or if the client is slow."""
+        direct = self._direct
+        if direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
+            return False
+        shown = self._without_reading(event)
+        if shown and not self._progress.orphaned:
+            self._silent = False
+            direct.write(b"%x\r\n%b\r\n" % (len(shown), shown))  # as `StreamResponse.write` would
+        return shown is not None
+
+    def _read_events(self, events: Iterable[bytes]) -> bytes:
+        """Return the bytes of some events that the client receives now; keep the bytes that must wait."""
+        shown = bytearray()
+        for event in events:
+            written = self._without_reading(event)
+            written = self._read_event(event) if written is None else written
+            (self._held if self._finished else shown).extend(written)
+        return bytes(shown)
+
+    def _without_reading(self, event: bytes) -> bytes | None:
+        """Return the client's bytes of an event that can be parsed later; `None` if it must be parsed now."""
+        if self._unread is None or self._finished or self._pending is not None or self._source.cut:
+            return None
+        shown = self._unread(event)
+        if shown is not None:
+            self._reply.add_later(event[_DATA])
+        return shown
+
+    def _read_event(self, event: bytes) -> bytes:
+        """Read one event, and return the client's bytes of it."""
+        ended = self._source.done
+        data = self._source.read(event)
+        if self._withheld or ended:
+            return b""
+        if data is None:
+            return event if self._as_is else b""  # a comment of the engine, for direct clients
+        if data == DONE:
+            self._finished = True
+            return self._release() + self._rest() + self._encoder.end()
+        return self._read_chunk(event_of(data) if self._source.cut else event, data) if data else b""
+
+    def _read_chunk(self, event: bytes, data: bytes) -> bytes:
+        if not self._source.cut:
+            self._finished = self._finished or self._reply.finished or bool(self._reply.error)
+        if self._pending is None:
+            return self._encode(event, data)
+        self._pending.append((event, data))
+        if self._source.cut or not (self._reply.begun or self._reply.error):
+            return b""  # nothing was sampled yet, or the engine broke it off at once: the call can still be made again
+        aborted = self._reply.aborted and self._progress.may_resample
+        self._withheld = aborted or self._is_overflow(self._reply.refusal, self._reply.error)
+        return self._release()
+
+    def _release(self) -> bytes:
+        """Return the chunks that waited for the first sampled token; `b""` if the reply is withheld."""
+        if self._withheld or self._pending is None:
+            return b""
+        self._progress.show()
+        pending, self._pending = self._pending, None
+        return b"".join([self._encode(*chunk) for chunk in pending])
+
+    async def _break_silence(self, response: web.StreamResponse) -> None:
+        if self._silent:
+            await response.write(self._encoder.keep_alive())
+        self._silent = True

@@ -1,0 +1,349 @@
+"""Reads the reply of an engine from its answer to its end.
+
+A source adds what it reads to the call's `Reply`. When it has ended, its `end` says how:
+
+`Body`        a whole reply; if the engine's route does not parse, a second request makes the chat completion
+`Stream`      a streamed reply
+`Continued`   a streamed reply that the requests of `continuation` continue as often as the engine breaks it off
+`gathered_reply.Gathered`  a whole reply that is made of a stream
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import aiohttp
+
+from tokencache import metrics
+from tokencache.core.incidents import IncidentKind
+from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
+from tokencache.engine.chunks import split_cut
+from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.stream_protocol import StreamProtocol
+from tokencache.errors import EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.proxy.continuation import Continuation, ContinuationError
+from tokencache.proxy.dispatch import Dispatch
+from tokencache.proxy.recorder import BROKE, Outcome
+from tokencache.request_memory import Holding, read_reply
+
+log = logging.getLogger(__name__)
+
+ENDED_EARLY = "the engine's stream ended before the reply did"
+_OK = 200
+
+
+class EndKind(StrEnum):
+    """How the reply of an engine ended."""
+
+    FINISHED = "finished"
+    """As the engine ended it: complete, or with an error event."""
+    REFUSED = "refused"
+    """The engine's answer is an error, and nothing was sampled."""
+    OVERFLOW = "overflow"
+    """The prompt is too long, and the client gets an empty reply for that (`generated_replies`)."""
+    ABORTED = "aborted"
+    """The engine aborted it, or broke it off before it had sampled. If the client received nothing of it, the call may be made again."""
+    BROKEN = "broken"
+    """It is incomplete."""
+    UNPARSED = "unparsed"
+    """Tokens were sampled, but their text is not available."""
+
+
+class End(NamedTuple):
+    """The end of a reply.
+
+    Attributes:
+        kind: how it ended.
+        detail: the same in words, for the record.
+        mark: the mark of its turns (`Outcome.broke`); `""` if they are complete as far as the engine is concerned.
+        incident: the incident with which the call ends if there is no turn to record; otherwise `None`.
+        error: what the client receives in place of the reply; `None` if it receives the reply.
+        cut: whether the connection to the engine broke, and not only the reply.
+        status: of a refusal: the engine's HTTP status.
+        body: of a refusal: the engine's error.
+    """
+
+    kind: EndKind
+    detail: str = ""
+    mark: str = ""
+    incident: IncidentKind | None = None
+    error: Exception | None = None
+    cut: bool = False
+    status: int = 0
+    body: bytes = b""
+
+
+def refusal(status: int, body: bytes) -> End:
+    """Return the end of a call that an engine refused."""
+    detail = f"{status}: {body[:300].decode(errors='replace')}"
+    return End(EndKind.REFUSED, detail, incident=IncidentKind.ENGINE_REFUSED, status=status, body=body)
+
+
+class WholeSource(Protocol):
+    """A source of one whole reply."""
+
+    @property
+    def end(self) -> End:
+        """How the reply ended; known after `read`."""
+
+    async def read(self) -> bytes:
+        """Return the chat or text completion (JSON) for the client; `b""` if there is none."""
+
+    async def read_for_record(self) -> None:
+        """Add what is still missing in the record, because the client left during `read`."""
+
+
+class Body:
+    """A whole reply, or an engine's error.
+
+    Attributes:
+        end: how it ended; known after `read`.
+    """
+
+    end: End
+
+    def __init__(self, answer: aiohttp.ClientResponse, outcome: Outcome, dispatch: Dispatch, holding: Holding) -> None:
+        self._answer, self._outcome, self._dispatch, self._holding = answer, outcome, dispatch, holding
+        self._parsing: asyncio.Future[ParsedCompletion] | None = None
+
+    async def read(self) -> bytes:
+        """See `WholeSource.read`; without long arrays that the client did not request."""
+        answer = self._answer
+        try:
+            body = await read_reply(answer, self._holding)
+        except MemoryFullError as why:
+            kind = IncidentKind.REPLY_NOT_READ if is_success(answer.status) else IncidentKind.ENGINE_REFUSED
+            self.end = End(EndKind.BROKEN, str(why), incident=kind, error=why)
+            return b""
+        except (aiohttp.ClientError, TimeoutError) as why:
+            self.end = End(EndKind.BROKEN, f"{type(why).__name__}: {why}", incident=IncidentKind.UPSTREAM_BROKE)
+            return b""
+        if answer.status != _OK:
+            self.end = self._no_reply(answer.status, body)
+            return b""
+        parse = self._dispatch.sender.request.parse
+        if parse is None:
+            return self._take(body)
+        self._parsing = asyncio.ensure_future(parse(body))
+        return self._take_parsed(await asyncio.shield(self._parsing))
+
+    async def read_for_record(self) -> None:
+        """See `WholeSource.read_for_record`."""
+        if self._parsing is not None:
+            self._take_parsed(await self._parsing)
+
+    def _take_parsed(self, parsed: ParsedCompletion) -> bytes:
+        body = self._take(parsed.body)
+        self._outcome.places = parsed.places
+        if parsed.error and self.end.kind is EndKind.FINISHED:
+            self.end = End(EndKind.UNPARSED, parsed.error, error=EngineError(parsed.error))
+        return body
+
+    def _take(self, body: bytes) -> bytes:
+        call, reply = self._outcome.call, self._outcome.reply
+        body = self._dispatch.driver.read(reply.without_experts(body))
+        brief = reply.add(body, hide_logprobs=not call.shows_logprobs)
+        self.end = End(EndKind.ABORTED if reply.aborted else EndKind.FINISHED)
+        return body if call.shows_ids else brief
+
+    def _no_reply(self, status: int, body: bytes) -> End:
+        if is_error(status):
+            return refusal(status, body)
+        unexpected = UnexpectedAnswerError(status)
+        sampled = is_success(status) and bool(body)  # its body may hold sampled tokens
+        kind = IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED
+        return End(EndKind.BROKEN, str(unexpected), incident=kind, error=unexpected)
+
+
+class Stream:
+    """A streamed reply: an asynchronous iterator of the events that arrive together.
+
+    Attributes:
+        end: how it ended; known when the iteration has ended.
+        cut: how the engine broke off a reply that may be continued (`core.turn.ReplyPiece.ended`); otherwise `""`.
+        done: whether the engine sent the end of its stream.
+        head: the first chunk (JSON).
+    """
+
+    end: End
+    cut = ""
+
+    def __init__(self, answer: aiohttp.ClientResponse, outcome: Outcome, *, with_prompt: bool) -> None:
+        """Prepare to read a stream.
+
+        Args:
+            answer: the engine's answer.
+            outcome: the call.
+            with_prompt: whether chunks keep the ids of the prompt.
+        """
+        self._answer, self._outcome, self._reply, self._with_prompt = answer, outcome, outcome.reply, with_prompt
+        self._splitter = EventSplitter()
+        self.done = False
+        self.head = b""
+        self.settle: Callable[[bytes], bool] = lambda _event: False
+        """Takes an event that need not be parsed now (`StreamProtocol`)."""
+
+    @property
+    def rest(self) -> bytes:
+        """The bytes of an incomplete event at the end."""
+        return self._splitter.rest
+
+    async def __aiter__(self) -> AsyncGenerator[Iterable[bytes], None]:
+        """Read the stream to its end; yields events."""
+        lost = ""
+        try:
+            with StreamProtocol(self._answer, self.settle) as stream:
+                while data := await stream.next():
+                    yield self._splitter.feed(data)
+        except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
+            lost = f"{type(why).__name__}: {why}"
+        self.end = self._ending(lost)
+
+    def _ending(self, lost: str = "") -> End:
+        """Return how the reply ended; `lost` is why the connection broke, `""` if it did not."""
+        if lost:
+            return End(EndKind.BROKEN, lost, BROKE, cut=True)
+        if self._reply.aborted:
+            return End(EndKind.ABORTED)
+        if self._reply.finished or self._reply.error:
+            return End(EndKind.FINISHED)
+        return End(EndKind.BROKEN, ENDED_EARLY, BROKE)
+
+    def read(self, event: bytes) -> bytes | None:
+        """Add an event to the reply.
+
+        Returns:
+            Its data for the client: the JSON of a chunk, `DONE`, or `b""` if the client gets nothing of it. `None` if it has none, as a
+            comment.
+        """
+        data = data_of(event)
+        if data is None:
+            return None
+        if self.done:
+            return b""  # what follows the end is not part of the reply
+        if data == DONE:
+            self.done = True
+            return data
+        return self._add(data)
+
+    def _add(self, data: bytes) -> bytes:
+        data = self._reply.without_experts(data)
+        brief = self._reply.add(data)
+        self.head = self.head or brief
+        return data if self._with_prompt else brief
+
+
+class Continued(Stream):
+    """A streamed reply that may be continued.
+
+    Attributes:
+        gave_up: why a reply that was broken off is not continued; `""` if none was, or it is.
+    """
+
+    def __init__(
+        self,
+        answer: aiohttp.ClientResponse,
+        outcome: Outcome,
+        dispatch: Dispatch,
+        is_wanted: Callable[[], bool],
+        *,
+        with_prompt: bool,
+        with_words: bool,
+    ) -> None:
+        """Prepare to read a stream.
+
+        Args:
+            answer: the engine's answer.
+            outcome: the call.
+            dispatch: requests the next pieces.
+            is_wanted: whether somebody still waits for the reply.
+            with_prompt: see `Stream`.
+            with_words: whether the chunks of the pieces have words.
+        """
+        super().__init__(answer, outcome, with_prompt=with_prompt)
+        self._dispatch, self._is_wanted, self._with_words = dispatch, is_wanted, with_words
+        self._cut_off: list[bytes] = []  # the data of the events with which a reply that was broken off ended
+        self.gave_up = ""
+
+    async def __aiter__(self) -> AsyncGenerator[Iterable[bytes], None]:
+        """Read the stream and its continuations to the end; yields events."""
+        async with contextlib.aclosing(super().__aiter__()) as stream:
+            async for events in stream:
+                yield events
+        if not (self.cut or self.done or self._reply.finished or self._reply.error) and self._is_wanted():
+            if any(choice.ids for choice in self._reply.choices.values()):
+                self.cut = "lost"
+            else:
+                self.end = self.end._replace(kind=EndKind.ABORTED)  # nothing was sampled, as far as is known
+        if not self.cut:
+            return
+        try:
+            async with contextlib.aclosing(self._pieces()) as pieces:
+                async for chunk in pieces:
+                    yield (event_of(chunk),)
+        except (ContinuationError, EngineError) as why:
+            log.warning("session %s call %s: the reply cannot be continued: %s", self._outcome.session, self._outcome.call_id, why)
+            self._outcome.again = self.gave_up = str(why)
+            self.cut = ""
+            yield map(event_of, self._cut_off)
+            self.end = self._ending(self.end.detail if self.end.cut else "")
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        """Continue the reply as often as needed; yields chunks (JSON).
+
+        Raises:
+            ContinuationError, EngineError: it cannot be continued.
+        """
+        outcome, reply, dispatch = self._outcome, self._reply, self._dispatch
+        assert dispatch.driver.derender is not None  # noqa: S101 - `Dispatch.continues` requires it
+        outcome.continuation = continuation = Continuation(outcome.call, reply, dispatch.driver.derender, self.head, outcome.places)
+        continuation.begin_piece(dispatch.sender.posted, dispatch.engine.upstream.url)
+        while self.cut:
+            await outcome.end_piece(self.cut)
+            log.info("session %s call %s: the reply was broken off (%s), and is continued", outcome.session, outcome.call_id, self.cut)
+            metrics.CONTINUED.labels(self.cut).inc()
+            continuation.check()
+            answer = await dispatch.next_piece(continuation)
+            try:
+                reply.reopen()
+                self.cut, self._cut_off, self.end = "", [], End(EndKind.BROKEN, ENDED_EARLY, BROKE)
+                request = dispatch.derender_request()
+                chunks = continuation.chunks(answer, request) if self._with_words else continuation.chunks_without_words(answer)
+                async with contextlib.aclosing(chunks):
+                    async for chunk in chunks:
+                        yield chunk
+            finally:
+                if answer is not None:
+                    answer.close()
+            if self._with_words:
+                reply.trust_count()  # `chunks` compares the engine's
+            self.cut = self.cut or continuation.broke or ("" if reply.finished else "lost")
+        self.end = End(EndKind.FINISHED)
+        if continuation.differs:
+            detail = "the client received words that are not those of the reply's tokens"
+            outcome.noted.append(outcome.incident(IncidentKind.WORDS_DIFFER, detail))
+
+    def read(self, event: bytes) -> bytes | None:
+        """See `Stream.read`. Of a chunk with which the engine broke the reply off, the client receives the tokens at most."""
+        if self.cut and (data := data_of(event)) is not None:
+            self._cut_off.append(data)
+            if data != DONE:
+                self._reply.add_after_end(data)
+            return b""
+        return super().read(event)
+
+    def _add(self, data: bytes) -> bytes:
+        if self.gave_up:
+            self._reply.give_back_message(data)
+            return data
+        chunk = super()._add(data)
+        self.cut = self._reply.cut
+        if not self.cut:
+            return chunk
+        self._reply.take_back_message(chunk)
+        tokens, end = split_cut(chunk)
+        self._cut_off.append(end)
+        return tokens
