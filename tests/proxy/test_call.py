@@ -1,6 +1,7 @@
-"""One call as a state machine: its table of transitions, deferred cancellation, and random orders of events against a checker."""
+"""The states of a call: the tables of its parties, and deferred cancellation."""
 
 import asyncio
+import itertools
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,26 @@ from tokencache.core.budget import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.proxy.call import CallAttempt, CallRequest
-from tokencache.proxy.call_states import DEFERRED, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
+from tokencache.proxy.call_states import (
+    CLIENT,
+    ENGINE,
+    RECORD,
+    SHOWN,
+    TERMINAL,
+    Client,
+    ClientEvent,
+    Engine,
+    IllegalTransitionError,
+    Party,
+    Record,
+    RecordEvent,
+    Shown,
+    ShownEvent,
+    may_answer_with_status,
+    may_be_orphaned,
+    may_have_sampled,
+    may_resample,
+)
 from tokencache.proxy.dispatch import Services
 from tokencache.proxy.response import Exchange, Response
 from tokencache.store.base import BeginResult
@@ -19,73 +39,83 @@ from tokencache.store.base import BeginResult
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
 
-# The table
+TABLES = {"record": RECORD, "engine": ENGINE, "client": CLIENT, "shown": SHOWN}
+BEGIN = {"record": Record.NEW, "engine": Engine.IDLE, "client": Client.WAITING, "shown": Shown.NOTHING}
 
 
-def test_every_state_is_in_the_table_and_can_be_reached():
-    assert set(TRANSITIONS) == set(State)
-    reached, todo = {State.NEW}, [State.NEW]
+# The tables
+
+
+def reached_from(table, state):
+    """The states that can follow a state, with itself."""
+    reached, todo = {state}, [state]
     while todo:
-        for state in TRANSITIONS[todo.pop()].values():
-            if state not in reached:
-                reached.add(state)
-                todo.append(state)
-    assert reached == set(State)
+        new = set(table[todo.pop()].values()) - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+@pytest.mark.parametrize("party", TABLES)
+def test_every_state_is_in_its_table_and_can_be_reached(party):
+    table = TABLES[party]
+    assert set(table) == set(type(BEGIN[party])) == reached_from(table, BEGIN[party])
 
 
 def test_a_terminal_state_is_never_left():
-    for state in State:
-        left = {after for after in TRANSITIONS[state].values() if after is not state}
-        assert bool(left) is (state not in TERMINAL), state
+    assert {state for state in Record if not RECORD[state]} == TERMINAL
 
 
-def test_a_cancellation_is_legal_in_every_state():
-    for state in State:
-        assert Event.CANCEL in TRANSITIONS[state], state
+def test_a_client_may_leave_in_every_state():
+    assert all(ClientEvent.LEAVE in events for events in CLIENT.values())
 
 
-def test_a_call_is_written_at_most_once():
-    """No way leads from a write back to a state in which a write can begin."""
-    for state in State:
-        after = TRANSITIONS[state].get(Event.STORE)
-        if after is None:
-            continue
-        reached, todo = {after}, [after]
-        while todo:
-            for further in TRANSITIONS[todo.pop()].values():
-                if further not in reached:
-                    reached.add(further)
-                    todo.append(further)
-        assert not any(Event.STORE in TRANSITIONS[one] for one in reached), state
+def test_a_call_is_written_at_most_once_and_can_always_be_written():
+    """Any mistake can still be recorded: `CallAttempt.__aexit__` relies on it."""
+    can_be_written = {state for state, events in RECORD.items() if RecordEvent.STORE in events}
+    assert can_be_written == {Record.OPEN}
+    assert Record.OPEN not in reached_from(RECORD, RECORD[Record.OPEN][RecordEvent.STORE])
 
 
-def test_an_open_call_can_always_be_written():
-    """So that any mistake can still be recorded: `CallAttempt.__aexit__` relies on it."""
-    open_states = set(State) - TERMINAL - DEFERRED - {State.NEW, State.OPENING, State.STORING}
-    for state in open_states:
-        assert Event.STORE in TRANSITIONS[state], state
+def test_what_was_sampled_stays_known():
+    """A piece that no engine takes does not make the call one of which nothing was sampled."""
+    for state in reached_from(ENGINE, Engine.BROKEN):
+        assert may_have_sampled(state), state
 
 
-def test_only_a_call_of_which_nothing_was_shown_is_orphaned_or_sent_again():
-    assert not {Event.ORPHAN, Event.SEND, Event.NOT_TAKEN} & set(TRANSITIONS[State.STREAMING])
+def test_only_a_reply_of_which_nothing_was_shown_is_made_again():
+    shown = reached_from(SHOWN, SHOWN[Shown.NOTHING][ShownEvent.SHOW])
+    assert not any(may_resample(state) for state in shown)
+    assert all(may_resample(state) for state in set(Shown) - shown)
 
 
-@given(st.lists(st.sampled_from(list(Event)), max_size=40))
-def test_any_order_of_events_is_followed_or_refused(events):
-    """An illegal event raises and changes nothing; a legal one does what the table says. A terminal state is entered at most once."""
-    call, entered = a_call(Store()), 0
-    for event in events:
-        before = call.state
+def test_a_call_is_orphaned_only_while_an_engine_samples_and_nothing_was_shown():
+    orphaned = {states for states in itertools.product(Record, Engine, Client, Shown) if may_be_orphaned(*states)}
+    engines, clients = {Engine.SAMPLING, Engine.BROKEN, Engine.CONTINUING}, {Client.WAITING, Client.OPENED}
+    assert orphaned == set(itertools.product({Record.OPEN}, engines, clients, {Shown.NOTHING}))
+    assert all(ClientEvent.ORPHAN in CLIENT[client] for *_, client, _ in orphaned)
+
+
+def test_an_error_is_a_response_of_its_own_until_the_head_was_sent():
+    client = Party(CLIENT, Client.WAITING)
+    assert may_answer_with_status(client.state)
+    client.advance(ClientEvent.HEAD)
+    assert not may_answer_with_status(client.state)
+
+
+@given(st.data(), st.sampled_from(list(TABLES)))
+def test_any_order_of_events_is_followed_or_refused(data, name):
+    """An illegal event raises and changes nothing; a legal one does what the table says."""
+    table, party = TABLES[name], Party(TABLES[name], BEGIN[name])
+    for event in data.draw(st.lists(st.sampled_from(sorted({event for events in table.values() for event in events})), max_size=40)):
+        before = party.state
         try:
-            call._advance(event)
+            party.advance(event)
         except IllegalTransitionError:
-            assert event not in TRANSITIONS[before]
-            assert call.state is before
-            continue
-        assert call.state is TRANSITIONS[before][event]
-        entered += call.state in TERMINAL and before not in TERMINAL
-        assert not (before in TERMINAL and call.state is not before)
-    assert entered <= 1
+            assert event not in table[before]
+            assert party.state is before
+        else:
+            assert party.state is table[before][event]
 
 
 # Deferred cancellation
@@ -134,13 +164,13 @@ async def test_a_write_is_finished_before_the_call_is_cancelled():
     task = asyncio.create_task(serve())
     await store.asked.wait()
     call.cancel(task)
-    assert call.state is State.OPENING_CANCELLED
+    assert (call.record.state, call.client.state) == (Record.OPENING, Client.LEFT)
     store.answers.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert store.written == ["begun", "ended"]  # a call that was opened is closed again
     assert after == []
-    assert call.state is State.STORED
+    assert call.record.state is Record.STORED
 
 
 async def test_a_cancelled_end_is_written_and_then_the_task_ends():
@@ -159,12 +189,12 @@ async def test_a_cancelled_end_is_written_and_then_the_task_ends():
     task = asyncio.create_task(serve())
     await ending.wait()
     call.cancel(task)
-    assert call.state is State.STORING_CANCELLED
+    assert (call.record.state, call.client.state) == (Record.STORING, Client.LEFT)
     store.answers.set()
     await asyncio.wait({task})
     assert task.cancelled()
     assert (store.written, after) == (["begun", "ended"], [])
-    assert call.state is State.STORED
+    assert call.record.state is Record.STORED
 
 
 async def test_outside_of_a_write_the_task_is_cancelled_at_once():
@@ -181,7 +211,7 @@ async def test_outside_of_a_write_the_task_is_cancelled_at_once():
     task = asyncio.create_task(serve())
     await opened.wait()
     call.cancel(task)
-    assert call.state is State.ABANDONED
+    assert (call.record.state, call.client.state) == (Record.OPEN, Client.LEFT)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert store.written == ["begun", "ended"]
@@ -203,7 +233,7 @@ async def test_a_write_that_fails_raises_its_own_error():
     with pytest.raises(ValueError, match="no store"):
         await task
     assert store.written == []
-    assert call.state is State.UNOPENED
+    assert call.record.state is Record.UNOPENED
 
 
 async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
@@ -220,7 +250,7 @@ async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
             try:
                 await call.close()
             except ValueError:
-                assert call.state is State.LOST
+                assert call.record.state is Record.LOST
         await asyncio.wait_for(waiting, PATIENCE)
         await asyncio.wait_for(call.until_ended(), PATIENCE)
 
@@ -241,9 +271,9 @@ async def test_an_illegal_transition_closes_the_call_with_an_incident():
     async def serve():
         async with call:
             await call.open("never")
-            call.show()
+            call.shown.advance(ShownEvent.FINISH)
 
-    with pytest.raises(IllegalTransitionError, match="open cannot show"):
+    with pytest.raises(IllegalTransitionError, match="shown: what is nothing cannot finish"):
         await serve()
-    assert call.state is State.STORED
+    assert call.record.state is Record.STORED
     assert [incident.kind for incident in incidents] == ["internal-error"]

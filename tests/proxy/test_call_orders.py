@@ -11,6 +11,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 import pytest
@@ -18,10 +19,29 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.support.waiting import until
 from tokencache.proxy.call import CallAttempt
-from tokencache.proxy.call_states import TERMINAL, TRANSITIONS, Event, State
+from tokencache.proxy.call_states import (
+    CLIENT,
+    ENGINE,
+    RECORD,
+    SHOWN,
+    TERMINAL,
+    Client,
+    ClientEvent,
+    Engine,
+    EngineEvent,
+    Party,
+    Record,
+    RecordEvent,
+    Shown,
+    ShownEvent,
+    may_have_sampled,
+)
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import Fault, SimulatedEngine
+
+if TYPE_CHECKING:
+    from enum import StrEnum
 
 SESSIONS = 120
 RETRY = {"x-stainless-retry-count": "1"}
@@ -36,37 +56,58 @@ class Write:
     result: str = "started"
 
 
+class Move(NamedTuple):
+    """A transition of one party of a call."""
+
+    party: str
+    before: StrEnum
+    event: StrEnum
+    after: StrEnum
+
+
 @dataclass
 class Trace:
-    """What happened: transitions of each call, calls that the store did not open, writes, responses of
+    """What happened: transitions of each call's parties, calls that the store did not open, writes, responses of
     each client, and calls that are open in the end."""
 
-    transitions: dict[str, list[tuple[State, Event, State]]] = field(default_factory=lambda: defaultdict(list))
+    moves: dict[str, list[Move]] = field(default_factory=lambda: defaultdict(list))
     refused: set[str] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     responses: dict[str, list[str]] = field(default_factory=dict)
     left_open: list[str] = field(default_factory=list)
 
 
+TABLES = {"record": RECORD, "engine": ENGINE, "client": CLIENT, "shown": SHOWN}
+
+
+def violations_of(call: str, moves: list[Move]) -> list[str]:
+    """List what must never happen in one call and did."""
+    found, ends = [], []
+    states = {"record": Record.NEW, "engine": Engine.IDLE, "shown": Shown.NOTHING}  # a client may have waited for an earlier attempt
+    for party, before, event, after in moves:
+        if before is not states.get(party, before) or TABLES[party][before].get(event) is not after:
+            found.append(f"{call}: {party}: {before} → {event} → {after} is not in the table")
+        states[party] = after
+        if party == "record" and after in TERMINAL:
+            ends.append(after)
+        if party in {"engine", "shown"} and states["record"] is not Record.OPEN:
+            found.append(f"{call}: {event}, while its record is {states['record']}")
+        if party == "shown" and not may_have_sampled(states["engine"]):
+            found.append(f"{call}: {event}, before an engine had it")
+    if len(ends) != 1 or states["record"] is not ends[0]:
+        found.append(f"{call}: {len(ends)} terminal states, and its record is {states['record']}")
+    return found
+
+
 def violations(trace: Trace) -> list[str]:
     """List what must never happen and did."""
-    found = []
-    for call, moves in trace.transitions.items():
-        state, ends = State.NEW, []
-        for before, event, after in moves:
-            if before is not state or TRANSITIONS[before].get(event) is not after:
-                found.append(f"{call}: {before} → {event} → {after} is not in the table")
-            if after in TERMINAL and before is not after:
-                ends.append(after)
-            state = after
-        if len(ends) != 1 or state is not ends[0]:
-            found.append(f"{call}: {len(ends)} terminal states, and its state is {state}")
+    found = [violation for call, moves in trace.moves.items() for violation in violations_of(call, moves)]
     ended = Counter(write.call for write in trace.writes if write.turns and write.result == "done")
     found += [f"{call}: turns recorded {times} times" for call, times in ended.items() if times > 1]
     found += [f"{write.call}: a write was started and not finished" for write in trace.writes if write.result == "started"]
     found += [f"{write.call}: written, though the store refused the call" for write in trace.writes if write.call in trace.refused]
-    for call, moves in trace.transitions.items():
-        stored = moves[-1][2] is State.STORED
+    for call, moves in trace.moves.items():
+        stored = any(move.after is Record.STORED for move in moves)
         if stored and call not in trace.refused and not any(write.call == call for write in trace.writes):
             found.append(f"{call}: ended, and nothing was written")
     found += [f"{call}: still open" for call in trace.left_open]
@@ -170,21 +211,28 @@ async def one_session(rig, trace: Trace, seed: int) -> None:
     await asyncio.gather(*clients.values(), return_exceptions=True)
 
 
-async def random_orders(monkeypatch, linger: float, *, all_end: bool = True) -> Trace:
+async def random_orders(monkeypatch, linger: float, *, continues: bool = False, all_end: bool = True) -> Trace:
     """Run many sessions, and return what happened; waits for the end of each call, if they all end."""
-    trace = Trace()
-    advance = CallAttempt._advance
+    trace, owners = Trace(), {}
+    begin, advance = CallAttempt.__init__, Party.advance
 
-    def traced(call: CallAttempt, event: Event) -> None:
-        before = call.state
-        advance(call, event)
-        trace.transitions[call.id].append((before, event, call.state))
+    def begun(call: CallAttempt, *args, **more) -> None:
+        begin(call, *args, **more)
+        owners.update({getattr(call, name): (call.id, name) for name in TABLES})
 
-    monkeypatch.setattr(CallAttempt, "_advance", traced)
+    def traced(party: Party, event: StrEnum) -> None:
+        before = party.state
+        advance(party, event)
+        if party in owners:  # an earlier request of the client may have begun no call
+            call, name = owners[party]
+            trace.moves[call].append(Move(name, before, event, party.state))
+
+    monkeypatch.setattr(CallAttempt, "__init__", begun)
+    monkeypatch.setattr(Party, "advance", traced)
     monkeypatch.setattr("tokencache.proxy.dispatch.FIRST_PAUSE", 0.005)
     monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.02)
     store = WatchedStore(trace, random.Random(linger))
-    engine = SimulatedEngine(episodes=EPISODES, token_delay=0.001)
+    engine = SimulatedEngine(episodes=EPISODES, token_delay=0.001, derenders=continues)
     async with proxied(engine, store, linger=linger, hold=0.1) as rig:
         for first in range(0, SESSIONS, 20):
             await asyncio.gather(*(one_session(rig, trace, seed) for seed in range(first, first + 20)))
@@ -201,13 +249,27 @@ async def random_orders(monkeypatch, linger: float, *, all_end: bool = True) -> 
     return trace
 
 
-@pytest.mark.parametrize("linger", [0, 0.05])
-async def test_random_orders_of_events_violate_nothing(monkeypatch, linger):
-    trace = await random_orders(monkeypatch, linger)
+@pytest.mark.parametrize(("linger", "continues"), [(0, False), (0.05, False), (0.05, True)])
+async def test_random_orders_of_events_violate_nothing(monkeypatch, linger, continues):
+    trace = await random_orders(monkeypatch, linger, continues=continues)
     assert violations(trace) == []
-    seen = {after for moves in trace.transitions.values() for _, _, after in moves}
-    wanted = {State.OPENING_CANCELLED, State.STORING_CANCELLED, State.CANCELLED, State.QUEUED, State.STREAMING, State.UNOPENED}
-    assert seen >= (wanted | {State.ORPHANED} if linger else wanted), "the orders are not varied enough"
+    seen = {move.after for moves in trace.moves.values() for move in moves}
+    wanted = {Client.LEFT, Engine.QUEUED, Shown.BEGUN, Shown.ENDING, Record.UNOPENED}
+    wanted |= {Client.ORPHANED} if linger else set()
+    wanted |= {Engine.BROKEN, Engine.CONTINUING} if continues else set()
+    assert seen >= wanted, "the orders are not varied enough"
+    left_during = {after for moves in trace.moves.values() for after in states_when_left(moves)}
+    assert left_during >= {Record.OPENING, Record.OPEN, Record.STORING}, "the clients are not varied enough"
+
+
+def states_when_left(moves: list[Move]) -> list[StrEnum]:
+    """The states of a call's record in which its client left."""
+    record, found = Record.NEW, []
+    for move in moves:
+        record = move.after if move.party == "record" else record
+        if move.event is ClientEvent.LEAVE:
+            found.append(record)
+    return found
 
 
 # The checker finds what it looks for
@@ -216,10 +278,18 @@ async def test_random_orders_of_events_violate_nothing(monkeypatch, linger):
 def sound() -> Trace:
     """A call that went well, and one that the store refused."""
     trace = Trace(refused={"late"}, writes=[Write("call", 1, "done")], responses={"client": ["200"]})
-    states = [State.NEW, State.OPENING, State.OPEN, State.SAMPLING, State.STREAMING, State.STORING, State.STORED]
-    events = [Event.OPEN, Event.OPENED, Event.SEND, Event.SHOW, Event.STORE, Event.WRITTEN]
-    trace.transitions["call"] = list(zip(states, events, states[1:], strict=False))
-    trace.transitions["late"] = [(State.NEW, Event.OPEN, State.OPENING), (State.OPENING, Event.NOT_OPENED, State.UNOPENED)]
+    trace.moves["call"] = [
+        Move("record", Record.NEW, RecordEvent.OPEN, Record.OPENING),
+        Move("record", Record.OPENING, RecordEvent.OPENED, Record.OPEN),
+        Move("engine", Engine.IDLE, EngineEvent.SEND, Engine.SAMPLING),
+        Move("shown", Shown.NOTHING, ShownEvent.SHOW, Shown.BEGUN),
+        Move("record", Record.OPEN, RecordEvent.STORE, Record.STORING),
+        Move("record", Record.STORING, RecordEvent.WRITTEN, Record.STORED),
+    ]
+    trace.moves["late"] = [
+        Move("record", Record.NEW, RecordEvent.OPEN, Record.OPENING),
+        Move("record", Record.OPENING, RecordEvent.NOT_OPENED, Record.UNOPENED),
+    ]
     return trace
 
 
@@ -236,15 +306,27 @@ def written_after_a_refusal(trace):
 
 
 def never_ended(trace):
-    trace.transitions["call"].pop()
+    trace.moves["call"].pop()
 
 
 def ended_twice(trace):
-    trace.transitions["call"].append((State.STORED, Event.FAILED, State.LOST))
+    trace.moves["call"].append(trace.moves["call"][-1])
 
 
 def transition_out_of_the_table(trace):
-    trace.transitions["call"][3] = (State.SAMPLING, Event.ORPHAN, State.STREAMING)
+    trace.moves["call"][3] = Move("shown", Shown.NOTHING, ShownEvent.FINISH, Shown.ENDING)
+
+
+def shown_after_its_end(trace):
+    trace.moves["call"].append(trace.moves["call"].pop(3))
+
+
+def shown_before_it_was_sent(trace):
+    del trace.moves["call"][2]
+
+
+def sent_before_it_was_open(trace):
+    trace.moves["call"].insert(0, trace.moves["call"].pop(2))
 
 
 def nothing_written(trace):
@@ -275,6 +357,9 @@ def test_a_sound_trace_has_no_violations():
         (written_after_a_refusal, "refused the call"),
         (never_ended, "0 terminal states"),
         (ended_twice, "2 terminal states"),
+        (shown_after_its_end, "while its record is stored"),
+        (shown_before_it_was_sent, "before an engine had it"),
+        (sent_before_it_was_open, "while its record is new"),
         (transition_out_of_the_table, "not in the table"),
         (nothing_written, "nothing was written"),
         (left_open, "still open"),
@@ -292,7 +377,7 @@ async def test_a_broken_deferral_is_found(monkeypatch):
     """With a cancellation that does not wait for the store, the same orders of events violate something."""
 
     def at_once(call: CallAttempt, task: asyncio.Task) -> None:
-        call._advance(Event.CANCEL)
+        call.client.advance(ClientEvent.LEAVE)
         task.cancel()
 
     monkeypatch.setattr(CallAttempt, "cancel", at_once)

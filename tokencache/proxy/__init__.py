@@ -12,7 +12,7 @@ In the order of a call:
 `endpoints`          the routes within a session: model calls, token counts, lists of models
 `dedup`              deduplicates retries, so that each call is made once
 `call`               one model call as a state machine
-`call_states`        its states, and every legal transition between them
+`call_states`        its states, a table for each party: the record, the engine, the client, what it was shown
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
 `earlier_thoughts`   sends calls otherwise whose exact prompt has a thought that misleads the engine
 `prefix_cache`       the ids of recent turns in memory

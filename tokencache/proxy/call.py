@@ -34,7 +34,22 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.images import read_places
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import EngineError, HarnessError
-from tokencache.proxy.call_states import DEFERRED, ENDING, SENT, TERMINAL, TRANSITIONS, Event, IllegalTransitionError, State
+from tokencache.proxy.call_states import (
+    ENGINE,
+    RECORD,
+    SHOWN,
+    TERMINAL,
+    Client,
+    ClientEvent,
+    Engine,
+    Party,
+    Record,
+    RecordEvent,
+    Shown,
+    may_be_orphaned,
+    may_cancel,
+    may_have_sampled,
+)
 from tokencache.proxy.client_ids import compare
 from tokencache.proxy.delivery import CLIENT_LEFT, Delivery, StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch, Services
@@ -87,17 +102,22 @@ class CallAttempt:
 
     Attributes:
         id: 16 hexadecimal digits; also in the turns and in the engine's request.
-        state: the state of the call; only `_advance` changes it.
-        may_resample: see `delivery.Progress`.
+        record: the call in the store.
+        engine: the request to the engine.
+        client: the connection to the client; its `Response` has the same.
+        shown: what the client has received of the reply.
     """
 
     def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
         self.id = os.urandom(8).hex()
-        self.state = State.NEW
+        self.record = Party(RECORD, Record.NEW)
+        self.engine = Party(ENGINE, Engine.IDLE)
+        self.client = asked.response.client
+        self.shown = Party(SHOWN, Shown.NOTHING)
         self._session, self._chat, self._response, self._fingerprint, self._settings = asked
         self._exchange = asked.response.exchange
         self._services, self._ledger = services, services.ledger
-        self._budget, self.may_resample = budget, may_resample
+        self._budget, self._may_resample = budget, may_resample
         self._keys = keys_wanted(asked.chat)
         self._reply = Reply(asked.chat.n)
         self._begun: BeginResult | None = None
@@ -108,12 +128,9 @@ class CallAttempt:
         self._started = time.time()
         self._ended: asyncio.Event | None = None
 
-    def _advance(self, event: Event) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][event]
-        except KeyError:
-            raise IllegalTransitionError(f"a call that is {self.state} cannot {event}") from None
-        if self._ended is not None and self.ended:
+    def _end(self, event: RecordEvent) -> None:
+        self.record.advance(event)
+        if self._ended is not None:
             self._ended.set()
 
     async def __aenter__(self) -> Self:
@@ -126,13 +143,12 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        if self.state in ENDING or self.state is State.NEW:
+        if self.record.state is not Record.OPEN:
             return
         match why:
             case asyncio.CancelledError():
-                if self.state not in {State.ABANDONED, State.CANCELLED}:  # cancelled by the event loop, not by `cancel`
-                    self._advance(Event.CANCEL)
-                if self.state is State.CANCELLED:
+                self.client.advance(ClientEvent.LEAVE)  # unless `cancel` did: the event loop may cancel a task, too
+                if may_have_sampled(self.engine.state):
                     await self._store(self._write_cancelled_turns())
                 else:
                     await self.close()
@@ -141,7 +157,7 @@ class CallAttempt:
             case EngineError():
                 await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
             case _:  # a bug in tokencache; calls that wait for this one must not wait endlessly
-                await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=self.state in SENT)
+                await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=may_have_sampled(self.engine.state))
 
     # Open and end
 
@@ -154,7 +170,7 @@ class CallAttempt:
             CancelledError: the client left meanwhile.
         """
         first = [request_key(self._fingerprint)] if self._fingerprint else []  # the look-up ends at the first known `c` key
-        self._advance(Event.OPEN)
+        self.record.advance(RecordEvent.OPEN)
         begun = None
         opened = False
         try:
@@ -163,7 +179,10 @@ class CallAttempt:
             )
             opened = begun is None or begun.duplicate is None
         finally:
-            self._advance(Event.OPENED if opened else Event.NOT_OPENED)
+            if opened:
+                self.record.advance(RecordEvent.OPENED)
+            else:
+                self._end(RecordEvent.NOT_OPENED)
         if begun is not None and opened:
             self._begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
         self._outcome = Outcome(
@@ -177,8 +196,8 @@ class CallAttempt:
             started=self._started,
             asked=self._fingerprint,
         )
-        self._dispatch = Dispatch(self._outcome, self._exchange, self._services, self._keys, self._begun, advance=self._advance)
-        if self.state is State.ABANDONED:
+        self._dispatch = Dispatch(self._outcome, self._exchange, self._services, self._keys, self._begun, request=self.engine)
+        if self.client.state is Client.LEFT:
             raise asyncio.CancelledError
         if begun is None:
             return Opening()
@@ -195,7 +214,7 @@ class CallAttempt:
     @property
     def ended(self) -> bool:
         """Whether the end of the call is in the store, or was lost, or the call was never opened."""
-        return self.state in TERMINAL
+        return self.record.state in TERMINAL
 
     async def until_ended(self) -> bool:
         """Wait until the call has ended; false if the store did not confirm that it opened the call, which may still be open there."""
@@ -206,29 +225,21 @@ class CallAttempt:
 
     def cancel(self, task: "asyncio.Task[Any]") -> None:
         """Cancel the task that serves the call; during a write to the store, as soon as the store has answered."""
-        self._advance(Event.CANCEL)
-        if self.state not in DEFERRED:
+        self.client.advance(ClientEvent.LEAVE)
+        if self.record.state is Record.NEW:
+            self._end(RecordEvent.NOT_OPENED)
+        if may_cancel(self.record.state):
             task.cancel()
 
     @property
     def may_be_orphaned(self) -> bool:
         """Whether the call may continue without the client: an engine samples, and nothing of the reply was sent."""
-        return self.state is State.SAMPLING and self._begun is not None
+        return self._begun is not None and may_be_orphaned(self.record.state, self.engine.state, self.client.state, self.shown.state)
 
     def orphan(self) -> None:
         """Continue without the client, or for another grace period."""
-        self._advance(Event.ORPHAN)
+        self.client.advance(ClientEvent.ORPHAN)
         self._outcome.unanswered = True
-
-    @property
-    def orphaned(self) -> bool:
-        """See `delivery.Progress`."""
-        return self.state is State.ORPHANED
-
-    def show(self) -> None:
-        """See `delivery.Progress`."""
-        if self.state is not State.STREAMING:
-            self._advance(Event.SHOW)
 
     async def _store(self, work: Awaitable[None]) -> None:
         """Write the end of the call, and finish the write even if the client leaves meanwhile.
@@ -237,15 +248,14 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
             CancelledError: the client left meanwhile.
         """
-        self._advance(Event.STORE)
-        written = cancelled = False
+        self.record.advance(RecordEvent.STORE)
+        had_left, written = self.client.state is Client.LEFT, False
         try:
             await work
             written = True
         finally:
-            cancelled = self.state is State.STORING_CANCELLED
-            self._advance(Event.WRITTEN if written else Event.FAILED)
-        if cancelled:
+            self._end(RecordEvent.WRITTEN if written else RecordEvent.FAILED)
+        if self.client.state is Client.LEFT and not had_left:
             raise asyncio.CancelledError
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
@@ -370,21 +380,22 @@ class CallAttempt:
     def _delivery_of(self, answer: aiohttp.ClientResponse) -> Delivery:
         """Choose how the engine's answer is read, and how the client receives it."""
         dispatch, response, outcome = self._dispatch, self._response, self._outcome
-        deliver = response, answer, self._reply, dispatch.driver, self
+        deliver = response, answer, dispatch.driver, self._outcome, self.shown
+        again = self._may_resample
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
             streams = dispatch.driver.streams and not dispatch.whole and dispatch.sender.request.parse is None
-            return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams)
+            return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams, may_resample=again)
         if dispatch.gathers:
             stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=False, with_words=False)
-            return WholeDelivery(Gathered(stream, outcome, dispatch, response.holding), *deliver, streams=False)
+            return WholeDelivery(Gathered(stream, outcome, dispatch, response.holding), *deliver, streams=False, may_resample=again)
         if dispatch.continues:
             stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=self._chat.shows_ids, with_words=True)
-            return StreamDelivery(stream, *deliver)
-        return StreamDelivery(Stream(answer, outcome, with_prompt=self._chat.shows_ids), *deliver)
+            return StreamDelivery(stream, *deliver, may_resample=again)
+        return StreamDelivery(Stream(answer, outcome, with_prompt=self._chat.shows_ids), *deliver, may_resample=again)
 
     def _is_wanted(self) -> bool:
         """Whether the client, or a retry, still waits for the reply."""
-        return self.orphaned or not self._response.disconnected
+        return self.client.state is Client.ORPHANED or not self._response.disconnected
 
     async def _conclude(self, end: End) -> None:
         """End the call in the store. Raises the errors of `close`."""
@@ -408,7 +419,7 @@ class CallAttempt:
         found nothing.
         """
         dying = self._outcome.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
-        return self.may_resample and (self._dispatch.continues or dying)
+        return self._may_resample and (self._dispatch.continues or dying)
 
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""

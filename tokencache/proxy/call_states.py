@@ -1,47 +1,33 @@
-"""Defines the states of a model call, and every legal transition between them. `call` follows this table.
+"""Defines the state of a model call: four small machines, one for each party, and what follows from them.
 
-The usual path is
+The usual path of each is
 
-    NEW → OPENING → OPEN → SAMPLING → STREAMING (or not) → STORING → STORED
+    Record  NEW → OPENING → OPEN → STORING → STORED   the call in the store
+    Engine  IDLE → SAMPLING                            the request to the engine
+    Client  WAITING (→ OPENED)                         the connection to the client that made the call
+    Shown   NOTHING → BEGUN → ENDING                   what the client has received of a streamed reply
 
-An illegal transition raises `IllegalTransitionError`, in production as in tests. The cause can only be a bug in this package, so the state
-of the call is unknown. The call is then closed in the store as after any other internal error: without a turn, and with the incident
-`internal-error`, so that the session does not count as complete.
+`Party.advance` is the only writer of a state. A transition that its table does not have raises `IllegalTransitionError`, in production as
+in tests. The cause can only be a bug in this package, so the state of the call is unknown. The call is then closed in the store as after
+any other internal error: without a turn, and with the incident `internal-error`, so that the session does not count as complete.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 
-class State(StrEnum):
-    """The state of one model call."""
+class Record(StrEnum):
+    """The record of a call in the store."""
 
     NEW = "new"
     """The store does not know the call yet."""
     OPENING = "opening"
     """The store is opening the call."""
-    OPENING_CANCELLED = "opening, cancelled"
-    """The store is opening the call, and the client has left: the call is closed as soon as the store has answered."""
     OPEN = "open"
-    """Open in the store. Its prompt is being planned; no engine has the call."""
-    QUEUED = "queued"
-    """No engine accepted the call. It waits to be planned and sent again."""
-    SAMPLING = "sampling"
-    """An engine may be sampling. The client has received nothing of the reply."""
-    STREAMING = "streaming"
-    """The client has received the beginning of the reply."""
-    ORPHANED = "orphaned"
-    """The client left before it received anything. The engine continues for a grace period."""
-    ORPHANED_QUEUED = "orphaned, queued"
-    """The client left, the grace period runs, and no engine has accepted the call yet."""
-    ABANDONED = "abandoned"
-    """Cancelled before an engine may have sampled. It must be closed without a turn."""
-    CANCELLED = "cancelled"
-    """Cancelled after an engine may have sampled. The received part must be recorded."""
+    """Open in the store."""
     STORING = "storing"
     """The end of the call is being written to the store."""
-    STORING_CANCELLED = "storing, cancelled"
-    """The end of the call is being written, and the client has left: the call stops as soon as the store has answered."""
     UNOPENED = "unopened"
     """Terminal: never opened, because a duplicate is in flight, the store refused, or the client left at once."""
     STORED = "stored"
@@ -50,92 +36,172 @@ class State(StrEnum):
     """Terminal: the store failed, and the policy is strict."""
 
 
-class Event(StrEnum):
-    """An event that changes the state of a call."""
+class RecordEvent(StrEnum):
+    """An event that changes the record."""
 
     OPEN = "open"
     OPENED = "opened"
     NOT_OPENED = "not opened"
-    SEND = "send"
-    NOT_TAKEN = "not taken"
-    SHOW = "show"
-    ORPHAN = "orphan"
-    CANCEL = "cancel"
     STORE = "store"
     WRITTEN = "written"
     FAILED = "failed"
 
 
-TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
-    State.NEW: {Event.OPEN: State.OPENING, Event.CANCEL: State.UNOPENED},
-    State.OPENING: {
-        Event.OPENED: State.OPEN,
-        Event.NOT_OPENED: State.UNOPENED,
-        Event.CANCEL: State.OPENING_CANCELLED,
-    },
-    State.OPENING_CANCELLED: {
-        Event.OPENED: State.ABANDONED,
-        Event.NOT_OPENED: State.UNOPENED,
-        Event.CANCEL: State.OPENING_CANCELLED,
-    },
-    State.OPEN: {
-        Event.SEND: State.SAMPLING,
-        Event.NOT_TAKEN: State.QUEUED,  # the engine went away while the prompt was planned
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.QUEUED: {
-        Event.SEND: State.SAMPLING,
-        Event.NOT_TAKEN: State.QUEUED,
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.SAMPLING: {
-        Event.NOT_TAKEN: State.QUEUED,
-        Event.SHOW: State.STREAMING,
-        Event.ORPHAN: State.ORPHANED,
-        Event.CANCEL: State.CANCELLED,
-        Event.STORE: State.STORING,
-    },
-    State.STREAMING: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
-    State.ORPHANED: {
-        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
-        Event.SHOW: State.ORPHANED,  # although the client is gone
-        Event.ORPHAN: State.ORPHANED,  # another call waits for the reply: the grace period begins again
-        Event.CANCEL: State.CANCELLED,
-        Event.STORE: State.STORING,
-    },
-    State.ORPHANED_QUEUED: {
-        Event.SEND: State.ORPHANED,
-        Event.NOT_TAKEN: State.ORPHANED_QUEUED,
-        Event.ORPHAN: State.ORPHANED_QUEUED,
-        Event.CANCEL: State.ABANDONED,
-        Event.STORE: State.STORING,
-    },
-    State.ABANDONED: {Event.CANCEL: State.ABANDONED, Event.STORE: State.STORING},
-    State.CANCELLED: {Event.CANCEL: State.CANCELLED, Event.STORE: State.STORING},
-    State.STORING: {Event.WRITTEN: State.STORED, Event.FAILED: State.LOST, Event.CANCEL: State.STORING_CANCELLED},
-    State.STORING_CANCELLED: {
-        Event.WRITTEN: State.STORED,
-        Event.FAILED: State.LOST,
-        Event.CANCEL: State.STORING_CANCELLED,
-    },
-    # The client may leave while the last bytes are sent to it, or while it waits for a duplicate.
-    State.UNOPENED: {Event.CANCEL: State.UNOPENED},
-    State.STORED: {Event.CANCEL: State.STORED},
-    State.LOST: {Event.CANCEL: State.LOST},
-}
-"""Every legal transition."""
+class Engine(StrEnum):
+    """The request to the engine."""
 
-TERMINAL = frozenset({State.UNOPENED, State.STORED, State.LOST})
+    IDLE = "idle"
+    """No engine has the call."""
+    QUEUED = "queued"
+    """No engine accepted the call. It waits to be planned and sent again."""
+    SAMPLING = "sampling"
+    """An engine may be sampling, or may have sampled."""
+    BROKEN = "broken"
+    """The engine broke its reply off. No engine has the request for the next piece."""
+    CONTINUING = "continuing"
+    """An engine may be sampling the next piece of a reply that was broken off."""
+
+
+class EngineEvent(StrEnum):
+    """An event that changes the request to the engine."""
+
+    SEND = "send"
+    NOT_TAKEN = "not taken"
+    BREAK = "break off"
+
+
+class Client(StrEnum):
+    """The connection to the client that made the call."""
+
+    WAITING = "waiting"
+    """It has received nothing."""
+    OPENED = "opened"
+    """It has received the head of a response. Keep-alive events may follow before any of the reply."""
+    ORPHANED = "orphaned"
+    """It left before it received anything of the reply. The call continues for a grace period."""
+    LEFT = "left"
+    """It left, or the grace period is over: the call ends."""
+
+
+class ClientEvent(StrEnum):
+    """An event that changes the connection to the client."""
+
+    HEAD = "receive a head"
+    ORPHAN = "leave before the reply"
+    LEAVE = "leave"
+
+
+class Shown(StrEnum):
+    """What the client has received of a streamed reply; if it is orphaned, what it would have received."""
+
+    NOTHING = "nothing"
+    """Chunks wait for the first sampled token."""
+    WITHHELD = "withheld"
+    """It receives nothing of this reply: the call is made again, or the prompt is too long."""
+    BEGUN = "begun"
+    """Each chunk is sent as it arrives."""
+    ENDING = "ending"
+    """All but the end. The end waits until the turn is stored."""
+
+
+class ShownEvent(StrEnum):
+    """An event that changes what the client has received."""
+
+    SHOW = "show"
+    WITHHOLD = "withhold"
+    FINISH = "finish"
+
+
+RECORD: Mapping[Record, Mapping[RecordEvent, Record]] = {
+    Record.NEW: {RecordEvent.OPEN: Record.OPENING, RecordEvent.NOT_OPENED: Record.UNOPENED},
+    Record.OPENING: {RecordEvent.OPENED: Record.OPEN, RecordEvent.NOT_OPENED: Record.UNOPENED},
+    Record.OPEN: {RecordEvent.STORE: Record.STORING},
+    Record.STORING: {RecordEvent.WRITTEN: Record.STORED, RecordEvent.FAILED: Record.LOST},
+    Record.UNOPENED: {},
+    Record.STORED: {},
+    Record.LOST: {},
+}
+ENGINE: Mapping[Engine, Mapping[EngineEvent, Engine]] = {
+    Engine.IDLE: {EngineEvent.SEND: Engine.SAMPLING, EngineEvent.NOT_TAKEN: Engine.QUEUED},
+    Engine.QUEUED: {EngineEvent.SEND: Engine.SAMPLING, EngineEvent.NOT_TAKEN: Engine.QUEUED},
+    Engine.SAMPLING: {EngineEvent.NOT_TAKEN: Engine.QUEUED, EngineEvent.BREAK: Engine.BROKEN},
+    Engine.BROKEN: {EngineEvent.SEND: Engine.CONTINUING, EngineEvent.NOT_TAKEN: Engine.BROKEN},
+    Engine.CONTINUING: {EngineEvent.NOT_TAKEN: Engine.BROKEN, EngineEvent.BREAK: Engine.BROKEN},
+}
+CLIENT: Mapping[Client, Mapping[ClientEvent, Client]] = {
+    Client.WAITING: {ClientEvent.HEAD: Client.OPENED, ClientEvent.ORPHAN: Client.ORPHANED, ClientEvent.LEAVE: Client.LEFT},
+    Client.OPENED: {ClientEvent.ORPHAN: Client.ORPHANED, ClientEvent.LEAVE: Client.LEFT},
+    Client.ORPHANED: {
+        ClientEvent.HEAD: Client.ORPHANED,  # although the client is gone
+        ClientEvent.ORPHAN: Client.ORPHANED,  # another call waits for the reply: the grace period begins again
+        ClientEvent.LEAVE: Client.LEFT,
+    },
+    Client.LEFT: {ClientEvent.HEAD: Client.LEFT, ClientEvent.LEAVE: Client.LEFT},
+}
+SHOWN: Mapping[Shown, Mapping[ShownEvent, Shown]] = {
+    Shown.NOTHING: {ShownEvent.SHOW: Shown.BEGUN, ShownEvent.WITHHOLD: Shown.WITHHELD},
+    Shown.WITHHELD: {},
+    Shown.BEGUN: {ShownEvent.FINISH: Shown.ENDING},
+    Shown.ENDING: {},
+}
+
+TERMINAL = frozenset({Record.UNOPENED, Record.STORED, Record.LOST})
 """States in which a call has ended."""
-DEFERRED = frozenset({State.OPENING_CANCELLED, State.STORING_CANCELLED})
-"""States in which a cancellation waits for the store."""
-ENDING = TERMINAL | {State.STORING, State.STORING_CANCELLED}
-"""States in which the end of a call is being written, or has been written."""
-SENT = frozenset({State.SAMPLING, State.STREAMING, State.ORPHANED, State.CANCELLED})
-"""States in which an engine may have sampled."""
+WRITING = frozenset({Record.OPENING, Record.STORING})
+"""States in which the store is at work: what is stored is unknown until it has answered."""
+
+_State = TypeVar("_State", bound=StrEnum)
+_Event = TypeVar("_Event", bound=StrEnum)
 
 
 class IllegalTransitionError(RuntimeError):
-    """An event that `TRANSITIONS` does not allow in the current state."""
+    """An event that the table of a party does not allow in its state."""
+
+
+class Party(Generic[_State, _Event]):
+    """One party of a call.
+
+    Attributes:
+        state: its state; only `advance` changes it.
+    """
+
+    __slots__ = ("_table", "state")
+
+    def __init__(self, table: Mapping[_State, Mapping[_Event, _State]], state: _State) -> None:
+        self._table, self.state = table, state
+
+    def advance(self, event: _Event) -> None:
+        """Change the state.
+
+        Raises:
+            IllegalTransitionError: the table does not have this transition.
+        """
+        try:
+            self.state = self._table[self.state][event]
+        except KeyError:
+            raise IllegalTransitionError(f"{type(self.state).__name__.lower()}: what is {self.state} cannot {event}") from None
+
+
+def may_cancel(record: Record) -> bool:
+    """Whether the task of a call may be cancelled now. While the store writes, the cancellation waits for its answer."""
+    return record not in WRITING
+
+
+def may_have_sampled(engine: Engine) -> bool:
+    """Whether an engine may have sampled tokens, so that the call is recorded with what is known of them."""
+    return engine not in {Engine.IDLE, Engine.QUEUED}
+
+
+def may_resample(shown: Shown) -> bool:
+    """Whether the call may be made again: the client received nothing of its reply."""
+    return shown in {Shown.NOTHING, Shown.WITHHELD}
+
+
+def may_be_orphaned(record: Record, engine: Engine, client: Client, shown: Shown) -> bool:
+    """Whether the call may continue without its client: an engine samples, and nothing of the reply was sent."""
+    return record is Record.OPEN and may_have_sampled(engine) and client in {Client.WAITING, Client.OPENED} and shown is Shown.NOTHING
+
+
+def may_answer_with_status(client: Client) -> bool:
+    """Whether an error may be a response of its own. After the head was sent, it is an event in the stream."""
+    return client is not Client.OPENED

@@ -10,7 +10,7 @@ A call first receives the reply, then stores its turn, and then answers the clie
 import contextlib
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -21,10 +21,10 @@ from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError
+from tokencache.proxy.call_states import Client, Party, Shown, ShownEvent, may_answer_with_status, may_resample
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, overflow_reply
-from tokencache.proxy.recorder import ABORTED, BROKE
+from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
 from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource
 from tokencache.proxy.response import KeepAlive, Response, whole_response
 
@@ -42,39 +42,31 @@ _DATA = slice(len(b"data: "), -len(b"\n\n"))
 _FINISH = b'"finish_reason":"'
 
 
-class Progress(Protocol):
-    """The state of a call, as a delivery reads and changes it.
-
-    Attributes:
-        id: the call's id.
-        may_resample: whether the call may be made again if the client received nothing of the reply.
-    """
-
-    id: str
-    may_resample: bool
-
-    @property
-    def orphaned(self) -> bool:
-        """Whether the client has left, but the reply is still read to its end."""
-
-    def show(self) -> None:
-        """Note that the client now receives a part of the reply, so that the call cannot be made again."""
-
-
 class Delivery:
     """Delivers one reply."""
 
-    def __init__(self, response: Response, answer: aiohttp.ClientResponse, reply: Reply, driver: Driver, progress: Progress) -> None:
+    def __init__(
+        self,
+        response: Response,
+        answer: aiohttp.ClientResponse,
+        driver: Driver,
+        outcome: Outcome,
+        shown: Party[Shown, ShownEvent],
+        *,
+        may_resample: bool,
+    ) -> None:
         """Prepare to deliver.
 
         Args:
             response: the response to the client.
             answer: the engine's answer.
-            reply: what the source has read of it.
             driver: the engine's driver.
-            progress: the state of the call.
+            outcome: the call.
+            shown: what the client has received of the reply.
+            may_resample: whether the call may be made again if the client received nothing of the reply.
         """
-        self._response, self._answer, self._reply, self._driver, self._progress = response, answer, reply, driver, progress
+        self._response, self._answer, self._driver, self._shown, self._may_resample = response, answer, driver, shown, may_resample
+        self._call_id, self._reply = outcome.call_id, outcome.reply
         self._chat, self._exchange = response.chat, response.exchange
 
     async def receive(self) -> End:
@@ -97,11 +89,16 @@ class Delivery:
         if end.error is not None:
             raise end.error
         if end.kind is EndKind.OVERFLOW:
-            return await self._response.send(overflow_reply(self._chat, self._progress.id), self._reply)
+            return await self._response.send(overflow_reply(self._chat, self._call_id), self._reply)
         return await self._answer_reply(end)
 
     async def _answer_reply(self, end: End) -> web.StreamResponse:
         raise NotImplementedError
+
+    @property
+    def _orphaned(self) -> bool:
+        """Whether the client has left, but the reply is still read to its end."""
+        return self._response.client.state is Client.ORPHANED
 
     def _is_overflow(self, status: int, body: bytes) -> bool:
         """Whether an engine's error says that the prompt is too long, and the client receives an empty reply for that."""
@@ -111,15 +108,16 @@ class Delivery:
 class WholeDelivery(Delivery):
     """Delivers a whole reply, or an engine's error."""
 
-    def __init__(self, source: WholeSource, *prepared: Any, streams: bool) -> None:
+    def __init__(self, source: WholeSource, *prepared: Any, streams: bool, may_resample: bool) -> None:
         """Prepare to deliver.
 
         Args:
             source: the reply.
-            prepared: see `Delivery`.
+            prepared: see `Delivery`, as `may_resample`.
             streams: whether the engine was asked for a stream if the client requested one.
+            may_resample: see `Delivery`.
         """
-        super().__init__(*prepared)
+        super().__init__(*prepared, may_resample=may_resample)
         self._source, self._streams = source, streams
         self._written: bytes | None = None
         self._as_events = False
@@ -129,7 +127,7 @@ class WholeDelivery(Delivery):
         async with self._response.keep_alive():
             body = await self._source.read()
         end = self._source.end
-        if end.kind is EndKind.ABORTED and self._progress.may_resample:
+        if end.kind is EndKind.ABORTED and self._may_resample:
             return end
         if end.kind is EndKind.REFUSED and self._is_overflow(end.status, end.body):
             return end._replace(kind=EndKind.OVERFLOW, detail=f"{end.detail}; {OVERFLOW_DETAIL}")
@@ -139,7 +137,7 @@ class WholeDelivery(Delivery):
             return end
         if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
             return End(EndKind.UNPARSED, error=EngineError("the engine's reply cannot be read"))
-        self._as_events = self._chat.stream and not (self._streams or self._progress.orphaned or self._chat.dialect == "completions")
+        self._as_events = self._chat.stream and not (self._streams or self._orphaned or self._chat.dialect == "completions")
         write = self._response.as_events if self._as_events else self._response.as_body
         try:
             self._written = write(body, self._reply)
@@ -159,7 +157,7 @@ class WholeDelivery(Delivery):
             return web.Response()
         if self._as_events:
             return await self._response.finish(self._written)
-        if self._response.opened is not None:
+        if not may_answer_with_status(self._response.client.state):
             return await self._response.fail(_BAD_GATEWAY, "the engine did not stream its reply")
         return whole_response(self._answer, self._written, made=self._in_stream)
 
@@ -171,7 +169,7 @@ class WholeDelivery(Delivery):
     async def _refuse(self, end: End) -> web.StreamResponse:
         """Send an engine's error, in the client's dialect."""
         words = parse_engine_error(end.status, end.body)
-        if self._response.opened is not None:
+        if not may_answer_with_status(self._response.client.state):
             return await self._response.fail(end.status, words[0])
         body = end.body
         if self._exchange.refuse is not None:
@@ -187,18 +185,16 @@ class WholeDelivery(Delivery):
 class StreamDelivery(Delivery):
     """Forwards a stream."""
 
-    def __init__(self, source: Stream, *prepared: Any) -> None:
+    def __init__(self, source: Stream, *prepared: Any, may_resample: bool) -> None:
         """Prepare to deliver: the reply, and what `Delivery` needs."""
-        super().__init__(*prepared)
+        super().__init__(*prepared, may_resample=may_resample)
         self._source = source
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
         self._as_is = self._exchange.refuse is None
-        self._withheld = False  # the client receives nothing of this reply
-        self._finished = False  # the last choice is complete: the rest waits for the store
         self._held = bytearray()  # what waits for the store
         self._silent = True  # nothing was sent since the last keep-alive interval
-        self._pending: list[tuple[bytes, bytes]] | None = []  # chunks that wait for the first sampled token; `None` after it
+        self._pending: list[tuple[bytes, bytes]] = []  # chunks that wait for the first sampled token
         self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
         self._unread = None if self._token_ids else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
@@ -206,24 +202,22 @@ class StreamDelivery(Delivery):
     @property
     def client_left(self) -> bool:
         """Whether the client has left and the call must end."""
-        return self._response.disconnected and not self._progress.orphaned
+        return self._response.disconnected and not self._orphaned
 
     async def receive(self) -> End:
         """See `Delivery.receive`."""
         end = await self._forward()
         refusal = self._reply.refusal
-        if self._withheld and self._is_overflow(refusal, self._reply.error):
+        if self._shown.state is Shown.WITHHELD and self._is_overflow(refusal, self._reply.error):
             words = self._reply.error[:300].decode(errors="replace")
             return End(EndKind.OVERFLOW, f"{refusal}: {words}; {OVERFLOW_DETAIL}", incident=IncidentKind.ENGINE_REFUSED)
         if self.client_left and end.mark != TurnMark.INTERNAL_ERROR:
             end = End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
         if end.kind is EndKind.ABORTED:
-            if self._pending is not None and self._progress.may_resample:
+            if self._may_resample and may_resample(self._shown.state):
                 return end
             end = end._replace(kind=EndKind.BROKEN if end.mark else EndKind.FINISHED)
-        if not self._finished:
-            self._held += self._release()
-        self._held += self._rest()
+        self._held += self._release() + self._rest()
         return end
 
     async def _forward(self) -> End:
@@ -237,7 +231,7 @@ class StreamDelivery(Delivery):
             try:
                 async for events in parts:
                     shown = self._read_events(events)
-                    if shown and not self._progress.orphaned:
+                    if shown and not self._orphaned:
                         self._silent = False
                         await writer.write(shown)
                         self._direct = self._response.request.transport if chunked else None
@@ -277,7 +271,7 @@ class StreamDelivery(Delivery):
         if direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
             return False
         shown = self._without_reading(event)
-        if shown and not self._progress.orphaned:
+        if shown and not self._orphaned:
             self._silent = False
             direct.write(b"%x\r\n%b\r\n" % (len(shown), shown))  # as `StreamResponse.write` would
         return shown is not None
@@ -288,12 +282,12 @@ class StreamDelivery(Delivery):
         for event in events:
             written = self._without_reading(event)
             written = self._read_event(event) if written is None else written
-            (self._held if self._finished else shown).extend(written)
+            (self._held if self._shown.state is Shown.ENDING else shown).extend(written)
         return bytes(shown)
 
     def _without_reading(self, event: bytes) -> bytes | None:
         """Return the client's bytes of an event that can be parsed later; `None` if it must be parsed now."""
-        if self._unread is None or self._finished or self._pending is not None or self._source.cut:
+        if self._unread is None or self._shown.state is not Shown.BEGUN or self._source.cut:
             return None
         shown = self._unread(event)
         if shown is not None:
@@ -304,34 +298,45 @@ class StreamDelivery(Delivery):
         """Read one event, and return the client's bytes of it."""
         ended = self._source.done
         data = self._source.read(event)
-        if self._withheld or ended:
+        if self._shown.state is Shown.WITHHELD or ended:
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
         if data == DONE:
-            self._finished = True
-            return self._release() + self._rest() + self._encoder.end()
+            written = self._release()
+            self._finish()
+            return written + self._rest() + self._encoder.end()
         return self._read_chunk(event_of(data) if self._source.cut else event, data) if data else b""
 
     def _read_chunk(self, event: bytes, data: bytes) -> bytes:
-        if not self._source.cut:
-            self._finished = self._finished or self._reply.finished or bool(self._reply.error)
-        if self._pending is None:
-            return self._encode(event, data)
-        self._pending.append((event, data))
-        if self._source.cut or not (self._reply.begun or self._reply.error):
-            return b""  # nothing was sampled yet, or the engine broke it off at once: the call can still be made again
-        aborted = self._reply.aborted and self._progress.may_resample
-        self._withheld = aborted or self._is_overflow(self._reply.refusal, self._reply.error)
+        if self._shown.state is not Shown.NOTHING:
+            written = self._encode(event, data)
+        else:
+            self._pending.append((event, data))
+            if self._source.cut or not (self._reply.begun or self._reply.error):
+                return b""  # nothing was sampled yet, or the engine broke it off at once: the call can still be made again
+            written = self._withhold_or_release()
+        if not self._source.cut and (self._reply.finished or self._reply.error):
+            self._finish()
+        return written
+
+    def _withhold_or_release(self) -> bytes:
+        aborted = self._reply.aborted and self._may_resample
+        if aborted or self._is_overflow(self._reply.refusal, self._reply.error):
+            self._shown.advance(ShownEvent.WITHHOLD)
         return self._release()
 
     def _release(self) -> bytes:
-        """Return the chunks that waited for the first sampled token; `b""` if the reply is withheld."""
-        if self._withheld or self._pending is None:
-            return b""
-        self._progress.show()
-        pending, self._pending = self._pending, None
-        return b"".join([self._encode(*chunk) for chunk in pending])
+        """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
+        if self._shown.state is Shown.NOTHING:
+            self._shown.advance(ShownEvent.SHOW)
+            return b"".join([self._encode(*chunk) for chunk in self._pending])
+        return b""
+
+    def _finish(self) -> None:
+        """From here on, everything waits for the store."""
+        if self._shown.state is Shown.BEGUN:
+            self._shown.advance(ShownEvent.FINISH)
 
     async def _break_silence(self, response: web.StreamResponse) -> None:
         if self._silent:

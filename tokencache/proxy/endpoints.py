@@ -49,6 +49,7 @@ from tokencache.engine.routes import SAMPLES_NOTHING
 from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
+from tokencache.proxy.call_states import may_answer_with_status
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
 from tokencache.proxy.dedup.in_flight import CallsInFlight
@@ -367,7 +368,7 @@ class Endpoints:
             try:
                 return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
             except SettingsChangedError:
-                if response.opened is None:
+                if may_answer_with_status(response.client.state):
                     raise
                 return await response.fail(
                     _UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
@@ -375,7 +376,7 @@ class Endpoints:
             except TokencacheError as why:
                 if isinstance(why, SessionFinishedError | SessionSealedError):
                     await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
-                if response.opened is None:
+                if may_answer_with_status(response.client.state):
                     raise
                 status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
                 return await response.fail(status, f"the call was given up: {why.client_message}")

@@ -28,6 +28,7 @@ from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.net import end_to_end_headers
+from tokencache.proxy.call_states import CLIENT, Client, ClientEvent, Party
 from tokencache.request_memory import Holding, holding_of
 from tokencache.wakeup import end
 
@@ -143,11 +144,13 @@ class Response:
 
     Attributes:
         opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
+        client: the state of the connection.
     """
 
     def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange) -> None:
         self.request, self.chat, self.exchange = request, chat, exchange
         self.opened: web.StreamResponse | None = None
+        self.client = Party(CLIENT, Client.WAITING)
         self._keep_alive: KeepAlive | None = None
 
     @property
@@ -193,6 +196,7 @@ class Response:
         with contextlib.suppress(ConnectionError):  # the client may have left: the next write finds out
             await response.prepare(self.request)
         self.opened = response
+        self.client.advance(ClientEvent.HEAD)
 
     async def fail(self, status: int, message: str) -> web.StreamResponse:
         """End an opened response with an error, in the client's dialect."""
