@@ -6,7 +6,7 @@ seen.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 
@@ -132,7 +132,7 @@ class LearnedTemplate:
 
     # renderings
 
-    async def render(
+    def render(
         self,
         kind: str,
         request: TailRequest,
@@ -140,20 +140,22 @@ class LearnedTemplate:
         args: RenderArgs | None = None,
         *,
         generation: bool = True,
-    ) -> bytes:
+    ) -> Awaitable[bytes]:
         """Render messages and count the rendering as `kind` (a key of `renders`); the local renderer makes those of the kind `local`."""
         self.renders[kind] += 1
         renderer = self.local if kind == "local" and self.local is not None else self.renderer
-        return await renderer.render(request.model, messages, args or request.args, generation=generation)
+        return renderer.render(request.model, messages, args or request.args, generation=generation)
 
-    async def small(self, request: TailRequest, boundary: Boundary, method: str, *, generation: bool = True) -> bytes:
+    def small(self, request: TailRequest, boundary: Boundary, method: str, *, generation: bool = True) -> Awaitable[bytes]:
         """Render the new messages in a small conversation; `method` as in `tails`: "local", "small" or "context"."""
         check_no_sentinel(request.raw_new)
         front, args = (request.systems, request.args) if method == "context" else ((), without_tools(request.args))
         messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *request.raw_new]
-        return await self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
+        return self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
 
-    async def full(self, request: TailRequest, marked: Mapping[int, Boundary], *, end: int | None = None, generation: bool = True) -> bytes:
+    def full(
+        self, request: TailRequest, marked: Mapping[int, Boundary], *, end: int | None = None, generation: bool = True
+    ) -> Awaitable[bytes]:
         """Render the whole conversation, or what precedes `end`, with the sentinel in the replies at the places of `marked`."""
         messages = list(request.raw)
         for place in marked:
@@ -163,14 +165,14 @@ class LearnedTemplate:
         for place, boundary in marked.items():
             words = request.words if place == request.at - 1 else ""
             messages[place] = stand_in(request.conversation.messages[place], SENTINEL + words, boundary.place)
-        return await self.render("full", request, messages[:end], generation=generation)
+        return self.render("full", request, messages[:end], generation=generation)
 
-    async def real(self, request: TailRequest, places: Sequence[int]) -> bytes:
+    def real(self, request: TailRequest, places: Sequence[int]) -> Awaitable[bytes]:
         """Render the whole conversation, with a word in empty replies at `places`, because templates leave out empty replies."""
         messages = request.conversation.messages
         empty = {place for place in places if not messages[place].text and not messages[place].calls}
         shown = [REPLY if place in empty else raw for place, raw in enumerate(request.raw)] if empty else request.raw
-        return await self.render("full", request, shown)
+        return self.render("full", request, shown)
 
     def generation_prompt(self, with_it: bytes, without: bytes, *, last: str) -> bytes:
         """Return the ids at the end of `with_it` that `without` lacks, and remember them as a generation prompt.

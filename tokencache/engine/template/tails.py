@@ -100,18 +100,16 @@ class Tails:
             TailRefusedError: the ids cannot be proven.
         """
         with tail_refusals():
-            found = await self._found(request, self._shape(request))
+            shape, found = self._shape(request), None
+            proofs = shape.proofs
+            if not shape.method or shape.refusal(request):
+                async with shape.lock:  # thousands of rollouts begin in the same way: one proves the shape, the others wait
+                    if not shape.method or shape.refusal(request):
+                        found = await self._first(request, shape, waited=shape.proofs != proofs)
+            found = found if found is not None else await self._again(request, shape)
             if request.words:
                 await self._check_words(request, found)
             return found
-
-    async def _found(self, request: TailRequest, shape: Shape) -> bytes:
-        proofs = shape.proofs
-        if not shape.method or shape.refusal(request):
-            async with shape.lock:  # thousands of rollouts begin in the same way: one proves the shape, the others wait
-                if not shape.method or shape.refusal(request):
-                    return await self._first(request, shape, waited=shape.proofs != proofs)
-        return await self._again(request, shape)
 
     async def _check_words(self, request: TailRequest, tail: bytes) -> None:
         """Check that a tail begins with the words of the client, whatever precedes them, and that a stop id follows."""
