@@ -223,12 +223,12 @@ class StreamDelivery(Delivery):
     async def _forward(self) -> End:
         """Forward the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
-        writer = await response.prepare(self._response.request)  # prepared already: this returns the writer
-        assert writer is not None  # noqa: S101 - only a response that has ended has none
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
         keep_alive = KeepAlive(self._exchange.keep_alive, lambda: self._break_silence(response))
         async with keep_alive, contextlib.aclosing(aiter(self._source)) as parts:
             try:
+                writer = await response.prepare(self._response.request)  # prepared already, unless the client had left: returns the writer
+                assert writer is not None  # noqa: S101 - only a response that has ended has none
                 async for events in parts:
                     shown = self._read_events(events)
                     if shown and not self._orphaned:
