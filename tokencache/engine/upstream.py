@@ -286,15 +286,16 @@ class Upstream:
             EngineError: the engine cannot be reached, or closed every connection before the end of its answer.
         """
         send = partial(self.get, path) if body is None else partial(self.post, path, body, headers)
-        for delay in islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES):
+        pauses = islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
+        while True:
             try:
                 return await send()
             except EngineError as why:
-                if not why.reached:
+                pause = next(pauses, None)
+                if pause is None or not why.reached:
                     raise
-                log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, delay, why)
-                await asyncio.sleep(delay)
-        return await send()
+                log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, pause, why)
+                await asyncio.sleep(pause)
 
     def without_address(self, url: str) -> str:
         """Return the path and query of a URL of this engine, so that they lead to the proxy; other URLs unchanged."""

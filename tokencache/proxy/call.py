@@ -445,7 +445,7 @@ class CallAttempt:
             self._session,
             self._chat,
             parent=plan.parent,
-            parent_messages=plan.parent_messages,
+            parent_messages=plan.basis.messages,
             used=plan.client_places,
             prefixes=self._ledger.prefixes,
             store=self._ledger.store,

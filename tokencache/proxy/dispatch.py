@@ -233,7 +233,7 @@ class Dispatch:
         chat = as_stream(self._chat) if self.gathers else as_whole(self._chat) if self.whole else self._chat
         answer = await self._post(engine, plan.exact, chat)
         if self.sender.request.not_exact:
-            plan = outcome.plan = Plan(match="plain", reason=self.sender.request.not_exact, near=plan.near)
+            plan = outcome.plan = plan.rendered(self.sender.request.not_exact)
         if plan.exact is None or answer.status not in REFUSED:
             return answer
         # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
@@ -243,7 +243,7 @@ class Dispatch:
         answer.close()
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", outcome.session, outcome.call_id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", outcome.session, outcome.call_id, words[:300].decode(errors="replace"))
-        outcome.plan = Plan(match="plain", reason=Reason.ENGINE_REFUSED_IDS, near=plan.near)
+        outcome.plan = plan.rendered(Reason.ENGINE_REFUSED_IDS)
         answer = await self._post(engine, None, chat)
         if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             engine.doubt("it refused the ids that it was sent")

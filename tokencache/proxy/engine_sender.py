@@ -186,7 +186,7 @@ class EngineSender:
             return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
         chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
         if self._experts:
-            chat = request_experts(chat, self._outcome.plan.routed if exact is not None and engine.driver.skips_experts else 0)
+            chat = request_experts(chat, self._outcome.plan.basis.routed if exact is not None and engine.driver.skips_experts else 0)
         return await engine.driver.request(chat, exact, target)
 
 

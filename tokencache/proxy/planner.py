@@ -57,6 +57,48 @@ _Known = Mapping[bytes, Sequence[Hit]]
 """The turns that the store found under the keys that were looked up."""
 
 
+class Basis(msgspec.Struct, frozen=True):
+    """The recorded turn whose prefix begins like a prompt, so that the beginning is not stored again.
+
+    Attributes:
+        turn: the turn; `None` if there is none.
+        tokens: the number of tokens that its prefix and the prompt have in common; 0 if it is not known yet.
+        messages: the number of the request's messages that are those of the turn's request, whose reply follows them; 0 if it is not known.
+    """
+
+    turn: Turn | None = None
+    tokens: int = 0
+    messages: int = 0
+
+    @property
+    def id(self) -> str | None:
+        """The turn's id."""
+        return self.turn.id if self.turn is not None else None
+
+    @property
+    def media(self) -> tuple[PlacedMedia, ...]:
+        """The images and other media of the turn's prompt, with which this prompt begins."""
+        return self.turn.media if self.turn is not None and self.tokens else ()
+
+    @property
+    def routed(self) -> int:
+        """The number of tokens at the beginning of the prompt whose routed experts are stored with the turn (`core.experts`)."""
+        return min(self.tokens, experts.covered(self.turn)) if self.turn is not None and self.tokens else 0
+
+    @property
+    def served(self) -> Message | None:
+        """The turn's reply, if it follows the common messages."""
+        return self.turn.served if self.turn is not None and self.messages else None
+
+    @property
+    def foreign(self) -> bytes:
+        """A hash of the client's own assistant messages among the common messages (`core.evidence`)."""
+        return self.turn.foreign if self.turn is not None and self.messages else b""
+
+
+NO_BASIS = Basis()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a call is sent.
 
@@ -68,14 +110,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
         last_reply: the last reply in the prompt.
         parent: the id of the turn that this one continues.
-        near: the id of a turn with a prefix that begins like the prompt, so that the beginning is not stored again.
-        shared: the number of tokens that this prefix and the prompt have in common; 0 if it is not known yet.
-        parent_messages: the number of the request's messages that are those of the parent's request.
-        served: the parent's reply, which follows these messages.
-        foreign: a hash of the client's own assistant messages among them (`core.evidence`).
+        basis: the recorded turn whose prefix begins like the prompt.
         begun: the recorded reply that the call continues, as the client has it.
-        routed: the number of tokens at the beginning of the prompt whose routed experts are stored with that turn (`core.experts`).
-        media: the images and other media of the parent's prompt, with which this prompt begins.
         sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
         changed: what earlier thoughts in the prompt change for the reply (`engine.earlier_thoughts`).
         client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
@@ -91,14 +127,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     origin: str | None = None
     anchors: tuple[Anchor, ...] = ()
     applied_rules: tuple[str, ...] = ()
-    near: str | None = None
-    shared: int = 0
-    parent_messages: int = 0
-    served: Message | None = None
-    foreign: bytes = b""
+    basis: Basis = NO_BASIS
     begun: Message | None = None
-    routed: int = 0
-    media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()
     changed: tuple[Part, ...] = ()
     client_places: tuple[int, ...] = ()
@@ -108,7 +138,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The exact prompt for a driver; `None` if the engine renders."""
         if self.prompt is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.media, self.sampled)
+        return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.basis.media, self.sampled)
+
+    def rendered(self, reason: str) -> "Plan":
+        """Return the plan of a call that the engine renders in place of this one, for a `reason`."""
+        return Plan(match="plain", reason=reason, basis=Basis(self.basis.turn))
 
     @property
     def sent(self) -> ids.Fragment:
@@ -506,14 +540,8 @@ class _Planning:
             last_reply=last_reply,
             parent=parent.id,
             applied_rules=found.applied_rules,
-            near=parent.id,
-            shared=last_reply.end,
-            routed=min(last_reply.end, experts.covered(parent)),
-            media=parent.media,
+            basis=Basis(parent, last_reply.end, found.at - 1),
             sampled=self._sampled(base, parent),
-            parent_messages=found.at - 1,
-            served=parent.served,
-            foreign=parent.foreign,
         )
 
     async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, reason: str) -> Plan:
@@ -529,10 +557,7 @@ class _Planning:
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._placed_replies(parent)], last.anchor),
             applied_rules=found.applied_rules,
-            near=parent.id,
-            shared=kept,
-            routed=min(kept, experts.covered(parent)),
-            media=parent.media,
+            basis=Basis(parent, kept),
             sampled=self._sampled(ids.head(prompt, kept), parent),
         )
 
@@ -592,7 +617,6 @@ class _Planning:
         replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(laid.replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._same_prefix(prompt, last)
-        near = parent or found.parent or last.turn
         plan = Plan(
             match="resplice",
             reason=found.reason,
@@ -602,7 +626,7 @@ class _Planning:
             origin=last.turn.id,
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
-            near=near.id,
+            basis=Basis(parent or found.parent or last.turn),
             sampled=self._sampled_in(prompt, spans),
         )
         if parent is None:
@@ -614,17 +638,14 @@ class _Planning:
             reason=reason,
             parent=parent.id,
             origin=None,
-            shared=last.end,
-            routed=experts.covered(parent),
-            media=parent.media,
+            basis=Basis(parent, last.end),
             sampled=self._sampled(ids.head(prompt, last.end), parent),
         )
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             if not self._follows_template:
                 await self._model.edited_histories.settle(parent, laid.request, [reply.place for reply in replies], laid.frame)
-            return msgspec.structs.replace(
-                follows, match=found.kind, reason="", anchors=(), parent_messages=found.at - 1, served=parent.served, foreign=parent.foreign
-            )
+            basis = Basis(parent, last.end, found.at - 1)
+            return msgspec.structs.replace(follows, match=found.kind, reason="", anchors=(), basis=basis)
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 

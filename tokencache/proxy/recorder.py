@@ -185,7 +185,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     def expert_rows(self, choice: Choice) -> tuple[int, int]:
         """Return the number of tokens of a choice and its prompt, and the first token whose routed experts were requested."""
         prompt = self._own_prompt(choice) or self._prompt()
-        return (ids.count(prompt.ids) + len(choice.ids), prompt.plan.routed) if prompt is not None else (0, 0)
+        return (ids.count(prompt.ids) + len(choice.ids), prompt.plan.basis.routed) if prompt is not None else (0, 0)
 
     def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
         """Make an incident of this call."""
@@ -241,7 +241,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         fragment = as_fragment(echo, echoed) if echo else whole.fragment
         if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
             return self._with_media(_Prompt(echoed, fragment, plan))
-        disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
+        disagreed = plan.rendered(Reason.ENGINE_DISAGREES)
         return _Prompt(echoed, fragment, disagreed, (TurnMark.ENGINE_DISAGREES,), _difference(plan, echoed))
 
     def _with_media(self, prompt: "_Prompt") -> "_Prompt":
@@ -254,10 +254,10 @@ class Outcome(msgspec.Struct, kw_only=True):
         except PlacesDifferError as why:
             difference = str(why)
         else:
-            if len(media) >= len(plan.media) and all(one.is_same(other) for one, other in zip(plan.media, media, strict=False)):
+            if len(media) >= len(plan.basis.media) and all(one.is_same(other) for one, other in zip(plan.basis.media, media, strict=False)):
                 return msgspec.structs.replace(prompt, media=media)
             difference = "the engine reports other places of the recorded images"
-        disagreed = Plan(match="plain", reason=Reason.ENGINE_DISAGREES, near=plan.near)
+        disagreed = plan.rendered(Reason.ENGINE_DISAGREES)
         return _Prompt(prompt.ids, prompt.fragment, disagreed, (TurnMark.ENGINE_DISAGREES,), difference)
 
     def _entry(self, prompt: "_Prompt", index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
@@ -278,7 +278,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         versions, pieces = self._versions(index, len(choice.ids)), self._pieces(choice)
         said = choice.finish_reason or ("abort" if self.broke else None)
         ended = finish_reason(choice, call.fields, ids.count(prompt.ids), self.model) if self.whole else said
-        experts, experts_start = ("", plan.routed) if self.uncertain else self.experts.get(index, ("", plan.routed))
+        experts, experts_start = ("", plan.basis.routed) if self.uncertain else self.experts.get(index, ("", plan.basis.routed))
         turn = Turn(
             id=secrets.token_hex(8),
             call=self.call_id,
@@ -356,10 +356,10 @@ class Outcome(msgspec.Struct, kw_only=True):
             return {}
         until = len(conversation.messages)
         replies = {*plan.client_places, *(anchor.place for anchor in plan.anchors)}
-        start = plan.parent_messages + 1 if plan.parent is not None and not plan.anchors else 0
+        start = plan.basis.messages + 1 if plan.parent is not None and not plan.anchors else 0
         return {
             "judged": evidence.judged_hash(conversation, until, self.call.leniency, self.call.handles),
-            "foreign": evidence.foreign_hash(conversation, start, until, replies, plan.foreign),
+            "foreign": evidence.foreign_hash(conversation, start, until, replies, plan.basis.foreign),
             "before": evidence.preceding_hash(conversation, until),
         }
 
@@ -370,18 +370,18 @@ class Outcome(msgspec.Struct, kw_only=True):
         raw = ((with_references if index in call.media else bytes)(call.raw_messages[index]) for index in own)
         messages = [msgspec.Raw(message) for message in raw]
         if shared:
-            return pack_context(Context(messages), plan.served)
+            return pack_context(Context(messages), plan.basis.served)
         args, _ = call.as_written()
         return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
     def _context_base(self, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn with a request that began with the same messages, which are stored already; return its id and their number."""
-        if plan.parent_messages:
-            return plan.parent, plan.parent_messages
+        if plan.basis.messages:
+            return plan.parent, plan.basis.messages
         best: tuple[str | None, int] = (None, 0)
         answered = self.call.answers
         chain = answered.chain if answered is not None else ()
-        for turn, prefix in prefixes.nearby(self.epoch, plan.near):
+        for turn, prefix in prefixes.nearby(self.epoch, plan.basis.id):
             shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, chain, strict=False)))
             if shared - 1 > best[1]:  # the first link is for the prompt context
                 best = (turn, shared - 1)
@@ -425,10 +425,10 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     def _base(self, prompt: "_Prompt", prefixes: PrefixCache) -> tuple[str | None, int]:
         """Find a turn with a prefix that begins like the prompt; return its id and the number of common tokens."""
-        if prompt.plan.shared:
-            return prompt.plan.near, prompt.plan.shared
+        if prompt.plan.basis.tokens:
+            return prompt.plan.basis.id, prompt.plan.basis.tokens
         best: tuple[str | None, int] = (None, 0)
-        for turn, prefix in prefixes.nearby(self.epoch, prompt.plan.near):
+        for turn, prefix in prefixes.nearby(self.epoch, prompt.plan.basis.id):
             shared = ids.common_head(prefix.prefix.ids, prompt.ids)
             if shared > max(best[1], MIN_SHARED):
                 best = (turn, shared)

@@ -303,8 +303,7 @@ class Spliced:
                 fragment=ids.Fragment(prompt),
                 last_reply=reply_at,
                 parent=before.turn.id,
-                near=before.turn.id,
-                shared=ids.count(prefix),
+                basis=planning.Basis(before.turn, ids.count(prefix)),
             )
 
             async def planned(*_):
