@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from tokencache.cli import app
 from tokencache.demo import run_demo
 from tokencache.demo.episodes import script
-from tokencache.proxy.planner import Plan, Planner
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.planner import Planner
 from tokencache.testing import SimulatedEngine
 from tokencache.trajectories.formats import native
 

@@ -11,7 +11,7 @@ from tokencache.core.context import unpack_context, whole_context
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.reply import Reply
-from tokencache.proxy.planner import Plan
+from tokencache.proxy.plan import Plan
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore

@@ -13,7 +13,9 @@ In the order of a call:
 `dedup`              deduplicates retries, so that each call is made once
 `call`               one model call as a state machine
 `call_states`        its states, a table for each party: the record, the engine, the client, what it was shown
+`plan`               how a call is sent, and what planning one call needs
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
+`resplice`           plans the prompt of a history that was edited: rendered again, with the exact ids of each reply
 `earlier_thoughts`   sends calls otherwise whose exact prompt has a thought that misleads the engine
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back

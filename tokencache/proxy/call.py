@@ -55,7 +55,8 @@ from tokencache.proxy.delivery import CLIENT_LEFT, Delivery, StreamDelivery, Who
 from tokencache.proxy.dispatch import Dispatch, Services
 from tokencache.proxy.gathered_reply import Gathered
 from tokencache.proxy.generated_replies import budget_reply
-from tokencache.proxy.planner import Plan, keys_wanted
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import ABORTED, DROPPED, Outcome, Recorded
 from tokencache.proxy.reply_source import Body, Continued, End, EndKind, Stream
 from tokencache.proxy.response import Response

@@ -47,7 +47,8 @@ from tokencache.proxy.earlier_thoughts import is_asked_whole
 from tokencache.proxy.engine_sender import REFUSED, EngineSender
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.planner import Plan, media_reason
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.planner import media_reason
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.recorder import Outcome
 from tokencache.proxy.response import Exchange

@@ -32,7 +32,7 @@ from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice, Reply
 from tokencache.proxy.continuation import Continuation
-from tokencache.proxy.planner import Plan
+from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import NOTHING_KNOWN, UNREAD, PieceVersions, VersionReading, joined
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Entry

@@ -5,8 +5,40 @@ served text ends in the decoded ids shows what follows it. The engine's own `/de
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from tokencache.core import ids
+from tokencache.core.added_text import AddedText, stop_string
+from tokencache.core.splice import without_stop_id
+from tokencache.core.turn import Turn
+from tokencache.proxy.plan import PlanningContext
+
+
+async def words_after(context: PlanningContext, added: AddedText) -> str | None:
+    """Return the words that a client added to a reply after the text of its ids.
+
+    `None` if it is not proven where they begin, or if the engine adds the tail itself: after the end of the message, without them.
+
+    Raises:
+        RenderError: the engine cannot decode its ids.
+    """
+    sampled = await sampled_after(context, added.turn)
+    words = added.words_after(sampled) if sampled is not None else None
+    return None if words and context.model.driver.adds_tail else words
+
+
+async def sampled_after(context: PlanningContext, turn: Turn) -> str | None:
+    """Return the text that a recorded reply's ids have after the text that was served; `None` if that is not certain.
+
+    Raises:
+        RenderError: the engine cannot decode its ids.
+    """
+    model = context.model
+    if not model.capability.tokenizes:
+        return None
+    prefix = (await context.prefixes.get(context.session, turn.id)).prefix
+    body = without_stop_id(ids.tail(prefix.ids, turn.prompt_tokens), model.stop_ids)
+    return await text_after(turn.served_text, stop_string(turn.stop_reason), body, partial(model.renderer.read, context.call.model))
 
 
 async def text_after(served: str, stop: str, body: bytes, read: Callable[[bytes], Awaitable[str]]) -> str | None:

@@ -378,7 +378,7 @@ class Oracle:
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn."""
-        near = self.turns[self.numbers[plan.near]] if plan.near is not None else None
+        near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
         if near is None or len(near.entries) >= len(entries):
             return 0
         n = len(near.entries)

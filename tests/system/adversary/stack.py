@@ -39,7 +39,7 @@ from tokencache.engine.template.boundary import stop_candidates
 from tokencache.engine.thinking import budget_of
 from tokencache.engine.upstream import Upstream
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.planner import Plan, Planner, keys_wanted
+from tokencache.proxy.planner import Planner, keys_wanted
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Outcome
 from tokencache.store.memory import MemoryStore
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tokencache.core.session import History
     from tokencache.core.turn import Turn
     from tokencache.dialects.chat.rendering import RenderArgs
+    from tokencache.proxy.plan import Plan
 
 PATHS = {
     "messages": "/v1/messages",

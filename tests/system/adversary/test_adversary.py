@@ -29,9 +29,10 @@ from tokencache.engine.model import Model
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import ShownPart, VisibleReplies
-from tokencache.proxy import client_ids, recorder
+from tokencache.proxy import client_ids, recorder, resplice
 from tokencache.proxy import planner as planning
 from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.plan import Basis, Plan
 from tokencache.proxy.recorder import Outcome, Recorded
 
 FEW, SEED = 250, 11
@@ -157,9 +158,9 @@ def test_it_finds_thinking_that_should_be_kept(monkeypatch):
     async def all_omitted(*_):
         return set(range(99))
 
-    as_served = planning.as_served
+    as_served = resplice.as_served
     monkeypatch.setattr(VisibleReplies, "_omitted", all_omitted)
-    monkeypatch.setattr(planning, "as_served", lambda raw, served: as_served(raw, msgspec.structs.replace(served, reasoning=None)))
+    monkeypatch.setattr(resplice, "as_served", lambda raw, served: as_served(raw, msgspec.structs.replace(served, reasoning=None)))
     assert finds("unfaithful", templates=["Qwen3"], history="follow")
 
 
@@ -297,13 +298,13 @@ class Spliced:
             prefix = ids.pack(before.prompt + before.completion)
             prompt = prefix + ids.pack(self.stack.renderer.encode(after))
             reply_at = LastReply(len(before.call.raw_messages), len(before.prompt), ids.count(prefix))
-            plan = planning.Plan(
+            plan = Plan(
                 match="continue",
                 prompt=prompt,
                 fragment=ids.Fragment(prompt),
                 last_reply=reply_at,
                 parent=before.turn.id,
-                basis=planning.Basis(before.turn, ids.count(prefix)),
+                basis=Basis(before.turn, ids.count(prefix)),
             )
 
             async def planned(*_):

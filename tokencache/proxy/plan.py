@@ -1,0 +1,174 @@
+"""Defines how a call is sent, and what planning one call needs.
+
+`planner` decides; `resplice` plans prompts for histories that were edited.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from tokencache.core import evidence, experts, ids
+from tokencache.core.chain import Conversation
+from tokencache.core.evidence import PlacedReply
+from tokencache.core.media import PlacedMedia
+from tokencache.core.messages import Message
+from tokencache.core.reasons import Reason
+from tokencache.core.turn import Anchor, MatchKind, Turn
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.drivers.base import ExactPrompt, LastReply
+from tokencache.engine.earlier_thoughts import Part
+from tokencache.engine.model import Model
+from tokencache.engine.template.learned import TailRefusedError
+from tokencache.engine.template.shapes import TailRequest
+from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.store.base import Store
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """The recorded turn whose prefix begins like a prompt, so that the beginning is not stored again.
+
+    Attributes:
+        turn: the turn; `None` if there is none.
+        tokens: the number of tokens that its prefix and the prompt have in common; 0 if it is not known yet.
+        messages: the number of the request's messages that are those of the turn's request, whose reply follows them; 0 if it is not known.
+    """
+
+    turn: Turn | None = None
+    tokens: int = 0
+    messages: int = 0
+
+    @property
+    def id(self) -> str | None:
+        """The turn's id."""
+        return self.turn.id if self.turn is not None else None
+
+    @property
+    def media(self) -> tuple[PlacedMedia, ...]:
+        """The images and other media of the turn's prompt, with which this prompt begins."""
+        return self.turn.media if self.turn is not None and self.tokens else ()
+
+    @property
+    def routed(self) -> int:
+        """The number of tokens at the beginning of the prompt whose routed experts are stored with the turn (`core.experts`)."""
+        return min(self.tokens, experts.covered(self.turn)) if self.turn is not None and self.tokens else 0
+
+    @property
+    def served(self) -> Message | None:
+        """The turn's reply, if it follows the common messages."""
+        return self.turn.served if self.turn is not None and self.messages else None
+
+    @property
+    def foreign(self) -> bytes:
+        """A hash of the client's own assistant messages among the common messages (`core.evidence`)."""
+        return self.turn.foreign if self.turn is not None and self.messages else b""
+
+
+NO_BASIS = Basis()
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call is sent.
+
+    Attributes:
+        match: how the history relates to recorded turns. It is recorded with the turn, like `reason`, `parent`, `origin`, `anchors` and
+            `applied_rules`.
+        prompt: the exact packed ids; `None` if the engine renders.
+        fragment: the same ids as a JSON fragment.
+        whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
+        last_reply: the last reply in the prompt.
+        parent: the id of the turn that this one continues.
+        basis: the recorded turn whose prefix begins like the prompt.
+        begun: the recorded reply that the call continues, as the client has it.
+        sampled: positions in the prompt at which the model itself sampled an id of a placeholder.
+        changed: what earlier thoughts in the prompt change for the reply (`engine.earlier_thoughts`).
+        client_places: the places of replies with unrecorded ids that the client sent back and the prompt uses (`client_ids`).
+    """
+
+    match: MatchKind
+    reason: str = ""
+    prompt: bytes | None = None
+    fragment: ids.Fragment | None = None
+    whole: bool = True
+    last_reply: LastReply | None = None
+    parent: str | None = None
+    origin: str | None = None
+    anchors: tuple[Anchor, ...] = ()
+    applied_rules: tuple[str, ...] = ()
+    basis: Basis = NO_BASIS
+    begun: Message | None = None
+    sampled: tuple[int, ...] = ()
+    changed: tuple[Part, ...] = ()
+    client_places: tuple[int, ...] = ()
+
+    @property
+    def exact(self) -> ExactPrompt | None:
+        """The exact prompt for a driver; `None` if the engine renders."""
+        if self.prompt is None or self.fragment is None or self.last_reply is None:
+            return None
+        return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.basis.media, self.sampled)
+
+    def rendered(self, reason: str) -> "Plan":
+        """Return the plan of a call that the engine renders in place of this one, for a `reason`."""
+        return Plan(match="plain", reason=reason, basis=Basis(self.basis.turn))
+
+    @property
+    def sent(self) -> ids.Fragment:
+        """The whole prompt as a JSON fragment, as the engine should report it; empty if it is not known."""
+        return self.fragment if self.fragment is not None and self.whole else ids.Fragment()
+
+
+class PlanningContext(NamedTuple):
+    """One call that is planned, and where the records of its session are.
+
+    Attributes:
+        store: the store.
+        prefixes: the ids of recent turns.
+        session: the session's name.
+        call: the call.
+        conversation: its messages.
+        model: the model of the engine for which it is planned.
+    """
+
+    store: Store
+    prefixes: PrefixCache
+    session: str
+    call: ChatCall
+    conversation: Conversation
+    model: Model
+
+    @property
+    def follows_template(self) -> bool:
+        """Whether the prompt omits the thinking of earlier replies where the template does."""
+        return self.call.history == "follow"
+
+    async def turns(self) -> dict[str, Turn]:
+        """Read all turns of the session, by their ids."""
+        return {turn.id: turn for turn in await self.store.turns(self.session)}
+
+    async def placed_replies(self, turn: Turn) -> tuple[PlacedReply, ...]:
+        """List the replies in a turn's prompt.
+
+        Raises:
+            TailRefusedError: the records do not contain their positions.
+        """
+        if turn.parent is None and not turn.anchors:
+            return ()
+        known = evidence.placed_replies(turn, await self.turns())
+        if known is None:
+            raise TailRefusedError(Reason.UNPLACED_REPLIES)
+        return known
+
+    def sampled(self, prefix: bytes, turn: Turn) -> tuple[int, ...]:
+        """Return the positions in a turn's prefix that have an id of a placeholder, but belong to no image."""
+        if not self.call.media:
+            return ()
+        inside = {place for medium in turn.media for place in range(medium.start, medium.end)}
+        return tuple(place for place in ids.places_of(prefix, self.model.capability.placeholder_ids) if place not in inside)
+
+    def request(self, at: int, prefix: bytes = b"", reply_start: int = 0, words: str = "") -> TailRequest:
+        """Make the request for the tail before the message at `at`."""
+        call = self.call
+        raw, session = call.safe_messages(), self.session
+        return TailRequest(
+            call.model, call.args, self.conversation, raw, at, prefix=prefix, reply_start=reply_start, session=session, words=words
+        )
