@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from tests.support import whole
+from tests.support import forked, whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
 
@@ -47,3 +47,7 @@ def pytest_collection():
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def pytest_sessionfinish():
+    forked.stop()
