@@ -44,9 +44,8 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        gc.enable()
-        gc.collect()
         gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish():

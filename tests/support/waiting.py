@@ -27,7 +27,7 @@ async def until(condition: Callable[[], Any], what: str = "") -> Any:
     found, pauses = None, _pauses()
     try:
         async with asyncio.timeout(PATIENCE) as limit:
-            while not (found := (await answer) if inspect.isawaitable(answer := condition()) else answer):
+            while not (found := (await answer) if inspect.isawaitable(answer := condition()) else answer):  # noqa: ASYNC110
                 await asyncio.sleep(next(pauses))
     except TimeoutError as why:
         if limit.expired():
