@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from tests.support import whole
+from tests.support import forked, whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
 
@@ -44,6 +44,9 @@ def pytest_collection():
     try:
         return (yield)
     finally:
-        gc.enable()
-        gc.collect()
         gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish():
+    forked.stop()

@@ -78,7 +78,7 @@ def as_found(model):
     [
         (SimulatedEngine(episodes=EPISODES), False, "auto"),
         (SimulatedEngine(episodes=EPISODES), True, "auto"),
-        (SimulatedEngine(episodes=EPISODES), True, "nemo-rl"),
+        pytest.param(SimulatedEngine(episodes=EPISODES), True, "nemo-rl", marks=pytest.mark.whole),  # a part of what `auto` asks
         (SimulatedEngine(episodes=EPISODES, version="0.25.1", honours_ids=False), False, "auto"),
         (SimulatedEngine(episodes=EPISODES, honours_ids=False), False, "vllm"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from tests.proxy.probed import probed_once
 from tokencache import metrics
 from tokencache.config import Settings
 from tokencache.core import invariants
@@ -200,11 +201,13 @@ async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, u
     engine = engine or SimulatedEngine(episodes=EPISODES, seed=7)
     store = store or MemoryStore()
     settings.setdefault("hold", 0)  # what fails is to be seen at once
-    async with (
-        engine.serve() as up,
-        aiohttp.ClientSession() as http,
-        serving(Settings(upstream=upstream or up, port=0, **settings), store) as (url, proxy),
-    ):
+    async with contextlib.AsyncExitStack() as opened:
+        up = await opened.enter_async_context(engine.serve())
+        http = await opened.enter_async_context(aiohttp.ClientSession())
+        if upstream is None:
+            opened.enter_context(probed_once(engine, up, settings))
+        running = serving(Settings(upstream=upstream or up, port=0, **settings), store)
+        url, proxy = await opened.enter_async_context(running)
         if upstream is None:
             await proxy.engine.model()  # the probe's own calls are over before a test reads the ground-truth log
         yield Rig(url, up, engine, proxy, store, http)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.support.pairwise import each
 from tokencache.testing import SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -138,8 +139,7 @@ ODD_MEMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("member", ODD_MEMBERS, ids=lambda m: repr(m[:40]))
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "member"), each([False, True], ODD_MEMBERS), ids=lambda value: repr(value)[:40])
 async def test_unreasonable_values_that_json_can_write(rig, member, stream):
     body = b'{"messages": [{"role":"user","content":"EPISODE:demo"}], "stream": %s, %s}' % (b"true" if stream else b"false", member)
     async with rig.http.post(rig.up + CHAT, data=body, headers={"Content-Type": "application/json"}) as answer:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tests.support import pairwise
 from tokencache.errors import HarnessError
 from tokencache.proxy import compressed_body
 from tokencache.proxy.compressed_body import coding_of
@@ -72,8 +73,7 @@ async def test_a_compressed_body_is_read(coding, compress, path):
             await rig.check()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("coding", ["br", "compress", "gzip, zstd", "aws-chunked"])
+@pytest.mark.parametrize(("path", "coding"), pairwise.each([*PATHS], ["br", "compress", "gzip, zstd", "aws-chunked"]))
 async def test_another_coding_is_refused_in_the_dialect_of_the_client(path, coding):
     async with proxied() as rig:
         status, said, headers = await send(rig, path, b"\x0b\x02\x80", coding)

@@ -24,7 +24,7 @@ from tokencache.testing.ground_truth import GroundTruthEntry
 WEIGHTS = "/tokencache/v1/weights"
 MODES = ("abort", "keep", "wait", "none", "announced", "declared")
 TALK = "One, two, three, four, five, six, seven, eight. " * 6
-SEEDS = seeds(4, 12)
+SEEDS = seeds(2, 12)
 
 
 @pytest.fixture(autouse=True)
@@ -177,17 +177,24 @@ async def test_no_span_and_no_prompt_has_another_version_than_its_own(seed):
 
 
 async def test_without_salts_prompts_are_stale_and_no_turn_says_otherwise():
-    stale = 0
     for seed in range(4):
         found = await rollouts(seed, "off")
         assert [problem for turn, entry in found for problem in wrong(turn, entry)] == []
-        stale += sum(len(set(entry.prompt_versions)) > 1 for _, entry in found)
-    assert stale
+        if any(len(set(entry.prompt_versions)) > 1 for _, entry in found):
+            return
+    pytest.fail("no prompt was stale")
+
+
+async def a_certain_turn():
+    for seed in range(4):
+        for turn, entry in await rollouts(seed):
+            if turn.prompt_version not in {"", MIXED}:
+                return turn, entry
+    return pytest.fail("no turn names the version of its prompt")
 
 
 async def test_the_checker_finds_what_is_false():
-    certain = [(turn, entry) for seed in range(4) for turn, entry in await rollouts(seed) if turn.prompt_version not in {"", MIXED}]
-    turn, entry = certain[0]
+    turn, entry = await a_certain_turn()
     assert wrong(turn, entry) == []
     (span, *_), end = turn.versions, turn.completion_tokens
     false = {

@@ -11,6 +11,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, assembled, echo, events, proxied, user
 from tests.proxy.spoiling import SpoilingGateway, changed, unproven
+from tests.support.pairwise import each
 from tokencache.engine.figures import Finding
 from tokencache.proxy import recorder
 from tokencache.testing import Fault, SimulatedEngine
@@ -218,8 +219,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMED)
-@pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}], ids=["", "usage"])
+@pytest.mark.parametrize(("usage", "name"), each([{}, {"stream_options": {"include_usage": True}}], [*STREAMED]), ids=json.dumps)
 async def test_a_stream_with_wrong_figures_is_a_hole(both, name, usage):
     (rig, gateway), (spoil, kind, trained) = both, STREAMED[name]
     gateway.spoil = spoil

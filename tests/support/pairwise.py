@@ -1,6 +1,7 @@
 """Products of parameters, and seeds: every pair of values in each run, every combination in the whole run.
 
-A fault mostly needs one value, or two that meet. The cases that no pair of values needs are marked `whole`.
+A fault mostly needs one value, or two that meet. The cases that no pair of values needs are marked `whole`. `each` is for axes that have
+nothing to do with each other: one value is enough then.
 """
 
 import itertools
@@ -10,16 +11,24 @@ import pytest
 
 def cases(*axes):
     """The product of some axes as parameters, in its usual order; what repeats pairs of values is marked `whole`."""
-    needed = _needed([range(len(axis)) for axis in axes])
-    return [
-        pytest.param(*(axis[at] for axis, at in zip(axes, place, strict=True)), marks=() if place in needed else pytest.mark.whole)
-        for place in itertools.product(*(range(len(axis)) for axis in axes))
-    ]
+    return _marked(axes, _needed([range(len(axis)) for axis in axes]))
+
+
+def each(*axes):
+    """The product of some axes as parameters; what only repeats values is marked `whole`. The axes go round side by side."""
+    return _marked(axes, {tuple(n % len(axis) for axis in axes) for n in range(max(map(len, axes)))})
 
 
 def seeds(usual, whole):
     """The seeds 0 to `whole` of random campaigns of one kind; those from `usual` on are marked `whole`."""
     return [pytest.param(seed, marks=() if seed < usual else pytest.mark.whole) for seed in range(whole)]
+
+
+def _marked(axes, needed):
+    return [
+        pytest.param(*(axis[at] for axis, at in zip(axes, place, strict=True)), marks=() if place in needed else pytest.mark.whole)
+        for place in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
 
 
 def _needed(axes):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.pairwise import cases
+from tests.support.pairwise import cases, each
 
 
 def kept(*axes):
@@ -17,6 +17,14 @@ def test_each_pair_of_values_is_in_every_run(axes):
     for one, other in itertools.combinations(range(len(axes)), 2):
         assert {(case[one], case[other]) for case in chosen} == set(itertools.product(axes[one], axes[other]))
     assert {value for (value, *_) in chosen} == set(axes[0])
+
+
+@pytest.mark.parametrize("axes", [("abc", "xy"), ("ab", "xy"), ("abcd", "wxyz", "12")])
+def test_each_value_is_in_every_run(axes):
+    chosen = [case.values for case in each(*axes) if not case.marks]
+    assert [{*values} for values in zip(*chosen, strict=True)] == [{*axis} for axis in axes]
+    assert len(chosen) == max(map(len, axes))
+    assert [case.values for case in each(*axes)] == list(itertools.product(*axes))
 
 
 def test_the_whole_run_has_the_product_in_its_order():

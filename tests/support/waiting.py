@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PATIENCE = float(os.environ.get("TOKENCACHE_TEST_PATIENCE", "120"))
 """Seconds that a test waits for what must happen. Only a test that fails waits that long."""
-PAUSE = 0.005
+PAUSE, LONGEST_PAUSE = 0.005, 0.05
+"""Seconds between two questions. Each pause is longer than the one before: what takes its time is not kept from its work by questions."""
 
 
 async def until(condition: Callable[[], Any], what: str = "") -> Any:
@@ -22,11 +24,11 @@ async def until(condition: Callable[[], Any], what: str = "") -> Any:
     Raises:
         TimeoutError: it is still false after `PATIENCE` seconds.
     """
-    found = None
+    found, pauses = None, _pauses()
     try:
         async with asyncio.timeout(PATIENCE) as limit:
             while not (found := (await answer) if inspect.isawaitable(answer := condition()) else answer):  # noqa: ASYNC110
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(next(pauses))
     except TimeoutError as why:
         if limit.expired():
             raise _in_vain(condition, what, found) from why
@@ -36,12 +38,16 @@ async def until(condition: Callable[[], Any], what: str = "") -> Any:
 
 def block_until(condition: Callable[[], Any], what: str = "") -> Any:
     """As `until`, for a test that has no event loop."""
-    end = time.monotonic() + PATIENCE
+    end, pauses = time.monotonic() + PATIENCE, _pauses()
     while not (found := condition()):
         if time.monotonic() > end:
             raise _in_vain(condition, what, found)
-        time.sleep(PAUSE)
+        time.sleep(next(pauses))
     return found
+
+
+def _pauses() -> Iterator[float]:
+    return (min(PAUSE * 1.2**count, LONGEST_PAUSE) for count in itertools.count())
 
 
 def _in_vain(condition: Callable[[], Any], what: str, found: Any) -> TimeoutError:

@@ -15,6 +15,7 @@ from tests.support.waiting import PATIENCE
 from tokencache.testing import SimulatedEngine
 
 UI = "/tokencache/ui/"
+SIZE = {"width": 1440, "height": 900}
 CLOSE_SECONDS = 30
 """A Chromium that got too little CPU may never answer that it has closed."""
 
@@ -58,26 +59,43 @@ async def rig():
         yield made
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tabs(browser):
+    """The window of a module's tests: to start another one costs as much as a test. Tabs keep nothing for each other (`look`)."""
+    made = await browser.new_context(viewport=SIZE)
+    yield made
+    await closed(made)
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def look(browser, rig):
-    """Opens a page in a fresh tab; at the end nothing must have gone wrong in it, and nothing been asked of another host."""
+async def look(browser, tabs, rig):
+    """Opens a page in a fresh tab; at the end nothing must have gone wrong in it, and nothing been asked of another host.
+
+    A tab with settings has a window of its own.
+    """
     opened = []
 
     async def open_page(at="", url=None, **settings):
-        context = await browser.new_context(viewport={"width": 1440, "height": 900}, **settings)
-        page = await context.new_page()
+        window = await browser.new_context(viewport=SIZE, **settings) if settings else tabs
+        page = await window.new_page()
         page.set_default_timeout(1000 * PATIENCE)
         seen = Looked(page, [], [])
         page.on("pageerror", lambda error: seen.errors.append(str(error)))
         page.on("console", lambda message: seen.errors.append(message.text) if "Content Security" in message.text else None)
         page.on("request", lambda request: seen.requests.append(request.url))
-        opened.append((context, seen, url or rig.url))
+        opened.append((window if settings else page, seen, url or rig.url))
+        await forget(window, page, url or rig.url)
         await page.goto((url or rig.url) + UI + at)
         return page
 
     yield open_page
-    for context, seen, url in opened:
-        await closed(context)
+    for tab, seen, url in opened:
+        await closed(tab)
         assert not seen.errors
         assert seen.requests
         assert all(asked.startswith(url + "/tokencache/") for asked in seen.requests)
+
+
+async def forget(window, page, url):
+    """Remove what earlier tabs kept for these pages."""
+    await (await window.new_cdp_session(page)).send("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "all"})

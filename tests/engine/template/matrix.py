@@ -225,16 +225,18 @@ def _in_one(message: Message) -> Message:
     return {**message, "content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
-async def matrix(kind: Kind, *, every: bool = False, talks: dict[str, Talk] | None = None) -> Figures:
+async def matrix(kind: Kind, *, every: bool = False, once: bool = False, talks: dict[str, Talk] | None = None) -> Figures:
     """Play all conversations with one kind of template, mixed, one after the other on the same model.
 
     What one session proves is used by the next, so the order counts: a second model meets them the other way round. Each model has two
     system prompts or three, each of them with many conversations, for what is proven is trusted under the same system prompt first of all.
-    Over all kinds, every conversation is played with every system prompt.
+    Over all kinds, every conversation is played with every system prompt. With `once`, one kind has the first model and the next kind the
+    second one.
     """
     figures, mixed, moved = Figures(), list((talks or TALKS).items()), list(ALL_KINDS).index(kind.name)
     random.Random(0).shuffle(mixed)
-    for prompts, ordered in ((("/no_think", "plain"), mixed), (("/think", "none", "detailed thinking off"), mixed[::-1])):
+    models = (("/no_think", "plain"), mixed), (("/think", "none", "detailed thinking off"), mixed[::-1])
+    for prompts, ordered in models[moved % 2 :][:1] if once else models:
         stack = KindStack(kind)
         for n, (name, talk) in enumerate(ordered, moved):
             for chosen in SYSTEMS if every else prompts[n % len(prompts) :][:1]:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tests.engine.template.shapes import TOOLS, Shape, ask, result, says, user
 from tests.engine.template.template_lab import KINDS, Lab, behind_in_text, spelled
+from tests.support.profiles import examples
 from tokencache.core import ids
 from tokencache.engine.template.boundary import OTHER, SENTINEL
 from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
 from tokencache.engine.template.tails import Tails
 
-SOME = settings(max_examples=25, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+SOME = settings(max_examples=examples(25), derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 

@@ -9,10 +9,17 @@ from tests.engine.template.shapes import SHAPES
 from tokencache.engine.template import tails
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["pairs", "every system prompt"])
+@pytest.mark.parametrize(
+    "extent",
+    [
+        pytest.param({"once": True}, id="each shape"),
+        pytest.param({}, id="pairs", marks=pytest.mark.whole),
+        pytest.param({"every": True}, id="every system prompt", marks=pytest.mark.whole),
+    ],
+)
 @pytest.mark.parametrize("name", ALL_KINDS)
-async def test_each_spliced_prompt_equals_the_rendering_outside_of_the_replies(name, every):
-    figures = await matrix(ALL_KINDS[name], every=every)
+async def test_each_spliced_prompt_equals_the_rendering_outside_of_the_replies(name, extent):
+    figures = await matrix(ALL_KINDS[name], **extent)
     assert figures.wrong == []
     odd = {f"{shape}: {reason}": n for (shape, reason), n in figures.refused.items() if reason not in allowed(name, shape)}
     assert odd == {}, "refused, and not in the table"
@@ -35,7 +42,9 @@ def test_the_matrix_has_the_documented_size():
 SWITCHED = {name: TALKS[name] for name in ("call → result", "long", "long work", "/no_think in the middle, undone", "/no_think with calls")}
 
 
-@pytest.mark.parametrize("name", ["Nemotron Super 1.5", "Nemotron Nano v2", "SmolLM3"])
+@pytest.mark.parametrize(
+    "name", ["Nemotron Super 1.5", *(pytest.param(name, marks=pytest.mark.whole) for name in ("Nemotron Nano v2", "SmolLM3"))]
+)
 async def test_without_the_check_of_the_generation_prompt_prompts_are_wrong(name, monkeypatch):
     """Shapes are trusted across contexts, and nothing is compared with the prompt that the last reply was sampled behind."""
     sound = await matrix(ALL_KINDS[name], talks=SWITCHED, every=True)

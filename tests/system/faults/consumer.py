@@ -1,4 +1,4 @@
-"""A consumer of the queue, for a process of its own: `python -m tests.system.faults.consumer URL NAME FILE GROUP_SIZE`.
+"""A consumer of the queue, for a process of its own. Its arguments are: URL NAME FILE GROUP_SIZE.
 
 It writes each step to a file before the next one, so that the file tells how far it came when it was killed.
 """
@@ -39,5 +39,5 @@ def consume(url: str, name: str, path: str, group_size: int) -> None:
                 time.sleep(0.1)  # the proxy or its store is down
 
 
-if __name__ == "__main__":
+def main() -> None:
     consume(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,6 +1,7 @@
 """Engines and proxies as separate processes: killed, frozen, stopped, and started again at the same address.
 
-Tests wait for them by polling, never by a fixed sleep; their output goes to a file that a failed start shows.
+Tests wait for them by polling, never by a fixed sleep; their output goes to a file that a failed start shows. A `Program` is forked from a
+process that has loaded it (`tests.support.forked`), unless a command prefix starts it elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any, Self
 
+import tokencache.cli
+import tokencache.testing.engine
 from tests.ports import free_port
+from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE, block_until
 from tokencache.testing.faults import ROUTE
 
@@ -43,25 +47,29 @@ def ask(url: str, body: Any = None, method: str | None = None) -> tuple[int, Any
 
 
 class Process:
-    """One process; `within` is a command prefix that starts it elsewhere, such as in another network namespace."""
+    """One process, in an interpreter of its own if it is a Python program.
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path, *, within: Sequence[str] = (), **environment: str) -> None:
+    `within` is a command prefix that starts it elsewhere, such as in another network namespace.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, *, within: Sequence[str] = ()) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         self._command = [*within, *command]
-        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENCACHE_")} | environment
-        self._running: subprocess.Popen[bytes] | None = None
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("TOKENCACHE_")}
+        self._running: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def alive(self) -> bool:
         return self._running is not None and self._running.poll() is None
 
     def start(self) -> Self:
-        with self.log.open("ab") as log:
-            self._running = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment
-            )
+        self._running = self._started()
         return self
+
+    def _started(self) -> subprocess.Popen[bytes] | Forked:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment)
 
     def signal(self, which: signal.Signals) -> None:
         assert self._running is not None
@@ -103,7 +111,19 @@ class Process:
             raise TimeoutError(f"{self.name}: {why}: {self.output()[-2000:]}") from None
 
 
-class Engine(Process):
+class Program(Process):
+    """A function that runs a program with the arguments of its command line."""
+
+    def __init__(self, name: str, main: Callable[[], None], arguments: Sequence[str], folder: Path, *, within: Sequence[str] = ()) -> None:
+        code = f"from {main.__module__} import {main.__name__} as main; main()"
+        super().__init__(name, [sys.executable, "-c", code, *arguments], folder, within=within)
+        self._main, self._arguments, self._elsewhere = main, arguments, bool(within)
+
+    def _started(self) -> subprocess.Popen[bytes] | Forked:
+        return super()._started() if self._elsewhere else Forked(self._main, self._arguments, self.log, self._environment)
+
+
+class Engine(Program):
     """A simulated engine whose log outlives it; several may share the file."""
 
     def __init__(
@@ -111,8 +131,8 @@ class Engine(Process):
     ) -> None:
         self.ground_truth = ground_truth
         self.url = f"http://{host}:{port or free_port(host)}"
-        command = [sys.executable, "-m", "tokencache.testing.engine", "--host", host, "--port", self.url.rpartition(":")[2]]
-        super().__init__(name, [*command, "--journal", str(ground_truth), "--control", *options], folder, within=within)
+        own = ["--host", host, "--port", self.url.rpartition(":")[2], "--journal", str(ground_truth), "--control"]
+        super().__init__(name, tokencache.testing.engine.main, [*own, *options], folder, within=within)
 
     def ready(self) -> Self:
         self.wait(lambda: ask(f"{self.url}/v1/models")[0] == _OK, "an answer")
@@ -132,13 +152,13 @@ class Engine(Process):
         ask(self.url + ROUTE, method="DELETE")
 
 
-class Proxy(Process):
+class Proxy(Program):
     """One replica: `tokencache serve`."""
 
     def __init__(self, name: str, folder: Path, *options: str, host: str = "127.0.0.1", port: int = 0, within: Sequence[str] = ()) -> None:
         self.url = f"http://{host}:{port or free_port(host)}"
-        serve = [sys.executable, "-c", "from tokencache.cli import main; main()", "serve", "--host", host]
-        super().__init__(name, [*serve, "--port", self.url.rpartition(":")[2], *options], folder, within=within)
+        own = ["serve", "--host", host, "--port", self.url.rpartition(":")[2]]
+        super().__init__(name, tokencache.cli.main, [*own, *options], folder, within=within)
 
     def ready(self) -> Self:
         self.wait(lambda: ask(f"{self.url}/readyz")[0] == _OK, "its readiness")

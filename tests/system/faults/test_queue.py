@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
 from tests.support.waiting import block_until
+from tests.system.faults import consumer
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
-from tests.system.faults.processes import Process, ask
+from tests.system.faults.processes import Program, ask
 from tokencache.client import AsyncClient, ClientError
 
 API = "/tokencache/v1"
 GROUP = 2
 LOGGED = ("--appendonly", "yes", "--appendfsync", "always")
-REPOSITORY = Path(__file__).parents[3]
 
 
-class Consumer(Process):
+class Consumer(Program):
     """`tests.system.faults.consumer`, and the steps that it noted."""
 
     def __init__(self, name, folder, url):
         self.file = folder / f"{name}.steps"
-        command = [sys.executable, "-m", "tests.system.faults.consumer", url, name, str(self.file), str(GROUP)]
-        super().__init__(name, command, folder, PYTHONPATH=str(REPOSITORY))
+        super().__init__(name, consumer.main, [url, name, str(self.file), str(GROUP)], folder)
 
     def steps(self):
         lines = self.file.read_text().splitlines() if self.file.exists() else []

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.kit import HEADER, proxied, user
+from tests.support.pairwise import each
 from tests.system.fuzz.kit import ASK, DIALECTS, answers, request, send
 from tokencache.proxy.request_body import MOST_OBJECTS, MOST_VALUES, check_values
 
@@ -59,8 +60,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("coding", REFUSED)
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("dialect", "coding"), each([*DIALECTS], [*REFUSED]))
 async def test_compressed_requests_that_cannot_be_read_are_refused_with_a_reason(target, dialect, coding):
     status, reason, body = REFUSED[coding]
     answer = await post(target, dialect, body, f"Content-Encoding: {coding}".encode())

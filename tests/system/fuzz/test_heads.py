@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.proxy.kit import HEADER, proxied, user
+from tests.support.pairwise import each
 from tests.system.fuzz.kit import ASK, DIALECTS, GEMINI, Strict, answers, ask, request, send
 
 CLOSE = b"Connection: close"
@@ -37,10 +38,10 @@ def clean(received):
     return answer
 
 
-@pytest.mark.parametrize("text", PERCENT)
-@pytest.mark.parametrize(
-    "place", ["/s/%s/v1/models", "/s/a/%s", "/s/a/h/%s/v1/models", "/%s", "/tokencache/v1/sessions/%s", "/v1/models?key=tcs-%s"]
-)
+PLACES = ["/s/%s/v1/models", "/s/a/%s", "/s/a/h/%s/v1/models", "/%s", "/tokencache/v1/sessions/%s", "/v1/models?key=tcs-%s"]
+
+
+@pytest.mark.parametrize(("place", "text"), each(PLACES, PERCENT))
 async def test_percent_encoded_lines_in_a_path(target, place, text):
     clean(await send(target.url, get(place.replace("%s", text)), half_close=False))
     await target.unharmed()
@@ -84,8 +85,7 @@ async def test_a_path_through_a_session_reaches_no_route_of_ours():
 ODD_KEYS = [b"tck-\xff\xfe", b"tck-" + b"a" * 10_000, b"tcs-\xff", b"tcs-a\tb", b"tcs-", b"tck-", "tck-ü".encode(), b"tck-a b"]
 
 
-@pytest.mark.parametrize("key", ODD_KEYS)
-@pytest.mark.parametrize("name", [b"Authorization: Bearer ", b"x-api-key: ", b"x-goog-api-key: "])
+@pytest.mark.parametrize(("name", "key"), each([b"Authorization: Bearer ", b"x-api-key: ", b"x-goog-api-key: "], ODD_KEYS))
 async def test_invalid_keys(target, key, name):
     answer = clean(await send(target.url, request(ASK, name + key, CLOSE, session=None), half_close=False))
     assert answer[0] in {400, 401, 404}
@@ -114,8 +114,7 @@ async def test_two_sessions_in_one_request(target, two):
     await target.unharmed("attack")
 
 
-@pytest.mark.parametrize("text", CRLF, ids=repr)
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("dialect", "text"), each([*DIALECTS], CRLF))
 async def test_line_breaks_in_names_within_a_body(target, dialect, text):
     """Model names and handles appear in bodies and in the engine's request, never in a head."""
     path = DIALECTS[dialect]

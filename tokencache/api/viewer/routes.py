@@ -5,6 +5,7 @@ response is bounded, so that viewing delays calls by a few milliseconds at most.
 """
 
 import asyncio
+import functools
 import re
 from importlib.resources import files
 from pathlib import PurePath
@@ -71,13 +72,20 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
     register(app, auth, handlers)
     app.router.add_get(UI.rstrip("/"), _redirect)
     app.router.add_get(UI + "meanings.js", _file(meanings_script(), _CONTENT_TYPES[".js"]))
-    for path in sorted(files(__package__).joinpath("static").iterdir(), key=lambda path: path.name):
-        handler = _file(path.read_bytes(), _CONTENT_TYPES[PurePath(path.name).suffix])
-        app.router.add_get(UI + path.name, handler)
-        if path.name == "index.html":
+    for name, body in _static_files():
+        handler = _file(body, _CONTENT_TYPES[PurePath(name).suffix])
+        app.router.add_get(UI + name, handler)
+        if name == "index.html":
             app.router.add_get(UI, handler)
 
 
+@functools.cache
+def _static_files() -> list[tuple[str, bytes]]:
+    """Read the files of the page: names and contents."""
+    return sorted((path.name, path.read_bytes()) for path in files(__package__).joinpath("static").iterdir())
+
+
+@functools.cache
 def meanings_script() -> bytes:
     """Write the tables of reasons and incident kinds, and the names of the export formats, as a JavaScript module for the page."""
     reasons = {str(reason): _without_markdown(reason.meaning) for reason in Reason}
