@@ -16,7 +16,7 @@ TRL_VENV ?= .venv-trl
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
-USUAL := claude-code codex hermes opencode openai-agents langgraph crewai
+USUAL := claude-code codex hermes opencode openclaw openai-agents langgraph crewai
 # One more than two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
 JOBS ?= 3
 # Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
@@ -104,7 +104,7 @@ fast-tests: $(STAMP)
 usual-tests: $(STAMP)
 	$(PYTEST) --figures $(if $(COVERAGE),--cov=tokencache)
 
-e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
+e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenClaw and more; 15 minutes, 8 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) \
 		--numprocesses $(E2E_JOBS) --dist loadscope --no-loadscope-reorder --figures --whole "$(WHOLE)" tests/system/e2e
 	$(NEMO_GYM_TESTS)

@@ -120,6 +120,7 @@ async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_
     table.ROWS[name] = row
     figures.append(row.figures(name))
     assert_as_the_engine_says(through, calls, expected.sequences, program.adapter)
+    assert lineages.rendered(calls) == expected.rendered
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
