@@ -123,7 +123,7 @@ integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, ver
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
-	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) --whole tests/system/e2e/harnesses tests/system/e2e/harnesses
+	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e/harnesses
 
 e2e-versions: $(STAMP) ## test older vLLMs with and without the plugin, VLLM_VERSIONS="0.24 0.25"; writes the table in docs/engines.md
 	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/system/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done
