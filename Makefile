@@ -16,7 +16,7 @@ TRL_VENV ?= .venv-trl
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
-USUAL := claude-code codex hermes opencode openai-agents langgraph crewai
+USUAL := claude-code codex hermes opencode openclaw openai-agents langgraph crewai
 # One more than two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
 JOBS ?= 3
 # Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
@@ -104,7 +104,7 @@ fast-tests: $(STAMP)
 usual-tests: $(STAMP)
 	$(PYTEST) --figures $(if $(COVERAGE),--cov=tokencache)
 
-e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenCode and more; 15 minutes, 7 GB the first time
+e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenClaw and more; 15 minutes, 8 GB the first time
 	$(E2E) TOKENCACHE_E2E_HARNESSES="$(USUAL) mini-swe-agent" $(PYTEST_E2E) \
 		--numprocesses $(E2E_JOBS) --dist loadscope --no-loadscope-reorder --figures --whole "$(WHOLE)" tests/system/e2e
 	$(NEMO_GYM_TESTS)
@@ -123,7 +123,7 @@ integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, ver
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
-	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) --whole tests/system/e2e/harnesses tests/system/e2e/harnesses
+	$(E2E) TOKENCACHE_E2E_WRITE_TABLE=1 $(PYTEST_E2E) tests/system/e2e/harnesses
 
 e2e-versions: $(STAMP) ## test older vLLMs with and without the plugin, VLLM_VERSIONS="0.24 0.25"; writes the table in docs/engines.md
 	for v in $(VLLM_VERSIONS); do PYTHON=$(PYTHON) tests/system/e2e_versions/install.sh .venv-vllm-$$v "$$v.*" || exit 1; done

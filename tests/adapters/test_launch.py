@@ -55,6 +55,7 @@ ENV = {
     },
     "openai": openai("openai"),
     "openai-agents": openai("openai-agents"),
+    "openclaw": {"OPENCLAW_STATE_DIR": "{dir}", "OPENCLAW_CONFIG_PATH": "{dir}/openclaw.json", "OPENCLAW_NO_AUTO_UPDATE": "1"},
     "opencode": {"XDG_CONFIG_HOME": "{dir}/config", "XDG_DATA_HOME": "{dir}/data", "TOKENCACHE_API_KEY": KEY},
     "openhands": {"LLM_MODEL": f"hosted_vllm/{MODEL}", "LLM_BASE_URL": base("openhands") + "/v1", "LLM_API_KEY": KEY},
     "pi": {"PI_CODING_AGENT_DIR": "{dir}"},
@@ -71,6 +72,7 @@ PROGRAMS = {
     "hermes": ("hermes",),
     "kimi-code": ("kimi",),
     "mini-swe-agent": ("mini",),
+    "openclaw": ("openclaw",),
     "opencode": ("opencode",),
     "pi": ("pi", "--provider", "tokencache", "--model", MODEL),
     "qwen-code": ("qwen",),
@@ -81,6 +83,7 @@ FILES = {
     "gemini-cli": {".gemini/settings.json"},
     "hermes": {"config.yaml"},
     "kimi-code": {"config.toml"},
+    "openclaw": {"openclaw.json"},
     "opencode": {"config/opencode/opencode.json"},
     "pi": {"models.json"},
     "qwen-code": {"settings.json"},
@@ -132,6 +135,10 @@ def test_files_hold_what_the_harnesses_read(tmp_path):
     pi = read("pi", tmp_path)["providers"]["tokencache"]
     assert (pi["baseUrl"], pi["apiKey"], pi["models"][0]["id"]) == (base("pi") + "/v1", KEY, MODEL)
     assert pi["models"][0]["contextWindow"] == 131072
+    openclaw = read("openclaw", tmp_path)
+    assert (openclaw["update"], openclaw["agents"]["defaults"]["model"]["primary"]) == ({"checkOnStart": False}, f"tokencache/{MODEL}")
+    provider = openclaw["models"]["providers"]["tokencache"]
+    assert (provider["baseUrl"], provider["apiKey"], provider["models"][0]["id"]) == (base("openclaw") + "/v1", KEY, MODEL)
     assert read("qwen-code", tmp_path)["security"] == {"auth": {"selectedType": "openai"}}
     assert read("gemini-cli", tmp_path)["privacy"] == {"usageStatisticsEnabled": False}
 

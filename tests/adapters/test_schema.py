@@ -22,6 +22,7 @@ def test_there_is_one_for_every_harness():
     assert set(SHIPPED) == {
         *("claude-code", "codex", "hermes", "opencode", "qwen-code", "gemini-cli", "pi", "kimi-code", "mini-swe-agent"),
         *("openhands", "terminus-2", "openai-agents", "langgraph", "pydantic-ai", "smolagents", "openai", "anthropic", "crewai"),
+        "openclaw",
     }
     assert {path.name for path in shipped().iterdir()} == {"README.md", *(f"{name}.toml" for name in SHIPPED)}
 
@@ -63,6 +64,7 @@ def test_what_is_vouched_for_is_no_more_than_was_seen():
         ("kimi-code-cli/2.1.0", "kimi-code"),
         ("Agents/Python 0.24.0", "openai-agents"),
         ("pydantic-ai/2.68.0", "pydantic-ai"),
+        ("OpenAI/JS 7.15.0", None),  # OpenClaw
         ("OpenAI/Python 2.24.0", None),  # Hermes, LangChain, smolagents, CrewAI and everybody else
         ("litellm/1.106.2", None),  # mini-swe-agent, OpenHands, Terminus-2
         ("curl/8.5.0", None),

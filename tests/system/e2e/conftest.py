@@ -213,7 +213,7 @@ ENGINES = {
     "base model": r"/test_base_model\.py",
     "budgets with a phrase": r"/test_forced\.py::.*a phrase",
     "budgets with its own end": r"/test_(forced|earlier_thoughts)\.py",
-    "Qwen3": r"\[qwen3\]|-qwen3\]|\[qwen3-",
+    "Qwen3": r"^(?!.*/test_parsers\.py).*(\[qwen3\]|-qwen3\]|\[qwen3-)",  # there it is a parser's name
 }
 """Engine → the tests that use it and not the usual one. A mistake here costs a start."""
 

@@ -12,6 +12,7 @@ from rig.breaking_relay import BreakingRelay
 from rig.exported import generations, trajectory, turns
 from rig.vision import png
 
+from tests.support.pairwise import cases
 from tokencache.core import ids
 from tokencache.store.memory import MemoryStore
 
@@ -21,8 +22,12 @@ TURNS = 5
 PICTURES = [png(64, 64, 1), png(128, 96, 2), png(64, 64, 1), png(64, 160, 3), png(96, 64, 4)]
 """The third is the first again."""
 
+ROUTES = ("plugin", "generate")
+DIALECTS = ("chat", "messages", "responses", "gemini")
+MANNERS = ("whole", "stream", "forgetful")
 
-@pytest.fixture(params=["plugin", "generate"])
+
+@pytest.fixture(params=ROUTES)
 def route(request):
     """How exact prompts with images are supplied."""
     return request.param
@@ -81,8 +86,7 @@ def route_of(proxied):
     return capability.images or capability.images_why
 
 
-@pytest.mark.parametrize("manner", ["whole", "stream", "forgetful"])
-@pytest.mark.parametrize("dialect", ["chat", "messages", "responses", "gemini"])
+@pytest.mark.parametrize(("route", "dialect", "manner"), cases(ROUTES, DIALECTS, MANNERS), indirect=["route"])
 async def test_every_turn_is_exact(server, proxied, agent, dialect, manner):
     """Images in questions and in tool results, several in one message, one of them twice."""
     log = GroundTruth(proxied, server)

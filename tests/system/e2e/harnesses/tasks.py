@@ -144,6 +144,7 @@ KITS = {
     "gemini-cli": tools("run_shell_command", "command", extra='"description" : "List \\u2014"', write="write_file", path="file_path"),
     "pi": tools("bash", "command", extra='"timeout" : 60.0', write="write"),
     "kimi-code": tools("Bash", "command", extra='"timeout" : 60', write="Write"),
+    "openclaw": tools("exec", "command", extra='"timeout" : 60.0', write="write"),
     "mini-swe-agent": tools("bash", "command", extra=""),
     "openhands": tools("terminal", "command", extra='"is_input" : "false"', habits=OPENHANDS_HABITS),
     "openai-agents": tools("shell", "command", write="write_file"),
