@@ -219,7 +219,8 @@ class Session:
         self._show(called, said)
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
         owing = not self.leniency.off
-        number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle)
+        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else None
+        number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
             self.restart(thread)
             return
@@ -252,14 +253,22 @@ class Session:
 
     def understand(self, thread: Thread, entry: Entry) -> Entry:
         """Keep a reply as this harness understands it."""
-        message = entry.message
-        for change in UNDERSTOOD.get(self.does, ()):
-            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+        message = self.understood(thread, entry.message)
         if says(message, entry.message):
             return entry
         self.tally.counts["understood otherwise"] += 1
-        vouched = self.is_named or self.does in BY_THEMSELVES
-        return replace(entry, message=message, kept=message if vouched else None, owed=False)
+        return replace(entry, message=message, kept=message if self.is_vouched else None, owed=False)
+
+    def understood(self, thread: Thread, message: Message) -> Message:
+        """What this harness makes of a reply."""
+        for change in UNDERSTOOD.get(self.does, ()):
+            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+        return message
+
+    @property
+    def is_vouched(self) -> bool:
+        """Whether a rule of the proxy covers what this harness does to replies."""
+        return self.is_named or self.does in BY_THEMSELVES
 
     def write_back(self, thread: Thread, entry: Entry) -> Entry:
         """Write the stop string at the end of a reply, or a result behind it."""
@@ -274,9 +283,7 @@ class Session:
         parts = (*(begun.parts or (begun.turn,)), more.turn)
         own = self.oracle.truth(begun) is not None
         self.tally.counts["joined"] += 1
-        return replace(
-            more, message=message, parts=parts if own else (), kept=message if own else None, turn=more.turn if own else None, owed=False
-        )
+        return replace(more, message=message, parts=parts if own else (), kept=message, begun=begun.begun or not own, owed=False)
 
     def carrying(self, entries: list[Entry]) -> list[Entry]:
         """The entries as they are sent: with the token ids of each reply, even if its words were changed."""
