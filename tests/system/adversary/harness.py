@@ -202,7 +202,7 @@ class Session:
 
     async def ask(self, thread: Thread) -> None:
         """Call the model with a thread's history, and add the reply to it."""
-        continued = thread.entries[-1] if thread.entries[-1].continues else None
+        continued = thread.entries[-1] if self.may_continue(thread.entries[-1]) else None
         if continued is None:
             self.ready(thread)
         entries = thread.entries[:] = dialects.presentable(self.dialect, thread.entries)
@@ -228,7 +228,7 @@ class Session:
         heard = called.generation.message
         self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
         entry = Entry(served, number, handle=handle)
-        if self.dialect == "chat" and called.generation.cut and text_of(served) and not call_ids(served) and not thread.stop:
+        if called.generation.cut and not thread.stop and self.may_continue(replace(entry, continues=True)):
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:
             thread.entries[-1] = self.join(continued, entry)
@@ -239,6 +239,12 @@ class Session:
         if thread.stop and called.generation.completion and text_of(heard) and not call_ids(heard):
             entry = self.write_back(thread, replace(entry, stop=called.generation.stop))
         thread.entries.append(entry)
+
+    def may_continue(self, entry: Entry) -> bool:
+        """Whether the next reply continues this one: in chat by a member of the request, in Messages wherever it is the last entry."""
+        text = text_of(entry.message)
+        known = {"chat": text, "messages": text.strip()}.get(self.dialect)
+        return entry.continues and bool(known) and not call_ids(entry.message)
 
     def limits(self, thread: Thread, *, continues: bool) -> dict[str, Any]:
         """The members of a request that end a reply."""
@@ -283,7 +289,8 @@ class Session:
         parts = (*(begun.parts or (begun.turn,)), more.turn)
         own = self.oracle.truth(begun) is not None
         self.tally.counts["joined"] += 1
-        return replace(more, message=message, parts=parts if own else (), kept=message, begun=begun.begun or not own, owed=False)
+        parts = parts if own else ()
+        return replace(more, message=message, parts=parts, kept=message, begun=begun.begun or not own, handle=begun.handle, owed=False)
 
     def carrying(self, entries: list[Entry]) -> list[Entry]:
         """The entries as they are sent: with the token ids of each reply, even if its words were changed."""
