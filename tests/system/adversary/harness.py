@@ -219,7 +219,8 @@ class Session:
         self._show(called, said)
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
         owing = not self.leniency.off
-        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else None
+        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else served
+        kept = None if not served or says(kept, served) else kept
         number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
             self.restart(thread)

@@ -148,7 +148,11 @@ class SampledTurn:
     @functools.cached_property
     def forms(self) -> dict[tuple[Any, ...], set[str]]:
         """The words with which it may come back, and its reasoning then: thinking that was cut off in the text may become reasoning."""
-        return {meaning(form): thoughts(form) for form in (self.reply, cut_thought(self.reply), self.kept) if form is not None}
+        found: dict[tuple[Any, ...], set[str]] = {}
+        for form in (self.reply, cut_thought(self.reply), self.kept):
+            if form is not None:
+                found[meaning(form)] = found.get(meaning(form), set()) | thoughts(form)
+        return found
 
     def is_said_by(self, entry: Entry) -> bool:
         """Whether an entry has the words of this turn, and no other reasoning."""
