@@ -33,7 +33,7 @@ from tests.system.adversary.words import call_ids, meaning, safe, text_of, under
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tests.system.adversary.engine import Generation
     from tests.system.adversary.stack import Called, Stack
@@ -460,8 +460,8 @@ class Oracle:
 
     def _faithful(self, called: Called, spans: Sequence[Span], entries: Sequence[Entry]) -> str:
         """Compare the prompt outside of the spans with the template's rendering; return the prompt's text."""
-        spans, first = self._joined(spans), {span.place: self.turns[span.turn].opening for span in reversed(spans)}
-        openings = [first[span.place] for span in spans]
+        spans, first = self._joined(spans), {span.place: self.turns[span.turn] for span in reversed(spans)}
+        openings = [first[span.place].opening for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
         added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
         decode = self.stack.renderer.words.decode
@@ -473,7 +473,7 @@ class Oracle:
             kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
             self._find(kind, f"no rendering of the request shows the replies: {why}")
             return decode(called.prompt)
-        at, shown = 0, self._shown_before(called, spans)
+        at, shown = 0, self._shown_before(called, spans, first)
         for n, wants in enumerate(wanted):
             if n < shown:
                 at = spans[n].end
@@ -498,12 +498,11 @@ class Oracle:
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
 
-    def _shown_before(self, called: Called, spans: Sequence[Span]) -> int:
+    @staticmethod
+    def _shown_before(called: Called, spans: Sequence[Span], first: Mapping[int, SampledTurn]) -> int:
         """How many spans end with a reply that continues a text without known tokens: its whole prompt was judged when it was sent."""
         begun = [
-            n
-            for n, span in enumerate(spans)
-            if self.turns[span.turn].continues and called.prompt[: span.start] == self.turns[span.turn].prompt
+            n for n, span in enumerate(spans) if first[span.place].continues and called.prompt[: span.start] == first[span.place].prompt
         ]
         return begun[-1] + 1 if begun else 0
 
