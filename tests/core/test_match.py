@@ -610,6 +610,17 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply"), "also in its position: the harness may have dropped the reasoning"
 
 
+def test_a_rewritten_reply_may_be_another_turns_with_the_text_dropped():
+    """CrewAI lowers names, and drops the text beside calls. Ids that count do not show which of them it did."""
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered", "text-dropped"}), tools=frozenset({"bash"})))
+    call = ToolCall("functions.bash:0", "bash", "{}")
+    one = index.add(_turn("a", Message("assistant", None, None, (msgspec.structs.replace(call, name="Bash"),))), U1)
+    history = (S1, U1, Message("assistant", None, None, (call,)), U2)
+    assert index.match(*history).anchors == ((2, Hit(one)),)
+    index.add(_turn("b", Message("assistant", "Yes.", None, (call,))), U3)
+    assert index.match(*history)[:2] == ("plain", "ambiguous-reply")
+
+
 def _ids(turn):
     return ReturnedIdHashes(turn.prefix_hash, turn.completion_hash)
 

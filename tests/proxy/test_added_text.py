@@ -168,6 +168,22 @@ async def test_words_after_one_of_two_replies_in_the_same_position_are_refused()
         assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
 
 
+async def test_words_that_do_not_follow_a_named_reply_are_not_those_after_another_one():
+    """The client names the first reply by its ids, and these have a newline where its words begin otherwise. The second has none."""
+    texts = [f"{SEARCH.partition(STOP)[0]}{STOP}{rest}" for rest in ("\nthen I guess", " then I guess")]
+    async with proxied(engine(*texts, seed=1)) as rig:
+        for text in texts:
+            rig.engine.replies.script = lambda _, text=text: [text]
+            message = await rig.say("s", [user("EPISODE:e")], stop=[STOP])
+        named, other = rig.ground_truth()
+        ends = [rig.engine.tokenizer.decode(one.completion_ids).rpartition(STOP)[2] for one in (named, other)]
+        assert ends == ["\n", ""]
+        returned = {"prompt_token_ids": named.prompt_ids, "generation_token_ids": named.completion_ids}
+        await rig.say("s", [user("EPISODE:e"), said(message, f"{STOP} a.txt") | returned], stop=[STOP])
+        turn = (await rig.turns())[2]
+        assert (turn["match"], turn["reason"]) == ("plain", "added-text-unproven")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_stop_string_after_a_reply_that_may_have_ended_by_itself_is_refused(first):
     """One reply in this position ended at the stop string, another said the same and no more: a harness may add it to either."""

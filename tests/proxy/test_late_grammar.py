@@ -3,6 +3,8 @@
 import pytest
 
 from tests.proxy.kit import EPISODES, TOOLS, assembled, echo, proxied, user
+from tokencache.engine.drivers import bound_replies
+from tokencache.errors import EngineError
 from tokencache.testing import SimulatedEngine
 
 CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
@@ -63,6 +65,21 @@ async def test_other_calls_go_to_chat(kind, derenders):
         (turn,) = await rig.turns()
         assert turn["marks"] == []
         assert not rig.engine.generated
+
+
+async def test_an_engine_without_the_routes_is_not_asked_for_them(monkeypatch):
+    asked = []
+
+    async def refused(_, fields, __=None):
+        asked.append(fields)
+        raise EngineError("no such route", status=404)
+
+    monkeypatch.setattr(bound_replies, "render_request", refused)
+    async with proxied(made(derenders=False)) as rig:
+        for more in (FREE["tools"], {"include_reasoning": False, **CHOICE}):
+            await rig.say("s", [user("EPISODE:demo")], **more)
+        assert not asked
+        assert [turn["marks"] for turn in await rig.turns()] == [[], ["late-grammar"]]
 
 
 async def test_a_schema_that_the_engine_refuses_is_refused():

@@ -167,6 +167,28 @@ async def test_requests_that_the_plugin_would_refuse_are_as_without_it(more):
         assert transfer(rig.engine) is None
 
 
+@pytest.mark.parametrize("derenders", [False, True], ids=["stock", "scale-out"])
+async def test_a_call_that_hides_its_reasoning_and_offers_tools_is_named_where_no_grammar_binds_it(derenders):
+    async with proxied(remembering(derenders=derenders)) as rig:
+        messages = [user("EPISODE:demo go")]
+        for _ in range(3):
+            await grow(rig, messages, include_reasoning=False)
+        assert all("hash" in transfer(rig.engine, n) for n in (-2, -1))
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue"]
+        await recorded_is_true(rig)
+
+
+async def test_a_bound_call_gets_all_its_ids_by_the_route_that_binds_it():
+    async with proxied(remembering(derenders=True)) as rig:
+        messages = [user("EPISODE:demo go")]
+        for more in ({}, {"tool_choice": "required"}, {}):
+            await grow(rig, messages, include_reasoning=False, **more)
+        (sent,) = rig.engine.generated
+        assert sent["token_ids"] == rig.engine.ground_truth[-2].prompt_ids
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue"]
+        assert (await recorded_is_true(rig))["incidents"] == []
+
+
 async def test_what_is_saved_is_counted():
     def counted(name, **labels):
         return metrics.REGISTRY.get_sample_value(name, labels) or 0

@@ -395,13 +395,16 @@ class _Finder(NamedTuple):
         return missing and i > 0 and self.conversation.messages[i - 1].role == "assistant"
 
     def _may_be_barred(self, i: int, judged: Sequence[_Found], known: Sequence[_Found]) -> bool:
-        """Whether another turn would also match if a rule that it needs applied in this session; then the match is uncertain."""
+        """Whether another turn would also match if a rule that it needs applied here; then the match is uncertain.
+
+        A turn that was sampled after another message counts only if no known turn has this very text: each needs a rule, then.
+        """
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
         if not barred:  # as in nearly every call: nothing has to be hashed
             return False
-        here = self._message_before(i)
+        here, rewritten = self._message_before(i), all(found.verdict.kind == "rewritten" for found in known)
         tokens = {found.hit.turn.completion_hash for found in known}
-        return any(_message_before(turn) == here and turn.completion_hash not in tokens for turn in barred)
+        return any((rewritten or _message_before(turn) == here) and turn.completion_hash not in tokens for turn in barred)
 
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
         """Keep the turns with the strongest evidence in addition to their text; empty if there is none."""

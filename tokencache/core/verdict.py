@@ -127,8 +127,9 @@ def _explain_text(served: Message, echoed: Message) -> Iterator[_Form]:
 def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoed: Message, leniency: Leniency) -> Verdict | None:
     """Compare the calls as a harness may have `understood` them, and the reasoning; `None` if no rule explains a call."""
     rules = {*form.rules, *understood}
-    if len(calls) != len(echoed.calls) or (any(RULES[rule].verbatim_calls for rule in rules) and not _verbatim(calls, echoed.calls)):
+    if len(calls) != len(echoed.calls):
         return None
+    unproven = any(RULES[rule].verbatim_calls for rule in rules) and not _verbatim(calls, echoed.calls)
     ids_kept = True
     for ours, theirs in zip(calls, echoed.calls, strict=True):
         if ours.arguments != theirs.arguments or ours.name != theirs.name:
@@ -147,7 +148,8 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
     rules |= reasoning
     rewritten = any(RULES[rule].verdict == "rewritten" for rule in rules)
-    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten)  # if a value changed, the ids must be unchanged
+    # if a value changed, the ids must be unchanged
+    supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten) and not unproven
     kind: Kind = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
 

@@ -25,6 +25,7 @@ Raw = msgspec.Raw
 
 GENERATE = "/inference/v1/generate"
 _OK = 200
+_NO_ROUTE = (404, 405)
 _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
 """Members of a rendered request that are not sent to `generate`: the images are sent as parts, and the reply is not streamed."""
@@ -75,6 +76,16 @@ class RenderedRequest(NamedTuple):
         own = int(self.sampling.get("max_tokens") or 0)
         room = max_model_len - prompt if max_model_len else own
         return min(own or room, room)
+
+
+async def has_routes(engine: EngineClient, model: str, question: bytes) -> bool:
+    """Whether an engine may have these routes; `question` is a user message, raw. Only a missing route (404, 405) shows that it has not.
+
+    Raises:
+        EngineError: the engine cannot be reached.
+    """
+    answer = await engine.query(RENDER, _ENCODER.encode({"model": model, "messages": [Raw(question)], "mm_payload": _NONE}))
+    return answer.status not in _NO_ROUTE
 
 
 async def render_request(engine: EngineClient, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> RenderedRequest:

@@ -23,7 +23,6 @@ import xxhash
 from cachetools import LRUCache
 
 from tokencache.core import ids
-from tokencache.dialects.chat.grammar import may_start_at_once
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES
 from tokencache.engine.reply import Reply
@@ -157,8 +156,6 @@ def can_be_named(call: ChatCall) -> bool:
     """Whether the plugin accepts the prompt of a call, and the call's reply does not depend on its last message."""
     if call.media or bytes(call.fields.get("add_generation_prompt", b"true")) != b"true":
         return False
-    if may_start_at_once(call):
-        return False  # it may go to another route (`drivers.bound_replies`)
     return all(bytes(call.fields.get(name, b"null")) in {b"null", b"false"} for name in _UNUSABLE)
 
 

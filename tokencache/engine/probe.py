@@ -24,6 +24,7 @@ from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.figures import ABOVE_ALL_IDS
+from tokencache.engine.generate import has_routes
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
@@ -97,6 +98,7 @@ class Capability(msgspec.Struct, frozen=True):
             empty if there is one, or if the template writes several special tokens after a text.
         local_tokenizer: whether the local tokenizer makes small renderings.
         derenders: whether messages can be made of token ids, piece by piece (`derender`), so that broken replies can be continued.
+        generates: whether it may have the routes of `engine.generate`, as far as its driver uses them.
         logprobs: the kind of its log probabilities; `""` if the values are not log probabilities or could not be identified.
             `logprobs_seen` explains the finding (`logprob_kind`).
         earlier_thoughts: what a thought in an earlier reply changes for the next one, without template arguments
@@ -124,6 +126,7 @@ class Capability(msgspec.Struct, frozen=True):
     silent_ends: tuple[int, ...] = ()
     local_tokenizer: bool = False
     derenders: bool = False
+    generates: bool = False
     logprobs: LogprobKind = ""
     logprobs_seen: str = "not asked"
     earlier_thoughts: EarlierThoughts = NO_EFFECT
@@ -227,6 +230,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
         counts=supply.counts,
         vocabulary=await _vocabulary(ask, model or supply.model),
+        generates=driver.generates and await has_routes(requests, model or supply.model, ASK),
         logprobs=kind,
         logprobs_seen=kind_seen,
     )

@@ -66,7 +66,8 @@ class EngineSender:
         target = Target(engine.upstream, self._exchange.path, self._exchange.headers)
         if model is None:
             return target
-        target = target._replace(max_model_len=model.capability.max_model_len, images=model.capability.image_support)
+        known = model.capability
+        target = target._replace(max_model_len=known.max_model_len, images=known.image_support, generates=known.generates)
         if not outcome.call.media or media_reason(outcome.call, model):
             return target
         salt = outcome.weights.salt.text or bytes(outcome.call.fields.get(SALT, b"")).decode(errors="backslashreplace")
@@ -114,6 +115,8 @@ class EngineSender:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
         outcome = self._outcome
         answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
+        if not self.request.named:
+            return answer
         if exact is not None and is_miss(answer.headers):
             answer.close()
             self._prefixes.noted(engine.upstream.url, hit=False)

@@ -202,7 +202,7 @@ class Session:
 
     async def ask(self, thread: Thread) -> None:
         """Call the model with a thread's history, and add the reply to it."""
-        continued = thread.entries[-1] if thread.entries[-1].continues else None
+        continued = thread.entries[-1] if self.may_continue(thread.entries[-1]) else None
         if continued is None:
             self.ready(thread)
         entries = thread.entries[:] = dialects.presentable(self.dialect, thread.entries)
@@ -219,7 +219,9 @@ class Session:
         self._show(called, said)
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
         owing = not self.leniency.off
-        number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle)
+        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else served
+        kept = None if not served or says(kept, served) else kept
+        number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
             self.restart(thread)
             return
@@ -227,7 +229,7 @@ class Session:
         heard = called.generation.message
         self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
         entry = Entry(served, number, handle=handle)
-        if self.dialect == "chat" and called.generation.cut and text_of(served) and not call_ids(served) and not thread.stop:
+        if called.generation.cut and not thread.stop and self.may_continue(replace(entry, continues=True)):
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:
             thread.entries[-1] = self.join(continued, entry)
@@ -238,6 +240,12 @@ class Session:
         if thread.stop and called.generation.completion and text_of(heard) and not call_ids(heard):
             entry = self.write_back(thread, replace(entry, stop=called.generation.stop))
         thread.entries.append(entry)
+
+    def may_continue(self, entry: Entry) -> bool:
+        """Whether the next reply continues this one: in chat by a member of the request, in Messages wherever it is the last entry."""
+        text = text_of(entry.message)
+        known = {"chat": text, "messages": text.strip()}.get(self.dialect)
+        return entry.continues and bool(known) and not call_ids(entry.message)
 
     def limits(self, thread: Thread, *, continues: bool) -> dict[str, Any]:
         """The members of a request that end a reply."""
@@ -252,14 +260,22 @@ class Session:
 
     def understand(self, thread: Thread, entry: Entry) -> Entry:
         """Keep a reply as this harness understands it."""
-        message = entry.message
-        for change in UNDERSTOOD.get(self.does, ()):
-            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+        message = self.understood(thread, entry.message)
         if says(message, entry.message):
             return entry
         self.tally.counts["understood otherwise"] += 1
-        vouched = self.is_named or self.does in BY_THEMSELVES
-        return replace(entry, message=message, kept=message if vouched else None, owed=False)
+        return replace(entry, message=message, kept=message if self.is_vouched else None, owed=False)
+
+    def understood(self, thread: Thread, message: Message) -> Message:
+        """What this harness makes of a reply."""
+        for change in UNDERSTOOD.get(self.does, ()):
+            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+        return message
+
+    @property
+    def is_vouched(self) -> bool:
+        """Whether a rule of the proxy covers what this harness does to replies."""
+        return self.is_named or self.does in BY_THEMSELVES
 
     def write_back(self, thread: Thread, entry: Entry) -> Entry:
         """Write the stop string at the end of a reply, or a result behind it."""
@@ -274,9 +290,8 @@ class Session:
         parts = (*(begun.parts or (begun.turn,)), more.turn)
         own = self.oracle.truth(begun) is not None
         self.tally.counts["joined"] += 1
-        return replace(
-            more, message=message, parts=parts if own else (), kept=message if own else None, turn=more.turn if own else None, owed=False
-        )
+        parts = parts if own else ()
+        return replace(more, message=message, parts=parts, kept=message, begun=begun.begun or not own, handle=begun.handle, owed=False)
 
     def carrying(self, entries: list[Entry]) -> list[Entry]:
         """The entries as they are sent: with the token ids of each reply, even if its words were changed."""

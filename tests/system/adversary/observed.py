@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, arguments_of, call_ids, meaning, safe, says, shown, text_of, thoughts
+from tests.system.adversary.words import Message, arguments_of, call_ids, cut_thought, meaning, safe, says, shown, text_of, thoughts
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
@@ -31,6 +31,7 @@ class Entry:
         added: the text at the end that the harness wrote, `stop` the stop string at which the reply ended. Instead of that text any other
             may follow the reply, as long as it begins with the stop string.
         parts: the turns that sampled it, if it was sampled in several calls.
+        begun: whether the client wrote its beginning itself, so that its reasoning is the client's, too.
         continues: whether it was cut, and the model's next reply continues it.
     """
 
@@ -42,6 +43,7 @@ class Entry:
     added: str = ""
     stop: str = ""
     parts: tuple[int, ...] = ()
+    begun: bool = False
     continues: bool = False
 
     @functools.cached_property
@@ -68,8 +70,10 @@ class Entry:
     @property
     def is_kept(self) -> bool:
         """Whether it still is what the harness made of the reply."""
-        if self.kept is None or not self.added:
-            return self.kept is not None and says(self.message, self.kept)
+        if self.kept is None or (self.begun and self.thoughts != thoughts(self.kept)):
+            return False
+        if not self.added:
+            return says(self.message, self.kept)
         words = self.words.strip()
         before = {"content": text_of(self.message).removesuffix(self.words)}, {"content": text_of(self.kept).removesuffix(self.added)}
         return bool(words) and words.startswith(self.stop.strip()) and says(self.message | before[0], self.kept | before[1])
@@ -123,6 +127,8 @@ class SampledTurn:
     """The number of characters of its text that the client received."""
     continues: bool = False
     """Whether it continues the last message of its request."""
+    kept: Message | None = None
+    """What its harness is known to make of it."""
 
     @property
     def thought(self) -> str:
@@ -140,12 +146,17 @@ class SampledTurn:
         return tuple(map(safe, call_ids(self.reply)))
 
     @functools.cached_property
-    def _thoughts(self) -> set[str]:
-        return thoughts(self.reply)
+    def forms(self) -> dict[tuple[Any, ...], set[str]]:
+        """The words with which it may come back, and its reasoning then: thinking that was cut off in the text may become reasoning."""
+        found: dict[tuple[Any, ...], set[str]] = {}
+        for form in (self.reply, cut_thought(self.reply), self.kept):
+            if form is not None:
+                found[meaning(form)] = found.get(meaning(form), set()) | thoughts(form)
+        return found
 
     def is_said_by(self, entry: Entry) -> bool:
         """Whether an entry has the words of this turn, and no other reasoning."""
-        return entry.loose == self.words and entry.thoughts <= self._thoughts
+        return entry.loose in self.forms and entry.thoughts <= self.forms[entry.loose]
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:

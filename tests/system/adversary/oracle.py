@@ -29,14 +29,15 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import call_ids, safe, text_of
+from tests.system.adversary.words import call_ids, meaning, safe, text_of, understood_forms
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tests.system.adversary.engine import Generation
     from tests.system.adversary.stack import Called, Stack
+    from tests.system.adversary.words import Message
     from tokencache.core.turn import Turn
 
 _END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
@@ -93,10 +94,12 @@ class Oracle:
         scope: str,
         owing: bool = True,
         handle: str = "",
+        kept: Message | None = None,
     ) -> int | None:
         """Judge a call by its prompt; remember what was sampled. Return the number of the turn, `None` if nothing was sampled.
 
-        `handle` is the handle that the client received with the reply. Without `owing`, misses are not counted.
+        `handle` is the handle that the client received with the reply, `kept` what its harness is known to make of it. Without `owing`,
+        misses are not counted.
         """
         self._call += 1
         plan = called.plan
@@ -124,7 +127,7 @@ class Oracle:
         if self._follows:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
-        for span in self._changed(spans, entries, scope):
+        for span in self._changed(spans, entries):
             self._judge_span(span, entries, scope, supplied)
         text = self._faithful(called, spans, entries) if spans else self.stack.renderer.words.decode(called.prompt)
         if owing and plan.reason not in CONTEXT_FREE:
@@ -145,14 +148,19 @@ class Oracle:
             called.generation.thought,
             called.generation.served,
             called.continues,
+            kept,
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
         self._generations[called.turn.id] = called.generation
-        self._by_words[said.words].append(said)
-        for name in call_ids(reply):
-            self._issued[safe(name)].add(number)
+        self._remember(said)
         return number
+
+    def _remember(self, said: SampledTurn) -> None:
+        for words in said.forms:
+            self._by_words[words].append(said)
+        for name in call_ids(said.reply):
+            self._issued[safe(name)].add(said.number)
 
     def _find(self, kind: str, what: str) -> None:
         self.tally.find(Finding(kind, self.session, self._call, self.stack.kind.name, what))
@@ -243,20 +251,16 @@ class Oracle:
         """The turn whose reply an entry is; `None` if the model did not sample it, or if it was changed since."""
         return entry.turn if entry.turn is not None and (entry.is_kept or self.turns[entry.turn].is_said_by(entry)) else None
 
-    def _changed(self, spans: Sequence[Span], entries: Sequence[Entry], scope: str) -> list[Span]:
+    def _changed(self, spans: Sequence[Span], entries: Sequence[Entry]) -> list[Span]:
         """The spans without those of messages that still are what the harness made of that turn's reply, or of several turns' replies."""
-        kept = [span for span in spans if 0 <= span.place < len(entries) and self._is_kept(span, entries, scope)]
+        kept = [span for span in spans if 0 <= span.place < len(entries) and self._is_kept(span, entries[span.place])]
         self.tally.counts["kept"] += len(kept)
         return [span for span in spans if span not in kept]
 
-    def _is_kept(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
-        entry, given = entries[span.place], self.turns[span.turn]
-        if not entry.is_kept or span.turn in {entry.turn, *entry.parts}:
+    def _is_kept(self, span: Span, entry: Entry) -> bool:
+        if not entry.is_kept or entry.turn is None or span.turn in {entry.turn, *entry.parts}:
             return entry.is_kept
-        own = entry.turn is not None and self._unchanged(self.turns[entry.turn], entries[: span.place])
-        said = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
-        # a copy of it, with the same words, stands in the place of another turn's reply
-        return not own and given.scope == scope and given.is_said_by(said) and self._unchanged(given, entries[: span.place])
+        return not entry.parts and self.turns[entry.turn].completion == self.turns[span.turn].completion
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -264,6 +268,9 @@ class Oracle:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
         entry, given = entries[span.place], self.turns[span.turn]
+        if entry.is_kept and entry.words:  # without the harness's words, it may be a copy that stands in the place of another turn's reply
+            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
+            entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
             self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
@@ -296,7 +303,7 @@ class Oracle:
             n = len(said.entries) - said.continues
             if not span.place < n < len(entries) or said.scope != scope:
                 continue
-            if not said.is_said_by(entries[n]) and not (entries[n].is_kept and entries[n].turn == said.number):
+            if not self._is_echo(entries[n], said):
                 continue
             same_tokens = any((one.place, one.turn) == (span.place, span.turn) for one in said.spans)
             if same_tokens and said.loose[:n] == tuple(entry.loose for entry in entries[:n]):
@@ -328,7 +335,7 @@ class Oracle:
 
         Replies must have the same call ids: they show which call a result answers.
         """
-        supplied = {span.place: span.turn for span in said.spans}
+        supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
             if was is one or was.exact == one.exact:
@@ -379,13 +386,18 @@ class Oracle:
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn."""
         near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
-        if near is None or len(near.entries) >= len(entries):
+        n = len(near.entries) - near.continues if near is not None else 0
+        if near is None or n >= len(entries):
             return 0
-        n = len(near.entries)
-        in_place = near.scope == scope and near.loose == tuple(entry.loose for entry in entries[:n]) and near.is_said_by(entries[n])
+        in_place = near.scope == scope and near.loose[:n] == tuple(entry.loose for entry in entries[:n]) and self._is_echo(entries[n], near)
         return n if in_place else 0
 
-    def _evidence(  # noqa: PLR0911 - one for each kind
+    @staticmethod
+    def _is_echo(entry: Entry, said: SampledTurn) -> bool:
+        """Whether an entry has the words of a turn, or is what the harness made of its reply."""
+        return said.is_said_by(entry) or (entry.is_kept and entry.turn == said.number)
+
+    def _evidence(  # noqa: C901, PLR0911 - one for each kind
         self, entries: Sequence[Entry], place: int, previous: int | None, scope: str
     ) -> str:
         """The evidence that identifies a reply with certainty; `""` if there is none, or if the reply need not be recognised."""
@@ -402,7 +414,7 @@ class Oracle:
         elif any(name in self._issued for name in names) or any(map(_same_make, own.names, names)):
             return ""  # an id that was, or may have been, issued to another turn
         unchanged, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
-        if own in unchanged and self._alone(own, in_place):
+        if own in unchanged and self._alone(own, in_place) and self._calls_as_written(own, entries):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
             return ""
@@ -410,6 +422,10 @@ class Oracle:
             return "id"
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
+        if self._may_be_understood(
+            entry, [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact], own
+        ):
+            return ""
         if own in beside and self._alone(own, beside):
             return "neighbour"
         since = _since(entries[:place])
@@ -417,12 +433,24 @@ class Oracle:
         led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
 
+    def _may_be_understood(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
+        others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
+        return any(entry.loose == meaning(form) for said in others for form in understood_forms(said.reply))
+
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
-        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply and own in self._fitting(entries, i)]
+        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply and self._is_echo(entry, own)]
         if any(entries[i].turn == own.number for i in others):
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
+
+    @staticmethod
+    def _calls_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:
+        """Whether calls before a turn that are text in its prompt are written as they were: a template may show other arguments then."""
+        supplied = {span.place for span in own.spans}
+        both = zip(own.entries, entries, strict=False)
+        return all(n in supplied or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both))
 
     @staticmethod
     def _alone(own: SampledTurn, fits: Sequence[SampledTurn]) -> bool:
@@ -432,8 +460,8 @@ class Oracle:
 
     def _faithful(self, called: Called, spans: Sequence[Span], entries: Sequence[Entry]) -> str:
         """Compare the prompt outside of the spans with the template's rendering; return the prompt's text."""
-        spans, first = self._joined(spans), {span.place: self.turns[span.turn].opening for span in reversed(spans)}
-        openings = [first[span.place] for span in spans]
+        spans, first = self._joined(spans), {span.place: self.turns[span.turn] for span in reversed(spans)}
+        openings = [first[span.place].opening for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
         added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
         decode = self.stack.renderer.words.decode
@@ -445,7 +473,7 @@ class Oracle:
             kind = "no rendering" if isinstance(why, RefusedError) else "unfaithful"
             self._find(kind, f"no rendering of the request shows the replies: {why}")
             return decode(called.prompt)
-        at, shown = 0, self._shown_before(called, spans)
+        at, shown = 0, self._shown_before(called, spans, first)
         for n, wants in enumerate(wanted):
             if n < shown:
                 at = spans[n].end
@@ -470,12 +498,11 @@ class Oracle:
             at = spans[n].end if n < len(spans) else at
         return decode(called.prompt)
 
-    def _shown_before(self, called: Called, spans: Sequence[Span]) -> int:
+    @staticmethod
+    def _shown_before(called: Called, spans: Sequence[Span], first: Mapping[int, SampledTurn]) -> int:
         """How many spans end with a reply that continues a text without known tokens: its whole prompt was judged when it was sent."""
         begun = [
-            n
-            for n, span in enumerate(spans)
-            if self.turns[span.turn].continues and called.prompt[: span.start] == self.turns[span.turn].prompt
+            n for n, span in enumerate(spans) if first[span.place].continues and called.prompt[: span.start] == first[span.place].prompt
         ]
         return begun[-1] + 1 if begun else 0
 

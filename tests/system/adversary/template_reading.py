@@ -94,7 +94,9 @@ class TemplateReading(NamedTuple):
             if self.bare and not headed and (opening.text.startswith(self.head) or not known):  # it has no head at its place now
                 later = [message for message in messages[span.place :] if message["role"] == "system"]  # these are written at the beginning
                 alone = called.text([*messages[: span.place], *later], generation=False)
-                end = len(alone.removesuffix(opening.text))  # DeepSeek-V3 also ends a conversation with what opens a reply after results
+                # DeepSeek-V3 also ends a conversation with what opens a reply after results; a user's text may end with the same words
+                after_result = span.place and messages[span.place - 1]["role"] == "tool"
+                end = len(alone.removesuffix(opening.text) if after_result else alone)
                 before, begin = (alone, end) if alone.startswith(shown[:at]) else (shown, begin if known else -1)
             if first < 0 or (begin < at and not part):
                 raise LookupError(f"{span.place}: {shown[max(at, first - 60) : first]!r}")

@@ -370,6 +370,54 @@ async def test_a_reply_that_was_sampled_in_two_calls_is_one(within, change, foun
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({}, set()), ({"content": "First words. And more."}, {"false"}), ({"reasoning": "hm"}, {"false"}), ({"reasoning": None}, {"false"})],
+)
+async def test_a_reply_whose_beginning_the_client_wrote_is_the_turns_as_long_as_that_stays(change, found):
+    talk = Spliced()
+    begun = {"role": "assistant", "content": "First words.", "reasoning": "of my own"}
+    continues = {"continue_final_message": True, "add_generation_prompt": False}
+    more = await talk.ask([Entry(ASK), Entry(begun)], {"content": " And a third line."}, **continues)
+    message = {**begun, "content": begun["content"] + more.message["content"]}
+    joined = replace(more, message={**message, **change}, kept=message, begun=True)
+    await talk.ask([Entry(ASK), joined, Entry(ASK)], {"content": "Done."}, NEXT)
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+@pytest.mark.parametrize(("change", "found"), [(str, set()), (lambda _: None, set()), (lambda thought: f"{thought}x", {"false"})])
+async def test_thinking_that_was_cut_off_in_the_text_comes_back_as_reasoning_or_not_at_all(change, found):
+    talk = Spliced()
+    talk.stack.engine.parses = False
+    reply = await talk.ask([Entry(ASK)], {"content": "Yes.", "reasoning": "I should look first."}, max_tokens=5)
+    tag, thought = reply.message["content"][:7], reply.message["content"][7:]
+    assert tag == "<think>"
+    assert thought
+    sent = replace(reply, message={"role": "assistant", "content": "", "reasoning": change(thought)})
+    await talk.ask([Entry(ASK), sent, Entry(ASK)], {"content": "Done."}, f"{END}{NEXT}")
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+async def test_a_users_text_that_ends_like_a_generation_prompt_is_the_users():
+    """DeepSeek-V3 writes nothing before a reply whose calls are not the first ones."""
+    stack, tally, entries = Stack("DeepSeek-V3", seed=3), Tally(), [Entry(ASK)]
+    oracle = Oracle(stack, 0, tally)
+    said = [
+        {"content": "", "tool_calls": [CALL]},
+        {"content": "Done."},
+        {"content": "", "tool_calls": [{**CALL, "id": "functions.bash:1"}]},
+    ]
+    for reply, after in zip(said, ["functions.bash:0", "", "functions.bash:1"], strict=True):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
+        entries.append(Entry(dialects.served("chat", called.answer)[0], oracle.judge(called, tuple(entries), scope="")))
+        entries.append(Entry({"role": "tool", "tool_call_id": after, "content": "a.txt"} if after else ASK))
+    entries[4] = Entry({"role": "user", "content": f"Look.{stack.kind.tokens[3]}"})
+    called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
+    oracle.judge(called, tuple(entries), scope="")
+    assert [anchor.place for anchor in called.turn.anchors] == [1, 3, 5]
+    assert not tally.guilty, tally.shown(5)
+
+
 @pytest.mark.parametrize("also", [False, True])
 async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     talk = Spliced()

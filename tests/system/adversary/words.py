@@ -94,6 +94,14 @@ def thoughts(message: Message) -> set[str]:
     return {stripped(member), _parted(message)[0]} - {""}
 
 
+def cut_thought(reply: Message) -> Message | None:
+    """A reply whose whole text is thinking that was cut off, with that as its reasoning (rule `inline-think`); `None` for another reply."""
+    text = text_of(reply).lstrip(_BLANK)
+    if reply.get("reasoning") or not text.startswith("<think>") or "</think>" in text:
+        return None
+    return {**reply, "content": None, "reasoning": text.removeprefix("<think>")}
+
+
 def says(message: Message, reply: Message) -> bool:
     """Whether a message has the words of a reply, and no other reasoning."""
     return meaning(message) == meaning(reply) and thoughts(message) <= thoughts(reply)
@@ -221,6 +229,19 @@ UNDERSTOOD: dict[str, tuple[Callable[[Message, Collection[str]], Message], ...]]
 """Adapter → what that harness does to a reply. Arguments: the message, and the names of the tools in the request."""
 BY_THEMSELVES = frozenset({"crewai"})
 """Those whose changes leave no doubt which reply it was, also without an adapter: all calls come back verbatim, under their ids."""
+
+
+def understood_forms(reply: Message) -> list[Message]:
+    """What any harness may make of a reply, with tools named in lower case."""
+    tools = [call["function"]["name"].lower() for call in reply.get("tool_calls") or ()]
+    alone = [(change,) for changes in UNDERSTOOD.values() for change in changes]
+    forms = []
+    for changes in (*UNDERSTOOD.values(), *alone):
+        form = reply
+        for change in changes:
+            form = change(form, tools)
+        forms.append(form)
+    return forms
 
 
 def bare(name: str) -> str:

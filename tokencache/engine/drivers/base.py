@@ -81,6 +81,7 @@ class Target(NamedTuple):
         images: how the engine takes exact prompts with images.
         names: the names of the call's images; empty if they have none.
         prompt: how the request names its prompt; `None` if it has the ids themselves, as a stock engine accepts them.
+        generates: whether the engine may have the routes of `engine.generate`.
     """
 
     upstream: EngineClient
@@ -90,6 +91,7 @@ class Target(NamedTuple):
     images: ImageSupport = ImageSupport()
     names: tuple[NamedImage, ...] = ()
     prompt: PromptName | None = None
+    generates: bool = True
 
 
 class ParsedCompletion(NamedTuple):
@@ -114,6 +116,7 @@ class EngineRequest(NamedTuple):
         parse: makes a chat completion from the body of an answer (status 200) with a second request; `None` if the body is one already.
         not_exact: why the request does not contain the exact prompt, so that the engine renders; `""` if it does, or if there was none.
         late_grammar: whether a grammar binds the reply only after its thought, and the reply to a direct call from its first token.
+        named: whether it names its prompt (`Target.prompt`). A request to another route than chat has all ids.
     """
 
     path: str
@@ -121,6 +124,7 @@ class EngineRequest(NamedTuple):
     parse: Callable[[bytes], Awaitable[ParsedCompletion]] | None = None
     not_exact: str = ""
     late_grammar: bool = False
+    named: bool = False
 
 
 class Driver(ABC):
@@ -136,6 +140,7 @@ class Driver(ABC):
             that ignores the member returns all, which the proxy recognizes.
         images: whether it can supply an exact prompt with images, where the engine accepts one (`engine.images`).
         prefixes: whether it can name a prompt by a hash, where the engine accepts that (`engine.prefixes`).
+        generates: whether it uses the routes of `engine.generate`, where the engine has them.
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
@@ -153,6 +158,7 @@ class Driver(ABC):
     skips_experts: ClassVar[bool] = False
     images: ClassVar[bool] = False
     prefixes: ClassVar[bool] = False
+    generates: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")

@@ -49,6 +49,7 @@ class Vllm(Driver):
     skips_experts = True
     images = True
     prefixes = True
+    generates = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
@@ -60,20 +61,21 @@ class Vllm(Driver):
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
-        if self._bound_replies.takes(call):
+        if not self._bound_replies.takes(call):
+            return await self._chat_request(call, prompt, target)
+        if target.generates:
             try:
                 bound = await self._bound_replies.request(call, whole_members(members_with_ids(call)), prompt, target)
             except EngineError as why:
                 if why.passing:
                     raise
-                return (await self._chat_request(call, prompt, target))._replace(late_grammar=binds_late(call))
-            if bound is not None:
-                return bound
-        return await self._chat_request(call, prompt, target)
+            else:
+                return bound or await self._chat_request(call, prompt, target)
+        return (await self._chat_request(call, prompt, target))._replace(late_grammar=binds_late(call))
 
     async def _chat_request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         if target.prompt is not None:
-            return EngineRequest(target.path, self._write_named(call, target.prompt))
+            return EngineRequest(target.path, self._write_named(call, target.prompt), named=True)
         if prompt is None or not call.media or target.images.route != "generate":
             return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
         made = await self._image_prompts.request(call, whole_members(members_with_ids(call)), prompt, target)
