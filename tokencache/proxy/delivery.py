@@ -9,6 +9,7 @@ A call first receives the reply, then stores its turn, and then answers the clie
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ _DATA = slice(len(b"data: "), -len(b"\n\n"))
 _FINISH = b'"finish_reason":"'
 
 
-class Delivery:
+class Delivery(ABC):
     """Delivers one reply."""
 
     def __init__(
@@ -69,15 +70,15 @@ class Delivery:
         self._call_id, self._reply = outcome.call_id, outcome.reply
         self._chat, self._exchange = response.chat, response.exchange
 
+    @abstractmethod
     async def receive(self) -> End:
         """Take the reply from its source. The client receives what need not wait for the store.
 
         Returns:
             How the reply ended; `ABORTED` only if the call must be made again.
         """
-        raise NotImplementedError
 
-    async def receive_for_record(self) -> None:
+    async def receive_for_record(self) -> None:  # noqa: B027 - only a reply that another request parses lacks something
         """Take what is still missing in the record, because the client left during `receive`."""
 
     async def answer(self, end: End) -> web.StreamResponse:
@@ -92,8 +93,9 @@ class Delivery:
             return await self._response.send(overflow_reply(self._chat, self._call_id), self._reply)
         return await self._answer_reply(end)
 
+    @abstractmethod
     async def _answer_reply(self, end: End) -> web.StreamResponse:
-        raise NotImplementedError
+        """Send the rest of a reply, or the error that the engine gave in its place."""
 
     @property
     def _orphaned(self) -> bool:
