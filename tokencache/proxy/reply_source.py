@@ -201,6 +201,14 @@ class Stream:
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             lost = f"{type(why).__name__}: {why}"
         self.end = self._ending(lost)
+        if (more := self._continuation()) is not None:
+            async with contextlib.aclosing(more):
+                async for events in more:
+                    yield events
+
+    def _continuation(self) -> AsyncGenerator[Iterable[bytes], None] | None:
+        """Return the events of what continues the stream; `None` if nothing does."""
+        return None
 
     def _ending(self, lost: str = "") -> End:
         """Return how the reply ended; `lost` is why the connection broke, `""` if it did not."""
@@ -227,9 +235,6 @@ class Stream:
         if data == DONE:
             self.done = True
             return data
-        return self._add(data)
-
-    def _add(self, data: bytes) -> bytes:
         data = self._reply.without_experts(data)
         brief = self._reply.add(data)
         self.head = self.head or brief
@@ -268,18 +273,16 @@ class Continued(Stream):
         self._cut_off: list[bytes] = []  # the data of the events with which a reply that was broken off ended
         self.gave_up = ""
 
-    async def __aiter__(self) -> AsyncGenerator[Iterable[bytes], None]:
-        """Read the stream and its continuations to the end; yields events."""
-        async with contextlib.aclosing(super().__aiter__()) as stream:
-            async for events in stream:
-                yield events
+    def _continuation(self) -> AsyncGenerator[Iterable[bytes], None] | None:
         if not (self.cut or self.done or self._reply.finished or self._reply.error) and self._is_wanted():
             if any(choice.ids for choice in self._reply.choices.values()):
                 self.cut = "lost"
             else:
                 self.end = self.end._replace(kind=EndKind.ABORTED)  # nothing was sampled, as far as is known
-        if not self.cut:
-            return
+        return self._continue() if self.cut else None
+
+    async def _continue(self) -> AsyncGenerator[Iterable[bytes], None]:
+        """Continue the reply; yields events. If that is not possible, the reply ends as the engine ended it."""
         try:
             async with contextlib.aclosing(self._pieces()) as pieces:
                 async for chunk in pieces:
@@ -328,22 +331,29 @@ class Continued(Stream):
 
     def read(self, event: bytes) -> bytes | None:
         """See `Stream.read`. Of a chunk with which the engine broke the reply off, the client receives the tokens at most."""
-        if self.cut and (data := data_of(event)) is not None:
-            self._cut_off.append(data)
-            if data != DONE:
-                self._reply.add_after_end(data)
-            return b""
-        return super().read(event)
-
-    def _add(self, data: bytes) -> bytes:
-        if self.gave_up:
-            self._reply.give_back_message(data)
-            return data
-        chunk = super()._add(data)
-        self.cut = self._reply.cut
-        if not self.cut:
+        if self.cut or self.gave_up:
+            return self._read_end(event)
+        chunk = super().read(event)
+        if not chunk or chunk == DONE or not (cut := self._reply.cut):
             return chunk
+        self.cut = cut
         self._reply.take_back_message(chunk)
         tokens, end = split_cut(chunk)
         self._cut_off.append(end)
         return tokens
+
+    def _read_end(self, event: bytes) -> bytes | None:
+        """Keep an event that follows the cut; after the reply was given up, return what was kept."""
+        data = data_of(event)
+        if data is None:
+            return None
+        if data == DONE and self.gave_up:
+            self.done = True
+        elif self.gave_up:
+            self._reply.give_back_message(data)
+        else:
+            self._cut_off.append(data)
+            if data != DONE:
+                self._reply.add_after_end(data)
+            return b""
+        return data
