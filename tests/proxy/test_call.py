@@ -14,19 +14,19 @@ from tokencache.dialects.chat.request import read_chat
 from tokencache.proxy.call import CallAttempt, CallRequest
 from tokencache.proxy.call_states import (
     CLIENT,
-    ENGINE,
     RECORD,
+    REQUEST,
     SHOWN,
     TERMINAL,
-    Client,
     ClientEvent,
-    Engine,
+    ClientState,
     IllegalTransitionError,
     Party,
-    Record,
     RecordEvent,
-    Shown,
+    RecordState,
+    RequestState,
     ShownEvent,
+    ShownState,
     may_answer_with_status,
     may_be_orphaned,
     may_have_sampled,
@@ -39,8 +39,8 @@ from tokencache.store.base import BeginResult
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
 
-TABLES = {"record": RECORD, "engine": ENGINE, "client": CLIENT, "shown": SHOWN}
-BEGIN = {"record": Record.NEW, "engine": Engine.IDLE, "client": Client.WAITING, "shown": Shown.NOTHING}
+TABLES = {"record": RECORD, "engine": REQUEST, "client": CLIENT, "shown": SHOWN}
+BEGIN = {"record": RecordState.NEW, "engine": RequestState.IDLE, "client": ClientState.WAITING, "shown": ShownState.NOTHING}
 
 
 # The tables
@@ -63,7 +63,7 @@ def test_every_state_is_in_its_table_and_can_be_reached(party):
 
 
 def test_a_terminal_state_is_never_left():
-    assert {state for state in Record if not RECORD[state]} == TERMINAL
+    assert {state for state in RecordState if not RECORD[state]} == TERMINAL
 
 
 def test_a_client_may_leave_in_every_state():
@@ -73,31 +73,31 @@ def test_a_client_may_leave_in_every_state():
 def test_a_call_is_written_at_most_once_and_can_always_be_written():
     """Any mistake can still be recorded: `CallAttempt.__aexit__` relies on it."""
     can_be_written = {state for state, events in RECORD.items() if RecordEvent.STORE in events}
-    assert can_be_written == {Record.OPEN}
-    assert Record.OPEN not in reached_from(RECORD, RECORD[Record.OPEN][RecordEvent.STORE])
+    assert can_be_written == {RecordState.OPEN}
+    assert RecordState.OPEN not in reached_from(RECORD, RECORD[RecordState.OPEN][RecordEvent.STORE])
 
 
 def test_what_was_sampled_stays_known():
     """A piece that no engine takes does not make the call one of which nothing was sampled."""
-    for state in reached_from(ENGINE, Engine.BROKEN):
+    for state in reached_from(REQUEST, RequestState.BROKEN):
         assert may_have_sampled(state), state
 
 
 def test_only_a_reply_of_which_nothing_was_shown_is_made_again():
-    shown = reached_from(SHOWN, SHOWN[Shown.NOTHING][ShownEvent.SHOW])
+    shown = reached_from(SHOWN, SHOWN[ShownState.NOTHING][ShownEvent.SHOW])
     assert not any(may_resample(state) for state in shown)
-    assert all(may_resample(state) for state in set(Shown) - shown)
+    assert all(may_resample(state) for state in set(ShownState) - shown)
 
 
 def test_a_call_is_orphaned_only_while_an_engine_samples_and_nothing_was_shown():
-    orphaned = {states for states in itertools.product(Record, Engine, Client, Shown) if may_be_orphaned(*states)}
-    engines, clients = {Engine.SAMPLING, Engine.BROKEN, Engine.CONTINUING}, {Client.WAITING, Client.OPENED}
-    assert orphaned == set(itertools.product({Record.OPEN}, engines, clients, {Shown.NOTHING}))
+    orphaned = {states for states in itertools.product(RecordState, RequestState, ClientState, ShownState) if may_be_orphaned(*states)}
+    engines, clients = {RequestState.SAMPLING, RequestState.BROKEN, RequestState.CONTINUING}, {ClientState.WAITING, ClientState.OPENED}
+    assert orphaned == set(itertools.product({RecordState.OPEN}, engines, clients, {ShownState.NOTHING}))
     assert all(ClientEvent.ORPHAN in CLIENT[client] for *_, client, _ in orphaned)
 
 
 def test_an_error_is_a_response_of_its_own_until_the_head_was_sent():
-    client = Party(CLIENT, Client.WAITING)
+    client = Party(CLIENT, ClientState.WAITING)
     assert may_answer_with_status(client.state)
     client.advance(ClientEvent.HEAD)
     assert not may_answer_with_status(client.state)
@@ -164,13 +164,13 @@ async def test_a_write_is_finished_before_the_call_is_cancelled():
     task = asyncio.create_task(serve())
     await store.asked.wait()
     call.cancel(task)
-    assert (call.record.state, call.client.state) == (Record.OPENING, Client.LEFT)
+    assert (call.record.state, call.client.state) == (RecordState.OPENING, ClientState.LEFT)
     store.answers.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert store.written == ["begun", "ended"]  # a call that was opened is closed again
     assert after == []
-    assert call.record.state is Record.STORED
+    assert call.record.state is RecordState.STORED
 
 
 async def test_a_cancelled_end_is_written_and_then_the_task_ends():
@@ -189,12 +189,12 @@ async def test_a_cancelled_end_is_written_and_then_the_task_ends():
     task = asyncio.create_task(serve())
     await ending.wait()
     call.cancel(task)
-    assert (call.record.state, call.client.state) == (Record.STORING, Client.LEFT)
+    assert (call.record.state, call.client.state) == (RecordState.STORING, ClientState.LEFT)
     store.answers.set()
     await asyncio.wait({task})
     assert task.cancelled()
     assert (store.written, after) == (["begun", "ended"], [])
-    assert call.record.state is Record.STORED
+    assert call.record.state is RecordState.STORED
 
 
 async def test_outside_of_a_write_the_task_is_cancelled_at_once():
@@ -211,7 +211,7 @@ async def test_outside_of_a_write_the_task_is_cancelled_at_once():
     task = asyncio.create_task(serve())
     await opened.wait()
     call.cancel(task)
-    assert (call.record.state, call.client.state) == (Record.OPEN, Client.LEFT)
+    assert (call.record.state, call.client.state) == (RecordState.OPEN, ClientState.LEFT)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert store.written == ["begun", "ended"]
@@ -233,7 +233,7 @@ async def test_a_write_that_fails_raises_its_own_error():
     with pytest.raises(ValueError, match="no store"):
         await task
     assert store.written == []
-    assert call.record.state is Record.UNOPENED
+    assert call.record.state is RecordState.UNOPENED
 
 
 async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
@@ -250,7 +250,7 @@ async def test_who_waits_for_a_call_is_woken_by_its_end_and_by_a_failed_end():
             try:
                 await call.close()
             except ValueError:
-                assert call.record.state is Record.LOST
+                assert call.record.state is RecordState.LOST
         await asyncio.wait_for(waiting, PATIENCE)
         await asyncio.wait_for(call.until_ended(), PATIENCE)
 
@@ -273,7 +273,7 @@ async def test_an_illegal_transition_closes_the_call_with_an_incident():
             await call.open("never")
             call.shown.advance(ShownEvent.FINISH)
 
-    with pytest.raises(IllegalTransitionError, match="shown: what is nothing cannot finish"):
+    with pytest.raises(IllegalTransitionError, match="ShownState: what is nothing cannot finish"):
         await serve()
-    assert call.record.state is Record.STORED
+    assert call.record.state is RecordState.STORED
     assert [incident.kind for incident in incidents] == ["internal-error"]

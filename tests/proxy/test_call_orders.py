@@ -21,19 +21,19 @@ from tests.support.waiting import until
 from tokencache.proxy.call import CallAttempt
 from tokencache.proxy.call_states import (
     CLIENT,
-    ENGINE,
     RECORD,
+    REQUEST,
     SHOWN,
     TERMINAL,
-    Client,
     ClientEvent,
-    Engine,
-    EngineEvent,
+    ClientState,
     Party,
-    Record,
     RecordEvent,
-    Shown,
+    RecordState,
+    RequestEvent,
+    RequestState,
     ShownEvent,
+    ShownState,
     may_have_sampled,
 )
 from tokencache.store.base import StoreError
@@ -77,20 +77,25 @@ class Trace:
     left_open: list[str] = field(default_factory=list)
 
 
-TABLES = {"record": RECORD, "engine": ENGINE, "client": CLIENT, "shown": SHOWN}
+TABLES = {"record": RECORD, "engine": REQUEST, "client": CLIENT, "shown": SHOWN}
 
 
 def violations_of(call: str, moves: list[Move]) -> list[str]:
     """List what must never happen in one call and did."""
     found, ends = [], []
-    states = {"record": Record.NEW, "engine": Engine.IDLE, "shown": Shown.NOTHING}  # a client may have waited for an earlier attempt
+    # A client may have waited for an earlier attempt.
+    states = {
+        "record": RecordState.NEW,
+        "engine": RequestState.IDLE,
+        "shown": ShownState.NOTHING,
+    }
     for party, before, event, after in moves:
         if before is not states.get(party, before) or TABLES[party][before].get(event) is not after:
             found.append(f"{call}: {party}: {before} → {event} → {after} is not in the table")
         states[party] = after
         if party == "record" and after in TERMINAL:
             ends.append(after)
-        if party in {"engine", "shown"} and states["record"] is not Record.OPEN:
+        if party in {"engine", "shown"} and states["record"] is not RecordState.OPEN:
             found.append(f"{call}: {event}, while its record is {states['record']}")
         if party == "shown" and not may_have_sampled(states["engine"]):
             found.append(f"{call}: {event}, before an engine had it")
@@ -107,7 +112,7 @@ def violations(trace: Trace) -> list[str]:
     found += [f"{write.call}: a write was started and not finished" for write in trace.writes if write.result == "started"]
     found += [f"{write.call}: written, though the store refused the call" for write in trace.writes if write.call in trace.refused]
     for call, moves in trace.moves.items():
-        stored = any(move.after is Record.STORED for move in moves)
+        stored = any(move.after is RecordState.STORED for move in moves)
         if stored and call not in trace.refused and not any(write.call == call for write in trace.writes):
             found.append(f"{call}: ended, and nothing was written")
     found += [f"{call}: still open" for call in trace.left_open]
@@ -254,17 +259,17 @@ async def test_random_orders_of_events_violate_nothing(monkeypatch, linger, cont
     trace = await random_orders(monkeypatch, linger, continues=continues)
     assert violations(trace) == []
     seen = {move.after for moves in trace.moves.values() for move in moves}
-    wanted = {Client.LEFT, Engine.QUEUED, Shown.BEGUN, Shown.ENDING, Record.UNOPENED}
-    wanted |= {Client.ORPHANED} if linger else set()
-    wanted |= {Engine.BROKEN, Engine.CONTINUING} if continues else set()
+    wanted = {ClientState.LEFT, RequestState.QUEUED, ShownState.BEGUN, ShownState.ENDING, RecordState.UNOPENED}
+    wanted |= {ClientState.ORPHANED} if linger else set()
+    wanted |= {RequestState.BROKEN, RequestState.CONTINUING} if continues else set()
     assert seen >= wanted, "the orders are not varied enough"
     left_during = {after for moves in trace.moves.values() for after in states_when_left(moves)}
-    assert left_during >= {Record.OPENING, Record.OPEN, Record.STORING}, "the clients are not varied enough"
+    assert left_during >= {RecordState.OPENING, RecordState.OPEN, RecordState.STORING}, "the clients are not varied enough"
 
 
 def states_when_left(moves: list[Move]) -> list[StrEnum]:
     """The states of a call's record in which its client left."""
-    record, found = Record.NEW, []
+    record, found = RecordState.NEW, []
     for move in moves:
         record = move.after if move.party == "record" else record
         if move.event is ClientEvent.LEAVE:
@@ -279,16 +284,16 @@ def sound() -> Trace:
     """A call that went well, and one that the store refused."""
     trace = Trace(refused={"late"}, writes=[Write("call", 1, "done")], responses={"client": ["200"]})
     trace.moves["call"] = [
-        Move("record", Record.NEW, RecordEvent.OPEN, Record.OPENING),
-        Move("record", Record.OPENING, RecordEvent.OPENED, Record.OPEN),
-        Move("engine", Engine.IDLE, EngineEvent.SEND, Engine.SAMPLING),
-        Move("shown", Shown.NOTHING, ShownEvent.SHOW, Shown.BEGUN),
-        Move("record", Record.OPEN, RecordEvent.STORE, Record.STORING),
-        Move("record", Record.STORING, RecordEvent.WRITTEN, Record.STORED),
+        Move("record", RecordState.NEW, RecordEvent.OPEN, RecordState.OPENING),
+        Move("record", RecordState.OPENING, RecordEvent.OPENED, RecordState.OPEN),
+        Move("engine", RequestState.IDLE, RequestEvent.SEND, RequestState.SAMPLING),
+        Move("shown", ShownState.NOTHING, ShownEvent.SHOW, ShownState.BEGUN),
+        Move("record", RecordState.OPEN, RecordEvent.STORE, RecordState.STORING),
+        Move("record", RecordState.STORING, RecordEvent.WRITTEN, RecordState.STORED),
     ]
     trace.moves["late"] = [
-        Move("record", Record.NEW, RecordEvent.OPEN, Record.OPENING),
-        Move("record", Record.OPENING, RecordEvent.NOT_OPENED, Record.UNOPENED),
+        Move("record", RecordState.NEW, RecordEvent.OPEN, RecordState.OPENING),
+        Move("record", RecordState.OPENING, RecordEvent.NOT_OPENED, RecordState.UNOPENED),
     ]
     return trace
 
@@ -314,7 +319,7 @@ def ended_twice(trace):
 
 
 def transition_out_of_the_table(trace):
-    trace.moves["call"][3] = Move("shown", Shown.NOTHING, ShownEvent.FINISH, Shown.ENDING)
+    trace.moves["call"][3] = Move("shown", ShownState.NOTHING, ShownEvent.FINISH, ShownState.ENDING)
 
 
 def shown_after_its_end(trace):

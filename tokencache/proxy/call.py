@@ -35,23 +35,23 @@ from tokencache.engine.images import read_places
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call_states import (
-    ENGINE,
     RECORD,
+    REQUEST,
     SHOWN,
     TERMINAL,
-    Client,
     ClientEvent,
-    Engine,
+    ClientState,
     Party,
-    Record,
     RecordEvent,
-    Shown,
+    RecordState,
+    RequestState,
+    ShownState,
     may_be_orphaned,
     may_cancel,
     may_have_sampled,
 )
 from tokencache.proxy.client_ids import compare
-from tokencache.proxy.delivery import CLIENT_LEFT, Delivery, StreamDelivery, WholeDelivery
+from tokencache.proxy.delivery import CLIENT_LEFT, ReplyDelivery, StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch, Services
 from tokencache.proxy.gathered_reply import Gathered
 from tokencache.proxy.generated_replies import budget_reply
@@ -111,10 +111,10 @@ class CallAttempt:
 
     def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
         self.id = os.urandom(8).hex()
-        self.record = Party(RECORD, Record.NEW)
-        self.engine = Party(ENGINE, Engine.IDLE)
+        self.record = Party(RECORD, RecordState.NEW)
+        self.engine = Party(REQUEST, RequestState.IDLE)
         self.client = asked.response.client
-        self.shown = Party(SHOWN, Shown.NOTHING)
+        self.shown = Party(SHOWN, ShownState.NOTHING)
         self._session, self._chat, self._response, self._fingerprint, self._settings = asked
         self._exchange = asked.response.exchange
         self._services, self._ledger = services, services.ledger
@@ -124,7 +124,7 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._outcome: Outcome
         self._dispatch: Dispatch
-        self._delivery: Delivery | None = None
+        self._delivery: ReplyDelivery | None = None
         self._documents: dict[str, bytes] = {}
         self._started = time.time()
         self._ended: asyncio.Event | None = None
@@ -144,7 +144,7 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        if self.record.state is not Record.OPEN:
+        if self.record.state is not RecordState.OPEN:
             return
         match why:
             case asyncio.CancelledError():
@@ -198,7 +198,7 @@ class CallAttempt:
             asked=self._fingerprint,
         )
         self._dispatch = Dispatch(self._outcome, self._exchange, self._services, self._keys, self._begun, request=self.engine)
-        if self.client.state is Client.LEFT:
+        if self.client.state is ClientState.LEFT:
             raise asyncio.CancelledError
         if begun is None:
             return Opening()
@@ -227,7 +227,7 @@ class CallAttempt:
     def cancel(self, task: "asyncio.Task[Any]") -> None:
         """Cancel the task that serves the call; during a write to the store, as soon as the store has answered."""
         self.client.advance(ClientEvent.LEAVE)
-        if self.record.state is Record.NEW:
+        if self.record.state is RecordState.NEW:
             self._end(RecordEvent.NOT_OPENED)
         if may_cancel(self.record.state):
             task.cancel()
@@ -250,13 +250,13 @@ class CallAttempt:
             CancelledError: the client left meanwhile.
         """
         self.record.advance(RecordEvent.STORE)
-        had_left, written = self.client.state is Client.LEFT, False
+        had_left, written = self.client.state is ClientState.LEFT, False
         try:
             await work
             written = True
         finally:
             self._end(RecordEvent.WRITTEN if written else RecordEvent.FAILED)
-        if self.client.state is Client.LEFT and not had_left:
+        if self.client.state is ClientState.LEFT and not had_left:
             raise asyncio.CancelledError
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
@@ -378,7 +378,7 @@ class CallAttempt:
         if self._chat.echoes:
             await self._compare_returned_ids()
 
-    def _delivery_of(self, answer: aiohttp.ClientResponse) -> Delivery:
+    def _delivery_of(self, answer: aiohttp.ClientResponse) -> ReplyDelivery:
         """Choose how the engine's answer is read, and how the client receives it."""
         dispatch, response, outcome = self._dispatch, self._response, self._outcome
         deliver = response, answer, dispatch.driver, self._outcome, self.shown
@@ -396,7 +396,7 @@ class CallAttempt:
 
     def _is_wanted(self) -> bool:
         """Whether the client, or a retry, still waits for the reply."""
-        return self.client.state is Client.ORPHANED or not self._response.disconnected
+        return self.client.state is ClientState.ORPHANED or not self._response.disconnected
 
     async def _conclude(self, end: End) -> None:
         """End the call in the store. Raises the errors of `close`."""

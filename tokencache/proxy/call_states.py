@@ -2,10 +2,10 @@
 
 The usual path of each is
 
-    Record  NEW → OPENING → OPEN → STORING → STORED   the call in the store
-    Engine  IDLE → SAMPLING                            the request to the engine
-    Client  WAITING (→ OPENED)                         the connection to the client that made the call
-    Shown   NOTHING → BEGUN → ENDING                   what the client has received of a streamed reply
+    RecordState   NEW → OPENING → OPEN → STORING → STORED   the call in the store
+    RequestState  IDLE → SAMPLING                            the request to the engine
+    ClientState   WAITING (→ OPENED)                         the connection to the client that made the call
+    ShownState    NOTHING → BEGUN → ENDING                   what the client has received of a streamed reply
 
 `Party.advance` is the only writer of a state. A transition that its table does not have raises `IllegalTransitionError`, in production as
 in tests. The cause can only be a bug in this package, so the state of the call is unknown. The call is then closed in the store as after
@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 
-class Record(StrEnum):
+class RecordState(StrEnum):
     """The record of a call in the store."""
 
     NEW = "new"
@@ -47,7 +47,7 @@ class RecordEvent(StrEnum):
     FAILED = "failed"
 
 
-class Engine(StrEnum):
+class RequestState(StrEnum):
     """The request to the engine."""
 
     IDLE = "idle"
@@ -62,7 +62,7 @@ class Engine(StrEnum):
     """An engine may be sampling the next piece of a reply that was broken off."""
 
 
-class EngineEvent(StrEnum):
+class RequestEvent(StrEnum):
     """An event that changes the request to the engine."""
 
     SEND = "send"
@@ -70,7 +70,7 @@ class EngineEvent(StrEnum):
     BREAK = "break off"
 
 
-class Client(StrEnum):
+class ClientState(StrEnum):
     """The connection to the client that made the call."""
 
     WAITING = "waiting"
@@ -91,7 +91,7 @@ class ClientEvent(StrEnum):
     LEAVE = "leave"
 
 
-class Shown(StrEnum):
+class ShownState(StrEnum):
     """What the client has received of a streamed reply; if it is orphaned, what it would have received."""
 
     NOTHING = "nothing"
@@ -112,42 +112,46 @@ class ShownEvent(StrEnum):
     FINISH = "finish"
 
 
-RECORD: Mapping[Record, Mapping[RecordEvent, Record]] = {
-    Record.NEW: {RecordEvent.OPEN: Record.OPENING, RecordEvent.NOT_OPENED: Record.UNOPENED},
-    Record.OPENING: {RecordEvent.OPENED: Record.OPEN, RecordEvent.NOT_OPENED: Record.UNOPENED},
-    Record.OPEN: {RecordEvent.STORE: Record.STORING},
-    Record.STORING: {RecordEvent.WRITTEN: Record.STORED, RecordEvent.FAILED: Record.LOST},
-    Record.UNOPENED: {},
-    Record.STORED: {},
-    Record.LOST: {},
+RECORD: Mapping[RecordState, Mapping[RecordEvent, RecordState]] = {
+    RecordState.NEW: {RecordEvent.OPEN: RecordState.OPENING, RecordEvent.NOT_OPENED: RecordState.UNOPENED},
+    RecordState.OPENING: {RecordEvent.OPENED: RecordState.OPEN, RecordEvent.NOT_OPENED: RecordState.UNOPENED},
+    RecordState.OPEN: {RecordEvent.STORE: RecordState.STORING},
+    RecordState.STORING: {RecordEvent.WRITTEN: RecordState.STORED, RecordEvent.FAILED: RecordState.LOST},
+    RecordState.UNOPENED: {},
+    RecordState.STORED: {},
+    RecordState.LOST: {},
 }
-ENGINE: Mapping[Engine, Mapping[EngineEvent, Engine]] = {
-    Engine.IDLE: {EngineEvent.SEND: Engine.SAMPLING, EngineEvent.NOT_TAKEN: Engine.QUEUED},
-    Engine.QUEUED: {EngineEvent.SEND: Engine.SAMPLING, EngineEvent.NOT_TAKEN: Engine.QUEUED},
-    Engine.SAMPLING: {EngineEvent.NOT_TAKEN: Engine.QUEUED, EngineEvent.BREAK: Engine.BROKEN},
-    Engine.BROKEN: {EngineEvent.SEND: Engine.CONTINUING, EngineEvent.NOT_TAKEN: Engine.BROKEN},
-    Engine.CONTINUING: {EngineEvent.NOT_TAKEN: Engine.BROKEN, EngineEvent.BREAK: Engine.BROKEN},
+REQUEST: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    RequestState.IDLE: {RequestEvent.SEND: RequestState.SAMPLING, RequestEvent.NOT_TAKEN: RequestState.QUEUED},
+    RequestState.QUEUED: {RequestEvent.SEND: RequestState.SAMPLING, RequestEvent.NOT_TAKEN: RequestState.QUEUED},
+    RequestState.SAMPLING: {RequestEvent.NOT_TAKEN: RequestState.QUEUED, RequestEvent.BREAK: RequestState.BROKEN},
+    RequestState.BROKEN: {RequestEvent.SEND: RequestState.CONTINUING, RequestEvent.NOT_TAKEN: RequestState.BROKEN},
+    RequestState.CONTINUING: {RequestEvent.NOT_TAKEN: RequestState.BROKEN, RequestEvent.BREAK: RequestState.BROKEN},
 }
-CLIENT: Mapping[Client, Mapping[ClientEvent, Client]] = {
-    Client.WAITING: {ClientEvent.HEAD: Client.OPENED, ClientEvent.ORPHAN: Client.ORPHANED, ClientEvent.LEAVE: Client.LEFT},
-    Client.OPENED: {ClientEvent.ORPHAN: Client.ORPHANED, ClientEvent.LEAVE: Client.LEFT},
-    Client.ORPHANED: {
-        ClientEvent.HEAD: Client.ORPHANED,  # although the client is gone
-        ClientEvent.ORPHAN: Client.ORPHANED,  # another call waits for the reply: the grace period begins again
-        ClientEvent.LEAVE: Client.LEFT,
+CLIENT: Mapping[ClientState, Mapping[ClientEvent, ClientState]] = {
+    ClientState.WAITING: {
+        ClientEvent.HEAD: ClientState.OPENED,
+        ClientEvent.ORPHAN: ClientState.ORPHANED,
+        ClientEvent.LEAVE: ClientState.LEFT,
     },
-    Client.LEFT: {ClientEvent.HEAD: Client.LEFT, ClientEvent.LEAVE: Client.LEFT},
+    ClientState.OPENED: {ClientEvent.ORPHAN: ClientState.ORPHANED, ClientEvent.LEAVE: ClientState.LEFT},
+    ClientState.ORPHANED: {
+        ClientEvent.HEAD: ClientState.ORPHANED,  # although the client is gone
+        ClientEvent.ORPHAN: ClientState.ORPHANED,  # another call waits for the reply: the grace period begins again
+        ClientEvent.LEAVE: ClientState.LEFT,
+    },
+    ClientState.LEFT: {ClientEvent.HEAD: ClientState.LEFT, ClientEvent.LEAVE: ClientState.LEFT},
 }
-SHOWN: Mapping[Shown, Mapping[ShownEvent, Shown]] = {
-    Shown.NOTHING: {ShownEvent.SHOW: Shown.BEGUN, ShownEvent.WITHHOLD: Shown.WITHHELD},
-    Shown.WITHHELD: {},
-    Shown.BEGUN: {ShownEvent.FINISH: Shown.ENDING},
-    Shown.ENDING: {},
+SHOWN: Mapping[ShownState, Mapping[ShownEvent, ShownState]] = {
+    ShownState.NOTHING: {ShownEvent.SHOW: ShownState.BEGUN, ShownEvent.WITHHOLD: ShownState.WITHHELD},
+    ShownState.WITHHELD: {},
+    ShownState.BEGUN: {ShownEvent.FINISH: ShownState.ENDING},
+    ShownState.ENDING: {},
 }
 
-TERMINAL = frozenset({Record.UNOPENED, Record.STORED, Record.LOST})
+TERMINAL = frozenset({RecordState.UNOPENED, RecordState.STORED, RecordState.LOST})
 """States in which a call has ended."""
-WRITING = frozenset({Record.OPENING, Record.STORING})
+WRITING = frozenset({RecordState.OPENING, RecordState.STORING})
 """States in which the store is at work: what is stored is unknown until it has answered."""
 
 _State = TypeVar("_State", bound=StrEnum)
@@ -179,29 +183,34 @@ class Party(Generic[_State, _Event]):
         try:
             self.state = self._table[self.state][event]
         except KeyError:
-            raise IllegalTransitionError(f"{type(self.state).__name__.lower()}: what is {self.state} cannot {event}") from None
+            raise IllegalTransitionError(f"{type(self.state).__name__}: what is {self.state} cannot {event}") from None
 
 
-def may_cancel(record: Record) -> bool:
+def may_cancel(record: RecordState) -> bool:
     """Whether the task of a call may be cancelled now. While the store writes, the cancellation waits for its answer."""
     return record not in WRITING
 
 
-def may_have_sampled(engine: Engine) -> bool:
+def may_have_sampled(engine: RequestState) -> bool:
     """Whether an engine may have sampled tokens, so that the call is recorded with what is known of them."""
-    return engine not in {Engine.IDLE, Engine.QUEUED}
+    return engine not in {RequestState.IDLE, RequestState.QUEUED}
 
 
-def may_resample(shown: Shown) -> bool:
+def may_resample(shown: ShownState) -> bool:
     """Whether the call may be made again: the client received nothing of its reply."""
-    return shown in {Shown.NOTHING, Shown.WITHHELD}
+    return shown in {ShownState.NOTHING, ShownState.WITHHELD}
 
 
-def may_be_orphaned(record: Record, engine: Engine, client: Client, shown: Shown) -> bool:
+def may_be_orphaned(record: RecordState, engine: RequestState, client: ClientState, shown: ShownState) -> bool:
     """Whether the call may continue without its client: an engine samples, and nothing of the reply was sent."""
-    return record is Record.OPEN and may_have_sampled(engine) and client in {Client.WAITING, Client.OPENED} and shown is Shown.NOTHING
+    return (
+        record is RecordState.OPEN
+        and may_have_sampled(engine)
+        and client in {ClientState.WAITING, ClientState.OPENED}
+        and shown is ShownState.NOTHING
+    )
 
 
-def may_answer_with_status(client: Client) -> bool:
+def may_answer_with_status(client: ClientState) -> bool:
     """Whether an error may be a response of its own. After the head was sent, it is an event in the stream."""
-    return client is not Client.OPENED
+    return client is not ClientState.OPENED

@@ -23,7 +23,7 @@ from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
 from tokencache.errors import EngineError
-from tokencache.proxy.call_states import Client, Party, Shown, ShownEvent, may_answer_with_status, may_resample
+from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, overflow_reply
 from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
 from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource
@@ -43,7 +43,7 @@ _DATA = slice(len(b"data: "), -len(b"\n\n"))
 _FINISH = b'"finish_reason":"'
 
 
-class Delivery(ABC):
+class ReplyDelivery(ABC):
     """Delivers one reply."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Delivery(ABC):
         answer: aiohttp.ClientResponse,
         driver: Driver,
         outcome: Outcome,
-        shown: Party[Shown, ShownEvent],
+        shown: Party[ShownState, ShownEvent],
         *,
         may_resample: bool,
     ) -> None:
@@ -100,14 +100,14 @@ class Delivery(ABC):
     @property
     def _orphaned(self) -> bool:
         """Whether the client has left, but the reply is still read to its end."""
-        return self._response.client.state is Client.ORPHANED
+        return self._response.client.state is ClientState.ORPHANED
 
     def _is_overflow(self, status: int, body: bytes) -> bool:
         """Whether an engine's error says that the prompt is too long, and the client receives an empty reply for that."""
         return self._exchange.token_ids and self._driver.is_overflow(status, body)
 
 
-class WholeDelivery(Delivery):
+class WholeDelivery(ReplyDelivery):
     """Delivers a whole reply, or an engine's error."""
 
     def __init__(self, source: WholeSource, *prepared: Any, streams: bool, may_resample: bool) -> None:
@@ -115,9 +115,9 @@ class WholeDelivery(Delivery):
 
         Args:
             source: the reply.
-            prepared: see `Delivery`, as `may_resample`.
+            prepared: see `ReplyDelivery`, as `may_resample`.
             streams: whether the engine was asked for a stream if the client requested one.
-            may_resample: see `Delivery`.
+            may_resample: see `ReplyDelivery`.
         """
         super().__init__(*prepared, may_resample=may_resample)
         self._source, self._streams = source, streams
@@ -125,7 +125,7 @@ class WholeDelivery(Delivery):
         self._as_events = False
 
     async def receive(self) -> End:
-        """See `Delivery.receive`."""
+        """See `ReplyDelivery.receive`."""
         async with self._response.keep_alive():
             body = await self._source.read()
         end = self._source.end
@@ -148,7 +148,7 @@ class WholeDelivery(Delivery):
         return end
 
     async def receive_for_record(self) -> None:
-        """See `Delivery.receive_for_record`."""
+        """See `ReplyDelivery.receive_for_record`."""
         await self._source.read_for_record()
 
     async def _answer_reply(self, end: End) -> web.StreamResponse:
@@ -184,11 +184,11 @@ class WholeDelivery(Delivery):
         return response
 
 
-class StreamDelivery(Delivery):
+class StreamDelivery(ReplyDelivery):
     """Forwards a stream."""
 
     def __init__(self, source: Stream, *prepared: Any, may_resample: bool) -> None:
-        """Prepare to deliver: the reply, and what `Delivery` needs."""
+        """Prepare to deliver: the reply, and what `ReplyDelivery` needs."""
         super().__init__(*prepared, may_resample=may_resample)
         self._source = source
         source.settle = self._pass_directly
@@ -207,10 +207,10 @@ class StreamDelivery(Delivery):
         return self._response.disconnected and not self._orphaned
 
     async def receive(self) -> End:
-        """See `Delivery.receive`."""
+        """See `ReplyDelivery.receive`."""
         end = await self._forward()
         refusal = self._reply.refusal
-        if self._shown.state is Shown.WITHHELD and self._is_overflow(refusal, self._reply.error):
+        if self._shown.state is ShownState.WITHHELD and self._is_overflow(refusal, self._reply.error):
             words = self._reply.error[:300].decode(errors="replace")
             return End(EndKind.OVERFLOW, f"{refusal}: {words}; {OVERFLOW_DETAIL}", incident=IncidentKind.ENGINE_REFUSED)
         if self.client_left and end.mark != TurnMark.INTERNAL_ERROR:
@@ -284,12 +284,12 @@ class StreamDelivery(Delivery):
         for event in events:
             written = self._without_reading(event)
             written = self._read_event(event) if written is None else written
-            (self._held if self._shown.state is Shown.ENDING else shown).extend(written)
+            (self._held if self._shown.state is ShownState.ENDING else shown).extend(written)
         return bytes(shown)
 
     def _without_reading(self, event: bytes) -> bytes | None:
         """Return the client's bytes of an event that can be parsed later; `None` if it must be parsed now."""
-        if self._unread is None or self._shown.state is not Shown.BEGUN or self._source.cut:
+        if self._unread is None or self._shown.state is not ShownState.BEGUN or self._source.cut:
             return None
         shown = self._unread(event)
         if shown is not None:
@@ -300,7 +300,7 @@ class StreamDelivery(Delivery):
         """Read one event, and return the client's bytes of it."""
         ended = self._source.done
         data = self._source.read(event)
-        if self._shown.state is Shown.WITHHELD or ended:
+        if self._shown.state is ShownState.WITHHELD or ended:
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
@@ -311,7 +311,7 @@ class StreamDelivery(Delivery):
         return self._read_chunk(event_of(data) if self._source.cut else event, data) if data else b""
 
     def _read_chunk(self, event: bytes, data: bytes) -> bytes:
-        if self._shown.state is not Shown.NOTHING:
+        if self._shown.state is not ShownState.NOTHING:
             written = self._encode(event, data)
         else:
             self._pending.append((event, data))
@@ -330,14 +330,14 @@ class StreamDelivery(Delivery):
 
     def _release(self) -> bytes:
         """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
-        if self._shown.state is Shown.NOTHING:
+        if self._shown.state is ShownState.NOTHING:
             self._shown.advance(ShownEvent.SHOW)
             return b"".join([self._encode(*chunk) for chunk in self._pending])
         return b""
 
     def _finish(self) -> None:
         """From here on, everything waits for the store."""
-        if self._shown.state is Shown.BEGUN:
+        if self._shown.state is ShownState.BEGUN:
             self._shown.advance(ShownEvent.FINISH)
 
     async def _break_silence(self, response: web.StreamResponse) -> None:

@@ -39,8 +39,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
-from tokencache.proxy.call_states import Engine as EngineState
-from tokencache.proxy.call_states import EngineEvent, Party
+from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.earlier_thoughts import is_asked_whole
@@ -144,7 +143,7 @@ class Dispatch:
         keys: Sequence[bytes],
         begun: BeginResult | None,
         *,
-        request: Party[EngineState, EngineEvent],
+        request: Party[RequestState, RequestEvent],
     ) -> None:
         """Prepare to send a call.
 
@@ -198,7 +197,7 @@ class Dispatch:
                         return answer
                     refused = _Refusal(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
                 self._since = 0.0
-                self._request.advance(EngineEvent.NOT_TAKEN)
+                self._request.advance(RequestEvent.NOT_TAKEN)
                 log.info("session %s call %s: not accepted: %s", self._outcome.session, self._outcome.call_id, refused.words)
             refused_at = refused_at or time.monotonic()
             left = self._services.hold - (time.monotonic() - refused_at)
@@ -212,7 +211,7 @@ class Dispatch:
 
     def _failed(self, engine: Engine, why: EngineError) -> _Refusal:
         """Return the refusal that an error means; raise the error if the engine may have begun to sample a new reply."""
-        if not why.passing and self._request.state not in {EngineState.BROKEN, EngineState.CONTINUING}:
+        if not why.passing and self._request.state not in {RequestState.BROKEN, RequestState.CONTINUING}:
             raise why
         if not why.reached:
             self._services.pool.mark_down(engine, why)
@@ -229,7 +228,7 @@ class Dispatch:
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
         await self._plan(engine)
-        self._request.advance(EngineEvent.SEND)
+        self._request.advance(RequestEvent.SEND)
         outcome, plan = self._outcome, self._outcome.plan
         chat = as_stream(self._chat) if self.gathers else as_whole(self._chat) if self.whole else self._chat
         answer = await self._post(engine, plan.exact, chat)
@@ -277,7 +276,7 @@ class Dispatch:
             ContinuationError: the engine refuses the request.
             EngineError: no engine accepted it in time.
         """
-        self._request.advance(EngineEvent.BREAK)
+        self._request.advance(RequestEvent.BREAK)
         if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
             return None
         answer = await self.accepted(partial(self._post_piece, continuation))
@@ -300,7 +299,7 @@ class Dispatch:
         self.driver = engine.driver
         exact = continuation.exact(outcome.model.capability)
         await continuation.find_own_limit(self.derender_request(), outcome.model.capability.max_model_len)
-        self._request.advance(EngineEvent.SEND)
+        self._request.advance(RequestEvent.SEND)
         answer = await self._post(engine, exact, continuation.call)
         continuation.begin_piece(self.sender.posted, engine.upstream.url)
         return answer

@@ -28,7 +28,7 @@ from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.net import end_to_end_headers
-from tokencache.proxy.call_states import CLIENT, Client, ClientEvent, Party
+from tokencache.proxy.call_states import CLIENT, ClientEvent, ClientState, Party
 from tokencache.request_memory import Holding, holding_of
 from tokencache.wakeup import end
 
@@ -150,7 +150,7 @@ class Response:
     def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange) -> None:
         self.request, self.chat, self.exchange = request, chat, exchange
         self.opened: web.StreamResponse | None = None
-        self.client = Party(CLIENT, Client.WAITING)
+        self.client = Party(CLIENT, ClientState.WAITING)
         self._keep_alive: KeepAlive | None = None
 
     @property
