@@ -7,6 +7,7 @@ records whether the model sampled it (`observed.Entry`).
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
     from tests.system.adversary.stack import Called, Stack
@@ -128,6 +128,7 @@ class Session:
         """Whether the proxy is told so."""
         off = frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
         self.leniency = HarnessProfiles(adapters, off).leniency(self.does if self.is_named else "")
+        self.breaks = random.Random(f"breaks {number}")
         self.pool = rng.sample(TEXTS, 4)  # few words in a session, so that many replies are equal
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
@@ -211,15 +212,20 @@ class Session:
         limits = self.limits(thread, continues=continued is not None)
         body = dialects.write(self.dialect, self.carrying(sent), TOOLS[thread.tools], thread.kwargs, limits)
         try:
-            called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency)
+            breaks = self.breaks if self.dialect == "chat" and continued is None and self.breaks.random() < 0.1 else None
+            called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency, breaks=breaks)
         except HarnessError:
             self.tally.counts["not read"] += 1
             self.restart(thread)
             return
         self._show(called, said)
+        broken = called.generation is not None and called.generation.label == "abort"
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
+        if broken:
+            served = called.generation.message
+            self.tally.counts["broken off"] += 1
         owing = not self.leniency.off
-        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else served
+        kept = self.understood(thread, served) if served and self.is_vouched and continued is None else served
         kept = None if not served or says(kept, served) else kept
         number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
@@ -228,7 +234,7 @@ class Session:
         assert called.generation is not None
         heard = called.generation.message
         self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
-        entry = Entry(served, number, handle=handle)
+        entry = Entry(served, number, handle=handle, owed=not broken)
         if called.generation.cut and not thread.stop and self.may_continue(replace(entry, continues=True)):
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:

@@ -149,6 +149,7 @@ class Oracle:
             called.generation.served,
             called.continues,
             kept,
+            called.generation.label == "abort",
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -200,6 +201,12 @@ class Oracle:
             rest = decode(said[len(there) :][:-1])
             whole = self.turns[span.turn].completion
             until = len(decode(whole[: span.offset + len(there)]))
+            after = decode(whole[: span.offset + len(there)])[self.turns[span.turn].served :]
+            if self.turns[span.turn].broken and after.strip():
+                self._find(
+                    "false", f"tokens {span.start} to {span.end} have {after!r}, which the client of turn {span.turn} has not received"
+                )
+                continue
             if there == said[: len(there)] and not decode(whole)[until : self.turns[span.turn].served].strip():
                 continue  # without the stop string, which the client did not receive
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
