@@ -578,6 +578,16 @@ def test_an_id_that_counts_is_no_evidence_by_itself():
     assert pruned.anchors == ((2, Hit(one)), (4, Hit(two))), "behind the same reply"
 
 
+@pytest.mark.parametrize(("arguments", "in_doubt"), [('{"n": 5}', False), ('{"command":"ls"}', True), ('{"n": ', True), ("", True)])
+def test_a_call_that_had_arrived_in_a_cut_stream_is_not_another_one_with_its_number(arguments, in_doubt):
+    index = _Index()
+    served, result = _poll("functions.bash:0", 0)
+    one = index.add(_turn("a", served), U1)
+    cut = (ToolCall("functions.bash:0", "bash", arguments), ToolCall("functions.bash:1", "bash", ""))
+    index.add(_left("b", None, [1, 2], calls=cut), U3, aborted=True)
+    assert index.match(S1, U1, served, result).anchors == (() if in_doubt else ((2, Hit(one)),))
+
+
 def test_two_calls_with_one_id_do_not_lose_each_other():
     index = _Index()
     first, second = (Message("assistant", None, None, (ToolCall("functions.bash:0", "bash", f'{{"n": {n}}}'),)) for n in (1, 2))
