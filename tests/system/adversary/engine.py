@@ -300,7 +300,7 @@ class Engine:
             deltas.append((reached(ends[n + 1]), {"tool_calls": [{"index": n, "function": {"arguments": call["function"]["arguments"]}}]}))
         generation.completion, generation.logprobs = tokens[:until], generation.logprobs[:until]
         generation.message = {**said, "tool_calls": said["tool_calls"][:calls]}
-        generation.served, generation.label = ends[calls], "abort"
+        generation.served, generation.label, generation.ends = ends[calls], "abort", ends[: calls + 1]
         chunks = [_chunk(generation, 0, {"role": "assistant", "content": ""})]
         for n in range(1, until + 1):
             now = [delta for at, delta in deltas if max(at, 1) == n and not (at >= last and calls + 1 < len(ends))]

@@ -129,8 +129,8 @@ class SampledTurn:
     """Whether it continues the last message of its request."""
     kept: Message | None = None
     """What its harness is known to make of it."""
-    broken: bool = False
-    """Whether its client left after one of its calls."""
+    ends: tuple[int, ...] = ()
+    """Of a reply that its client left: the numbers of characters of its text up to the end of each call that the client received."""
 
     @property
     def thought(self) -> str:

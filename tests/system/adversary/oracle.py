@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import call_ids, meaning, safe, text_of, understood_forms
+from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, text_of, understood_forms
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Oracle:
         assert called.generation is not None
         reply = called.generation.message
         spans = self._spans(called, entries)
-        self._tokens(called, spans)
+        self._tokens(called, spans, entries)
         if self._follows:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
@@ -149,7 +149,7 @@ class Oracle:
             called.generation.served,
             called.continues,
             kept,
-            called.generation.label == "abort",
+            called.generation.ends[1:] if called.generation.label == "abort" else (),
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -191,27 +191,38 @@ class Oracle:
             taken.append(Span(place, number, anchor.start, anchor.end, anchor.offset))
         return taken
 
-    def _tokens(self, called: Called, spans: Sequence[Span]) -> None:
+    def _tokens(self, called: Called, spans: Sequence[Span], entries: Sequence[Entry]) -> None:
         """Compare the recorded spans with the tokens of the prompt."""
         for span in spans:
             said = self.turns[span.turn].completion[span.offset :]
             there = called.prompt[span.start : span.end]
+            if self.turns[span.turn].ends:
+                self._cut(span, there, entries[span.place].message if 0 <= span.place < len(entries) else {})
+                continue
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
             decode = self.stack.renderer.words.decode
             rest = decode(said[len(there) :][:-1])
             whole = self.turns[span.turn].completion
             until = len(decode(whole[: span.offset + len(there)]))
-            after = decode(whole[: span.offset + len(there)])[self.turns[span.turn].served :]
-            if self.turns[span.turn].broken and after.strip():
-                self._find(
-                    "false", f"tokens {span.start} to {span.end} have {after!r}, which the client of turn {span.turn} has not received"
-                )
-                continue
             if there == said[: len(there)] and not decode(whole)[until : self.turns[span.turn].served].strip():
                 continue  # without the stop string, which the client did not receive
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
             if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
+
+    def _cut(self, span: Span, there: list[int], message: Message) -> None:
+        """Check that the tokens of a reply which its client left end with the last call that the message has.
+
+        The client may have received more calls: Hermes drops one that stands twice, and nothing shows that the second had arrived.
+        """
+        said, decode = self.turns[span.turn], self.stack.renderer.words.decode
+        calls = len(message.get("tool_calls") or ())
+        end = said.ends[calls - 1] if 0 < calls <= len(said.ends) else 0
+        text = decode(said.completion[: span.offset + len(there)])
+        if there != said.completion[span.offset :][: len(there)] or text.rstrip() != decode(said.completion)[:end].rstrip():
+            self._find(
+                "false", f"tokens {span.start} to {span.end} are not those of turn {span.turn} up to the end of call {calls}: {text!r}"
+            )
 
     def _thinking(self, called: Called, spans: Sequence[Span]) -> None:
         """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there.
@@ -421,7 +432,13 @@ class Oracle:
         elif any(name in self._issued for name in names) or any(map(_same_make, own.names, names)):
             return ""  # an id that was, or may have been, issued to another turn
         unchanged, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
-        if own in unchanged and self._alone(own, in_place) and self._calls_as_written(own, entries):
+        here = [said for said in self.turns.values() if said.loose == tuple(one.loose for one in entries[:place])]
+        if (
+            own in unchanged
+            and self._alone(own, in_place)
+            and self._calls_as_written(own, entries)
+            and not self._may_be_cut(entry, here, own)
+        ):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
             return ""
@@ -429,7 +446,7 @@ class Oracle:
             return "id"
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
-        if self._may_be_understood(
+        if self._may_be_cut(entry, [*self.turns.values()], own) or self._may_be_understood(
             entry, [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact], own
         ):
             return ""
@@ -439,6 +456,11 @@ class Oracle:
         # The reply before a turn is unknown where it was not recognised: it may have been this one.
         led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
+
+    def _may_be_cut(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether a message may be the beginning of another reply, which its client left: it begins with the same call."""
+        others = [said for said in turns if said.ends and said.number >= self._kept and said.completion != own.completion]
+        return any(_first_call(said.reply) == _first_call(entry.message) for said in others)
 
     def _may_be_understood(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
@@ -591,6 +613,11 @@ def _recorded_logprobs(sampled: Generation) -> list[float]:
     """The log probabilities of a generation as they must be recorded: 0 for ids that were forced."""
     forced = {place for start, end in sampled.forced for place in range(start, end)}
     return [0.0 if place in forced else value for place, value in enumerate(sampled.logprobs)]
+
+
+def _first_call(message: Message) -> tuple[str, str] | None:
+    """The id of a message's first call, and its arguments."""
+    return next(((safe(call["id"]), arguments_of(call["function"]["arguments"])) for call in message.get("tool_calls") or ()), None)
 
 
 def _same_make(ours: str, theirs: str) -> bool:
