@@ -286,10 +286,11 @@ class _Surroundings(NamedTuple):
 def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
     """Return the keys of turns that may also be an anchor's reply.
 
-    The text of an anchor without calls may be the beginning of an interrupted reply, and that of one with its stop string may be another
-    reply with words of the harness.
+    An anchor whose text, or first call's id, does not tell it from other replies may be the beginning of an interrupted one. An anchor with
+    its stop string may be another reply with words of the harness.
     """
-    interrupted = (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+    unnamed = any(not any(is_unique(call.id) for call in conversation.messages[i].calls[:1]) for i, _ in anchors)
+    interrupted = (aborted_key(conversation.model_key),) if unnamed else ()
     return (*interrupted, *[_served_key(found.hit.turn, conversation) for _, found in anchors if found.added is not None])
 
 
