@@ -359,7 +359,7 @@ class Session:
                 said["tool_calls"][1]["function"] = said["tool_calls"][0]["function"]
             if rng.random() < 0.4:
                 said["content"] = None
-        if rng.random() < 0.04:
+        if rng.random() < 0.04 and (said.get("content") or said.get("tool_calls")):  # an engine samples at least one id
             said["finish_reason"] = "length"
         if self.dialect in {"messages", "gemini"} and not said.get("tool_calls") and not said["content"]:
             said["content"] = "OK"  # these dialects cannot send an empty reply back
