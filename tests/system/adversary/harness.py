@@ -234,7 +234,7 @@ class Session:
         assert called.generation is not None
         heard = called.generation.message
         self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
-        entry = Entry(served, number, handle=handle, owed=not broken)
+        entry = Entry(served, number, handle=handle)
         if called.generation.cut and not thread.stop and self.may_continue(replace(entry, continues=True)):
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:

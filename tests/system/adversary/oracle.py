@@ -421,8 +421,8 @@ class Oracle:
         """The evidence that identifies a reply with certainty; `""` if there is none, or if the reply need not be recognised."""
         entry = entries[place]
         truth = self.truth(entry)
-        if truth is None or truth < self._kept or not entry.owed:
-            return ""
+        if truth is None or truth < self._kept or not entry.owed or self.turns[truth].ends:
+            return ""  # a reply whose client left is recognised in its place, if its template shows where each call ends
         if entry.handle and [other.handle for other in entries].count(entry.handle) > 1:
             return ""  # a handle on two replies identifies neither
         own, fits = self.turns[truth], self._fitting(entries, place)
@@ -458,9 +458,13 @@ class Oracle:
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
 
     def _may_be_cut(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
-        """Whether a message may be the beginning of another reply, which its client left: it begins with the same call."""
+        """Whether a message may be the beginning of another reply, which its client left: it begins with the same call.
+
+        Arguments that are no object may be the beginning of any.
+        """
         others = [said for said in turns if said.ends and said.number >= self._kept and said.completion != own.completion]
-        return any(_first_call(said.reply) == _first_call(entry.message) for said in others)
+        calls, begun = entry.message.get("tool_calls"), [said.reply["tool_calls"][0] for said in others]
+        return bool(calls) and any(_may_be(calls[0], call) for call in begun)
 
     def _may_be_understood(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
@@ -615,9 +619,11 @@ def _recorded_logprobs(sampled: Generation) -> list[float]:
     return [0.0 if place in forced else value for place, value in enumerate(sampled.logprobs)]
 
 
-def _first_call(message: Message) -> tuple[str, str] | None:
-    """The id of a message's first call, and its arguments."""
-    return next(((safe(call["id"]), arguments_of(call["function"]["arguments"])) for call in message.get("tool_calls") or ()), None)
+def _may_be(call: Message, cut: Message) -> bool:
+    """Whether a call may be one that its client received in a stream that was cut, judged by its id and arguments."""
+    now, then = (arguments_of(one["function"]["arguments"]) for one in (call, cut))
+    arrived = cut["function"]["arguments"].strip() and then.startswith("{")
+    return safe(call["id"]) == safe(cut["id"]) and (now == then or not arrived)
 
 
 def _same_make(ours: str, theirs: str) -> bool:
