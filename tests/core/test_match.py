@@ -12,7 +12,7 @@ from tests.core.settings import FEW, MANY
 from tests.core.world import HABITS, WrongMatchError, play
 from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
-from tokencache.core.chain import aborted_turn_keys, build_conversation, lookup_keys, turn_keys
+from tokencache.core.chain import aborted_key, aborted_turn_keys, build_conversation, lookup_keys, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
@@ -576,6 +576,27 @@ def test_an_id_that_counts_is_no_evidence_by_itself():
     assert index.match(S1, U1, served, result).anchors == ((2, Hit(one)),)
     pruned = index.match(S1, U1, served, Message("tool", "[old]", answers=result.answers), two.served, U2)
     assert pruned.anchors == ((2, Hit(one)), (4, Hit(two))), "behind the same reply"
+
+
+@pytest.mark.parametrize(("arguments", "in_doubt"), [('{"n": 5}', False), ('{"command":"ls"}', True), ('{"n": ', True), ("", True)])
+def test_a_call_that_had_arrived_in_a_cut_stream_is_not_another_one_with_its_number(arguments, in_doubt):
+    index = _Index()
+    served, result = _poll("functions.bash:0", 0)
+    one = index.add(_turn("a", served), U1)
+    cut = (ToolCall("functions.bash:0", "bash", arguments), ToolCall("functions.bash:1", "bash", ""))
+    index.add(_left("b", None, [1, 2], calls=cut), U3, aborted=True)
+    assert index.match(S1, U1, served, result).anchors == (() if in_doubt else ((2, Hit(one)),))
+
+
+@pytest.mark.parametrize(("name", "numbered"), [("functions.bash:0", True), (C1, False)])
+def test_for_a_call_with_a_number_cut_replies_are_looked_up(name, numbered):
+    """It may be the beginning of one in any place; the id of another call tells it from all."""
+    index = _Index()
+    served, result = _poll(name, 0)
+    index.add(_turn("a", served), U1)
+    found = index.match(S1, U1, served, result)
+    assert found.anchors
+    assert (aborted_key(build_conversation(b"", [U1]).model_key) in found.unsure) == numbered
 
 
 def test_two_calls_with_one_id_do_not_lose_each_other():

@@ -184,6 +184,17 @@ async def test_words_that_do_not_follow_a_named_reply_are_not_those_after_anothe
         assert (turn["match"], turn["reason"]) == ("plain", "added-text-unproven")
 
 
+async def test_a_text_that_another_reply_has_is_not_words_after_this_one():
+    """The harness has put the second reply, which begins with the same text, in the place of the first."""
+    async with proxied(engine("")) as rig:
+        for name, text in [("one", "I se"), ("two", "I search.")]:
+            rig.engine.replies.script = lambda _, text=text: [f"<think>\nq\n</think>\n\n{text}"]
+            message = await rig.say("s", [user(f"EPISODE:e {name}")], stop=[OBSERVATION])
+        await rig.say("s", [user("EPISODE:e one"), said(message), user("Go on.")], stop=[OBSERVATION])
+        turn = (await rig.turns())[2]
+        assert (turn["match"], turn["reason"]) == ("plain", "ambiguous-reply")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 async def test_a_stop_string_after_a_reply_that_may_have_ended_by_itself_is_refused(first):
     """One reply in this position ended at the stop string, another said the same and no more: a harness may add it to either."""

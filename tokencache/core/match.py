@@ -69,7 +69,7 @@ class Match(NamedTuple):
         delivered: how much of an aborted parent's reply the history contains; the planner must prove where its tokens end.
         added: the text that the history adds to replies, the parent's or an anchor's; the planner must prove where the recorded ids end.
         unsure: keys to look up before the match is used, because the result may change it: the echo of the parent's reply has other call
-            ids, or an anchor has no calls.
+            ids or words of the harness, or an anchor has no calls.
         turns_wanted: whether the match needs all turns of the session (`turns`); then no other field is meaningful.
     """
 
@@ -173,6 +173,8 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     applied_rules = tuple(sorted(rules))
     if not found.verdict.ids_kept:
         unsure = (*unsure, call_key(conversation, i))
+    if found.added is not None and not found.added.restored:
+        unsure = (*unsure, reply_key(conversation.digests[i], conversation.model_key))
     if hits:
         return Match("resplice", Reason.CONTEXT_EDITED, found.hit.turn, i + 1, hits, applied_rules, found.delivered, added, unsure)
     kind: MatchKind = "branch" if found.hit.continued else "continue"
@@ -284,10 +286,11 @@ class _Surroundings(NamedTuple):
 def _unsure(conversation: Conversation, anchors: Sequence[tuple[int, _Found]]) -> tuple[bytes, ...]:
     """Return the keys of turns that may also be an anchor's reply.
 
-    The text of an anchor without calls may be the beginning of an interrupted reply, and that of one with its stop string may be another
-    reply with words of the harness.
+    An anchor whose text, or first call's id, does not tell it from other replies may be the beginning of an interrupted one. An anchor with
+    its stop string may be another reply with words of the harness.
     """
-    interrupted = (aborted_key(conversation.model_key),) if any(not conversation.messages[i].calls for i, _ in anchors) else ()
+    unnamed = any(not any(is_unique(call.id) for call in conversation.messages[i].calls[:1]) for i, _ in anchors)
+    interrupted = (aborted_key(conversation.model_key),) if unnamed else ()
     return (*interrupted, *[_served_key(found.hit.turn, conversation) for _, found in anchors if found.added is not None])
 
 
@@ -326,7 +329,14 @@ class _Finder(NamedTuple):
             return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
+        if isinstance(chosen, _Found) and chosen.added is not None and not chosen.added.restored and self._is_reply(i):
+            return Reason.AMBIGUOUS_REPLY
         return chosen
+
+    def _is_reply(self, i: int) -> bool:
+        """Whether a message is a whole reply of some turn, in any position."""
+        hits = self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ())
+        return any(found.verdict.supplied for found in self._judged(i, hits))
 
     def _with_words_added(self, i: int) -> list[_Found]:
         """Find the turns in a position to which the harness may have added words. Interrupted turns do not count."""

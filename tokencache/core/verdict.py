@@ -303,7 +303,7 @@ def _delivered_calls(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     calls, cuts = turn.served.calls[: len(echoed.calls)], unpack_cuts(turn.cuts)
     if CUT_OFF.isdisjoint(turn.marks) or len(cuts) != len(turn.served.calls) or not calls:
         return None
-    if not all(call.arguments.strip(BLANK) and parse_object(call.arguments) is not None for call in calls):
+    if not all(map(_arrived, calls)):
         return None
     verdict = judge(msgspec.structs.replace(turn.served, calls=calls), echoed, leniency)
     if not verdict.supplied or not verdict.ids_kept:
@@ -313,10 +313,19 @@ def _delivered_calls(turn: Turn, echoed: Message, leniency: Leniency) -> Deliver
     return DeliveredPrefix(turn, "", cuts[0].before, cuts[len(calls) - 1].before, after, rules, len(calls))
 
 
+def _arrived(call: ToolCall) -> bool:
+    """Whether a call had arrived completely when its stream was cut: no beginning of a JSON object is one."""
+    return bool(call.arguments.strip(BLANK)) and parse_object(call.arguments) is not None
+
+
 def may_be_delivered(turn: Turn, echoed: Message) -> bool:
     """Whether an echo may be a beginning of an aborted turn's reply, certain or not."""
     if echoed.calls and turn.served.calls:
-        return not CUT_OFF.isdisjoint(turn.marks) and keeps_id(turn.served.calls[0].id, echoed.calls[0].id)
+        ours, theirs = turn.served.calls[0], echoed.calls[0]
+        if CUT_OFF.isdisjoint(turn.marks) or not keeps_id(ours.id, theirs.id):
+            return False
+        # an id that counts does not tell the call, and its arguments only if they arrived completely
+        return is_unique(ours.id) or not _arrived(ours) or _judge_call(ours, theirs, STRICT) is not None
     return bool(_cuts_of(turn, echoed))
 
 

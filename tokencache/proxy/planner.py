@@ -285,12 +285,7 @@ class _Planning:
         If the parent was aborted, first prove how much of it the client has received. If the client added text to replies, prove where
         their ids end.
         """
-        cut = None
-        if found.parent is not None and found.delivered is not None:
-            cut = await self._cut(found.parent, found.delivered, found.at)
-            if cut is None:
-                found = await self._without(found.parent, known)
-        found, words = await self._proven_words(found, known)
+        found, cut, words = await self._proven(found, known)
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._context.model.capability.tokenizes
@@ -344,41 +339,52 @@ class _Planning:
             n = await partial_reply.delivered_tokens(delivered, completion, model.stop_ids, read)
         return ids.head(prefix, turn.prompt_tokens + n) if n is not None else None
 
-    async def _without(self, turn: Turn, known: _Known) -> Match:
-        """Match again without an aborted turn that cannot be cut at a token. Its text is then treated as ordinary text.
+    async def _proven(self, found: Match, known: _Known) -> tuple[Match, bytes | None, str]:
+        """Prove where the ids of a parent that was cut, and of replies with added text, end.
 
-        Raises:
-            TailRefusedError: the new match also needs to cut an aborted turn.
-        """
-        found = await self.match(known, {turn.id})
-        if found.delivered is not None:
-            raise TailRefusedError(Reason.INTERRUPT_INSIDE_TOKEN)
-        return found._replace(reason=Reason.INTERRUPT_INSIDE_TOKEN)
-
-    async def _proven_words(self, found: Match, known: _Known) -> tuple[Match, str]:
-        """Prove where the ids of replies with added text end. Turns for which that fails are matched as if they were not recorded.
-
-        Another turn with the same text does not take their place: the harness may have added its words to either.
+        Turns for which that fails are matched as if they were not recorded: the message is text. No other turn takes the place of one that
+        cannot be cut at a token, nor one with the same text that of a reply with added text: the message may be the reply of either.
 
         Returns:
-            The match, and the words that the client added to the parent's reply.
+            The match, the prefix of its parent if that was cut, and the words that the client added to the parent's reply.
 
         Raises:
             RenderError: the engine cannot decode its own tokens.
         """
+        without: set[str] = set()
+        as_text: set[int] = set()
         words: dict[str, str | None] = {}
         doubtful: set[str] = set()
-        while found.added:
-            for added in found.added:
-                name, text = added.turn.id, added.turn.served.text
-                if name not in words:
-                    words[name] = None if text in doubtful else await words_after(self._context, added)
-                    doubtful |= {text} if words[name] is None else set()
-            unproven = {turn for turn, own in words.items() if own is None}
-            if unproven.isdisjoint(added.turn.id for added in found.added):
-                break
-            found = (await self.match(known, unproven))._replace(reason=Reason.ADDED_TEXT_UNPROVEN)
-        return found, (words.get(found.parent.id) or "") if found.parent is not None else ""
+        while True:
+            cut, last = None, found.at - 1
+            if found.parent is not None and found.delivered is not None and last not in as_text:
+                cut = await self._cut(found.parent, found.delivered, found.at)
+                as_text |= {last} if cut is None else set()
+            unproven, reason = {turn for place, turn in _placed(found) if place in as_text}, Reason.INTERRUPT_INSIDE_TOKEN
+            if not unproven:
+                unproven, reason = await self._without_words(found, words, doubtful), Reason.ADDED_TEXT_UNPROVEN
+            if not unproven:
+                return found, cut, (words.get(found.parent.id) or "") if found.parent is not None else ""
+            without |= unproven
+            found = (await self.match(known, without))._replace(reason=reason)
+
+    async def _without_words(self, found: Match, words: dict[str, str | None], doubtful: set[str]) -> set[str]:
+        """Return the turns (ids) to whose replies the client added text, and for which it is not proven where their own ids end.
+
+        Args:
+            found: the match.
+            words: receives the words that the client added to each reply, by turns; `None` if nothing is proven.
+            doubtful: receives the texts of the replies for which nothing is proven.
+
+        Raises:
+            RenderError: the engine cannot decode its own tokens.
+        """
+        for added in found.added:
+            text = added.turn.served.text
+            if text not in doubtful and added.turn.id not in words:
+                words[added.turn.id] = await words_after(self._context, added)
+                doubtful |= {text} if words[added.turn.id] is None else set()
+        return {added.turn.id for added in found.added if added.turn.served.text in doubtful}
 
     async def _continue(self, parent: Turn, found: Match, cut: bytes | None, words: str = "") -> Plan:
         """Continue a turn: its prefix (up to `cut`, if it was aborted), `words` that the client added to its reply, and the tail.
@@ -455,6 +461,12 @@ def media_reason(call: ChatCall, model: Model) -> str:
     if not all(part.trusted for part in parts):
         return Reason.MEDIA
     return Reason.MEDIA_WITH_FOLLOW if call.history == "follow" else ""
+
+
+def _placed(found: Match) -> list[tuple[int, str]]:
+    """Return the places of a match's turns, and their ids."""
+    parent = [(found.at - 1, found.parent.id)] if found.parent is not None else []
+    return [*[(place, hit.turn.id) for place, hit in found.anchors], *parent]
 
 
 def _except(names: AbstractSet[str], hits: Sequence[Hit]) -> Sequence[Hit]:

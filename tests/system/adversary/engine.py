@@ -151,6 +151,7 @@ class Generation:
         thought: the text of its thinking, also where the message has none.
         stop: the stop string that ended it.
         served: the number of characters of its text that the client gets; what follows is a stop string, or an id that has no text.
+        ends: the numbers of characters of its text before its calls, up to the end of the first call, and so on; empty if that is unknown.
     """
 
     session: str
@@ -164,6 +165,7 @@ class Generation:
     thought: str = ""
     served: int = 0
     stop: str = ""
+    ends: tuple[int, ...] = ()
 
 
 class Speech(NamedTuple):
@@ -276,9 +278,35 @@ class Engine:
         message, served = self._heard(planned, text)
         # vLLM calls a whole reply with a call `tool_calls`, also if the limit cut the next one
         label = planned.message.get("finish_reason") or ("tool_calls" if message.get("tool_calls") else "length" if cut else "stop")
-        return Generation(
-            session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, reason if isinstance(reason, str) else ""
-        ), reason
+        head = len(planned.thinking) + len(_encodable(planned.message.get("content") or ""))
+        ends = (head, *(head + len(calls) for calls in planned.calls)) if planned.readable and label == "tool_calls" and not cut else ()
+        ended_by = reason if isinstance(reason, str) else ""
+        return Generation(session, prompt, tokens, [], forced, cut, label, message, planned.thought, served, ended_by, ends), reason
+
+    def break_off(self, generation: Generation, calls: int, rng: random.Random) -> list[bytes]:
+        """Break a reply off after so many of its calls, or within the next one; return the stream (JSON) up to there."""
+        tokens, ends, said = generation.completion, generation.ends, generation.message
+        lengths = [len(self.renderer.words.decode(tokens[:n])) for n in range(len(tokens) + 1)]
+
+        def reached(length: int) -> int:
+            return next((n for n, so_far in enumerate(lengths) if so_far >= length), len(tokens))
+
+        first, last = reached(ends[calls]), reached(ends[calls + 1]) if calls + 1 < len(ends) else len(tokens)
+        until = rng.randrange(first, max(last, first + 1))
+        deltas: list[tuple[int, Message]] = [(reached(ends[0]), {"content": said.get("content"), "reasoning": said.get("reasoning")})]
+        for n, call in enumerate(said["tool_calls"][: calls + 1]):
+            named = {"index": n, "id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": ""}}
+            deltas.append((reached(min(ends[n] + 20, ends[n + 1] - 1)), {"tool_calls": [named]}))
+            deltas.append((reached(ends[n + 1]), {"tool_calls": [{"index": n, "function": {"arguments": call["function"]["arguments"]}}]}))
+        generation.completion, generation.logprobs = tokens[:until], generation.logprobs[:until]
+        generation.message = {**said, "tool_calls": said["tool_calls"][:calls]}
+        generation.served, generation.label, generation.ends = ends[calls], "abort", ends[: calls + 1]
+        chunks = [_chunk(generation, 0, {"role": "assistant", "content": ""})]
+        for n in range(1, until + 1):
+            now = [delta for at, delta in deltas if max(at, 1) == n and not (at >= last and calls + 1 < len(ends))]
+            merged = {"tool_calls": listed} if (listed := [call for delta in now for call in delta.get("tool_calls", ())]) else {}
+            chunks.append(_chunk(generation, n, {name: value for delta in now for name, value in delta.items()} | merged))
+        return chunks
 
     def _force(
         self, planned: Speech, prompt: list[int], tokens: list[int], budget: int
@@ -368,6 +396,16 @@ def _sayable(call: Message) -> Message:
 
 def _float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def _chunk(generation: Generation, number: int, delta: Message) -> bytes:
+    """A chunk of a stream with one token, or with the prompt."""
+    sampled = [*zip(generation.completion, generation.logprobs, strict=True)][max(number - 1, 0) : number]
+    listed = [{"token": f"token_id:{token}", "logprob": chance, "bytes": None, "top_logprobs": []} for token, chance in sampled]
+    choice = {"index": 0, "delta": delta, "logprobs": {"content": listed} if listed else None, "finish_reason": None}
+    choice["token_ids"] = [token for token, _ in sampled]
+    whole = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": MODEL, "choices": [choice]}
+    return msgspec.json.encode(whole | ({} if number else {"prompt_token_ids": generation.prompt}))
 
 
 def _completion(generation: Generation, stop_reason: int | str | None, number: int) -> bytes:

@@ -7,6 +7,7 @@ records whether the model sampled it (`observed.Entry`).
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
     from tests.system.adversary.stack import Called, Stack
@@ -128,6 +128,7 @@ class Session:
         """Whether the proxy is told so."""
         off = frozenset({rng.choice(["whitespace", "reasoning-dropped", "tool-ids"])} if rng.random() < 0.05 else ())
         self.leniency = HarnessProfiles(adapters, off).leniency(self.does if self.is_named else "")
+        self.breaks = random.Random(f"breaks {number}")
         self.pool = rng.sample(TEXTS, 4)  # few words in a session, so that many replies are equal
         self.makes = "nine" if stack.kind.style == "mistral" else rng.choice(["random", "random", "toolu", "colliding", "counted"])
         self.odd = rng.random() < 0.3
@@ -211,15 +212,20 @@ class Session:
         limits = self.limits(thread, continues=continued is not None)
         body = dialects.write(self.dialect, self.carrying(sent), TOOLS[thread.tools], thread.kwargs, limits)
         try:
-            called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency)
+            breaks = self.breaks if self.dialect == "chat" and continued is None and self.breaks.random() < 0.1 else None
+            called = await self.stack.call(self.name, body, said, dialect=self.dialect, leniency=self.leniency, breaks=breaks)
         except HarnessError:
             self.tally.counts["not read"] += 1
             self.restart(thread)
             return
         self._show(called, said)
+        broken = called.generation is not None and called.generation.label == "abort"
         served, handle = dialects.served(self.dialect, called.answer) if called.answer else ({}, "")
+        if broken:
+            served = called.generation.message
+            self.tally.counts["broken off"] += 1
         owing = not self.leniency.off
-        kept = self.understood(thread, served) if called.answer and self.is_vouched and continued is None else served
+        kept = self.understood(thread, served) if served and self.is_vouched and continued is None else served
         kept = None if not served or says(kept, served) else kept
         number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
@@ -353,7 +359,7 @@ class Session:
                 said["tool_calls"][1]["function"] = said["tool_calls"][0]["function"]
             if rng.random() < 0.4:
                 said["content"] = None
-        if rng.random() < 0.04:
+        if rng.random() < 0.04 and (said.get("content") or said.get("tool_calls")):  # an engine samples at least one id
             said["finish_reason"] = "length"
         if self.dialect in {"messages", "gemini"} and not said.get("tool_calls") and not said["content"]:
             said["content"] = "OK"  # these dialects cannot send an empty reply back

@@ -129,6 +129,8 @@ class SampledTurn:
     """Whether it continues the last message of its request."""
     kept: Message | None = None
     """What its harness is known to make of it."""
+    ends: tuple[int, ...] = ()
+    """Of a reply that its client left: the numbers of characters of its text up to the end of each call that the client received."""
 
     @property
     def thought(self) -> str:
@@ -202,7 +204,7 @@ class Tally:
 
     def table(self) -> str:
         """The counts, one per line."""
-        played = ("understood otherwise", "added to", "joined", "kept", "budgets", "budgets unproven", "cut")
+        played = ("understood otherwise", "added to", "joined", "broken off", "kept", "budgets", "budgets unproven", "cut")
         lines = [(name, self.counts[name]) for name in ("turns", "refused", "not read", "served otherwise", *played)]
         lines += [(f"  {name}", number) for name, number in self.matches.most_common()]
         lines += [(name, self.counts[name]) for name in (*NEVER, "no rendering", "owed", "not placed", "missed")]

@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import call_ids, meaning, safe, text_of, understood_forms
+from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, text_of, understood_forms
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Oracle:
         assert called.generation is not None
         reply = called.generation.message
         spans = self._spans(called, entries)
-        self._tokens(called, spans)
+        self._tokens(called, spans, entries)
         if self._follows:
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
@@ -149,6 +149,7 @@ class Oracle:
             called.generation.served,
             called.continues,
             kept,
+            called.generation.ends[1:] if called.generation.label == "abort" else (),
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -190,11 +191,14 @@ class Oracle:
             taken.append(Span(place, number, anchor.start, anchor.end, anchor.offset))
         return taken
 
-    def _tokens(self, called: Called, spans: Sequence[Span]) -> None:
+    def _tokens(self, called: Called, spans: Sequence[Span], entries: Sequence[Entry]) -> None:
         """Compare the recorded spans with the tokens of the prompt."""
         for span in spans:
             said = self.turns[span.turn].completion[span.offset :]
             there = called.prompt[span.start : span.end]
+            if self.turns[span.turn].ends:
+                self._cut(span, there, entries[span.place].message if 0 <= span.place < len(entries) else {})
+                continue
             # A stop token other than the template's is replaced. A template that is followed may trim the text, or show no calls.
             decode = self.stack.renderer.words.decode
             rest = decode(said[len(there) :][:-1])
@@ -205,6 +209,20 @@ class Oracle:
             left_out = not rest.strip() or (self.stack.kind.name in HIDES_CALLS and self.turns[span.turn].reply.get("tool_calls"))
             if there not in (said, said[:-1]) and not (self._follows and there == said[: len(there)] and left_out):
                 self._find("false", f"tokens {span.start} to {span.end} are not those of turn {span.turn}")
+
+    def _cut(self, span: Span, there: list[int], message: Message) -> None:
+        """Check that the tokens of a reply which its client left end with the last call that the message has.
+
+        The client may have received more calls: Hermes drops one that stands twice, and nothing shows that the second had arrived.
+        """
+        said, decode = self.turns[span.turn], self.stack.renderer.words.decode
+        calls = len(message.get("tool_calls") or ())
+        end = said.ends[calls - 1] if 0 < calls <= len(said.ends) else 0
+        text = decode(said.completion[: span.offset + len(there)])
+        if there != said.completion[span.offset :][: len(there)] or text.rstrip() != decode(said.completion)[:end].rstrip():
+            self._find(
+                "false", f"tokens {span.start} to {span.end} are not those of turn {span.turn} up to the end of call {calls}: {text!r}"
+            )
 
     def _thinking(self, called: Called, spans: Sequence[Span]) -> None:
         """In a session that follows the template, check that a reply has its thinking in the prompt if the template shows it there.
@@ -403,8 +421,8 @@ class Oracle:
         """The evidence that identifies a reply with certainty; `""` if there is none, or if the reply need not be recognised."""
         entry = entries[place]
         truth = self.truth(entry)
-        if truth is None or truth < self._kept or not entry.owed:
-            return ""
+        if truth is None or truth < self._kept or not entry.owed or self.turns[truth].ends:
+            return ""  # a reply whose client left is recognised in its place, if its template shows where each call ends
         if entry.handle and [other.handle for other in entries].count(entry.handle) > 1:
             return ""  # a handle on two replies identifies neither
         own, fits = self.turns[truth], self._fitting(entries, place)
@@ -414,7 +432,13 @@ class Oracle:
         elif any(name in self._issued for name in names) or any(map(_same_make, own.names, names)):
             return ""  # an id that was, or may have been, issued to another turn
         unchanged, in_place, by_id, by_handle, beside = self._levels(fits, entries, place, scope)
-        if own in unchanged and self._alone(own, in_place) and self._calls_as_written(own, entries):
+        here = [said for said in self.turns.values() if said.loose == tuple(one.loose for one in entries[:place])]
+        if (
+            own in unchanged
+            and self._alone(own, in_place)
+            and self._calls_as_written(own, entries)
+            and not self._may_be_cut(entry, here, own)
+        ):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
             return ""
@@ -422,7 +446,7 @@ class Oracle:
             return "id"
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
-        if self._may_be_understood(
+        if self._may_be_cut(entry, [*self.turns.values()], own) or self._may_be_understood(
             entry, [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact], own
         ):
             return ""
@@ -432,6 +456,15 @@ class Oracle:
         # The reply before a turn is unknown where it was not recognised: it may have been this one.
         led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""
+
+    def _may_be_cut(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether a message may be the beginning of another reply, which its client left: it begins with the same call.
+
+        Arguments that are no object may be the beginning of any.
+        """
+        others = [said for said in turns if said.ends and said.number >= self._kept and said.completion != own.completion]
+        calls, begun = entry.message.get("tool_calls"), [said.reply["tool_calls"][0] for said in others]
+        return bool(calls) and any(_may_be(calls[0], call) for call in begun)
 
     def _may_be_understood(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
@@ -584,6 +617,13 @@ def _recorded_logprobs(sampled: Generation) -> list[float]:
     """The log probabilities of a generation as they must be recorded: 0 for ids that were forced."""
     forced = {place for start, end in sampled.forced for place in range(start, end)}
     return [0.0 if place in forced else value for place, value in enumerate(sampled.logprobs)]
+
+
+def _may_be(call: Message, cut: Message) -> bool:
+    """Whether a call may be one that its client received in a stream that was cut, judged by its id and arguments."""
+    now, then = (arguments_of(one["function"]["arguments"]) for one in (call, cut))
+    arrived = cut["function"]["arguments"].strip() and then.startswith("{")
+    return safe(call["id"]) == safe(cut["id"]) and (now == then or not arrived)
 
 
 def _same_make(ours: str, theirs: str) -> bool:

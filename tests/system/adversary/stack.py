@@ -41,7 +41,7 @@ from tokencache.engine.upstream import Upstream
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner, keys_wanted
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.recorder import Outcome
+from tokencache.proxy.recorder import ABORTED, Outcome
 from tokencache.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -177,9 +177,19 @@ class Stack:
         return self._model
 
     async def call(
-        self, session: str, body: bytes, reply: Message, *, dialect: str = "chat", leniency: Leniency = LENIENT, handle: str = ""
+        self,
+        session: str,
+        body: bytes,
+        reply: Message,
+        *,
+        dialect: str = "chat",
+        leniency: Leniency = LENIENT,
+        handle: str = "",
+        breaks: random.Random | None = None,
     ) -> Called:
         """Serve one call, which the model answers with `reply` (an assistant's message as vLLM would parse it).
+
+        With `breaks`, the client leaves a stream after some of the calls in the reply, if it has any. It has received no answer then.
 
         Raises:
             HarnessError: the request cannot be read.
@@ -203,14 +213,21 @@ class Stack:
             await self.ledger.settle(begun, session, name, [])
             return called
         called.prompt, called.completion, called.generation = generation.prompt, generation.completion, generation
-        heard.add(data)
+        broken = breaks is not None and len(generation.ends) > 1
+        chunks = [data]
+        if breaks is not None and broken:
+            chunks = self.engine.break_off(generation, breaks.randrange(1, len(generation.ends)), breaks)
+            called.completion = generation.completion
+        for chunk in chunks:
+            heard.add(chunk)
         outcome = Outcome(
             session=session, epoch=begun.epoch if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
         )
         outcome.budget = budget_of(call.fields)
         outcome.thinking = self.engine.thinking_marks() if outcome.budget is not None else None
+        outcome.broke = ABORTED if broken else ""
         recorded = outcome.record(self.ledger.prefixes)
-        called.answer = encoder.whole(data)
+        called.answer = b"" if broken else encoder.whole(data)
         await self.ledger.end(begun, outcome, recorded, encoder.documents())
         called.turn = recorded.entries[0].turn if recorded.entries else None
         called.incidents = tuple(incident.kind for incident in recorded.incidents)

@@ -29,7 +29,7 @@ from tokencache.engine.model import Model
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import ShownPart, VisibleReplies
-from tokencache.proxy import client_ids, recorder, resplice
+from tokencache.proxy import client_ids, partial_reply, recorder, resplice
 from tokencache.proxy import planner as planning
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Basis, Plan
@@ -144,6 +144,14 @@ def test_it_finds_a_planner_that_loses_a_token(monkeypatch):
 def test_it_finds_a_planner_that_believes_every_turn_settled(monkeypatch):
     monkeypatch.setattr(EditedHistories, "is_settled", lambda *_: True)
     assert finds("unfaithful", templates=["GLM-4.5"])
+
+
+def test_it_finds_a_planner_that_keeps_an_incomplete_call(monkeypatch):
+    async def all_that_came(delivered, *_):
+        return delivered.after
+
+    monkeypatch.setattr(partial_reply, "tokens_of_calls", all_that_came)
+    assert finds("false", first=3)
 
 
 def test_it_finds_thinking_that_should_be_omitted(monkeypatch):
@@ -430,6 +438,31 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     await talk.ask([Entry(ASK), replace(reply, message=sent, kept=kept), result], {"content": "Done."}, after)
     assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
+
+
+@pytest.mark.parametrize(("repeated", "more", "found"), [(False, 0, set()), (False, -1, {"false"}), (True, 0, set()), (True, 9, {"false"})])
+async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monkeypatch, repeated, more, found):
+    """A harness may also drop a call that stands twice (Hermes): then the reply ends before that."""
+    tokens_of_calls = partial_reply.tokens_of_calls
+
+    async def otherwise(*given):
+        return await tokens_of_calls(*given) + more
+
+    monkeypatch.setattr(partial_reply, "tokens_of_calls", otherwise)
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle, last = Oracle(stack, 0, tally), SimpleNamespace(randrange=lambda _, stop: stop - 1)
+    calls = [CALL, {**CALL, "id": "functions.bash:1"}]
+    called = await stack.call("s", dialects.write("chat", [Entry(ASK)], [], {}), {"content": "", "tool_calls": calls}, breaks=last)
+    served = called.generation.message
+    assert served["tool_calls"] == calls
+    kept = without_repeated_calls(served, ["bash"]) if repeated else served
+    number = oracle.judge(called, (Entry(ASK),), scope="", kept=kept)
+    results = [Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}) for call in kept["tool_calls"]]
+    entries = [Entry(ASK), Entry(kept, number, kept=kept, owed=False), *results]
+    called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
+    assert called.plan.match in {"continue", "resplice"}
+    oracle.judge(called, tuple(entries), scope="")
+    assert {kind for kind in NEVER if tally.counts[kind]} & {"false"} == found
 
 
 @pytest.mark.parametrize(
