@@ -31,6 +31,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "whole: repeats a kind in another combination; runs with --whole only")
+    config.addinivalue_line("markers", "product: its parameters depend on each other, so each run has every combination of them")
     config.pluginmanager.register(whole)
     config.pluginmanager.register(Limits(config))
     if config.getoption("figures") and not hasattr(config, "workerinput"):
