@@ -41,7 +41,7 @@ ASK = {"role": "user", "content": "Look."}
 CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}
 
 
-@pytest.mark.parametrize("turns", [FEW // 4, pytest.param(FEW, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("turns", [FEW // 8, pytest.param(FEW, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("template", ALL_KINDS)
 def test_there_is_no_violation(template, turns):
     tally = run(turns, SEED, templates=[template])
