@@ -5,7 +5,6 @@ CPython 3.11 raises `SystemError` ("AST constructor recursion depth mismatch") i
 meanwhile.
 """
 
-import contextlib
 import gc
 import os
 
@@ -17,10 +16,10 @@ from tests.support.report import Figures
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # more threads only cost CPU: each process that runs an engine trains its tokenizer
 
-with contextlib.suppress(ImportError):  # the interpreters of trainers do not have it
+try:
     from tests.support import profiles
-
-    profiles.load()
+except ImportError:  # the interpreters of trainers do not have hypothesis
+    profiles = None
 
 
 def pytest_addoption(parser):
@@ -31,7 +30,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "whole: repeats a kind in another combination; runs with --whole only")
+    config.addinivalue_line("markers", "product: its parameters depend on each other, so each run has every combination of them")
     config.pluginmanager.register(whole)
+    if profiles:
+        profiles.load()
     config.pluginmanager.register(Limits(config))
     if config.getoption("figures") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Figures())

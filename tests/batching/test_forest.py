@@ -211,6 +211,7 @@ def test_a_row_that_does_not_fit_together_is_refused_and_reported(mask, logprobs
     assert words in str(failure)
 
 
+@pytest.mark.whole
 def test_a_deep_forest_is_no_problem():
     """More forks than Python's recursion limit, one below the other."""
     rows = [row([0] * n + [1], sequence=f"q{n}") for n in range(1, 1200)]

@@ -52,6 +52,7 @@ def test_run_starts_the_harness_pointed_at_the_proxy(machine, proxy):
     assert list(machine.work.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_run_keeps_the_directory_that_was_named_and_comes_back_to_it(machine, proxy):
     machine.install("codex", then="open(os.environ['CODEX_HOME'] + '/history', 'a').write('x')")
     for session in ("r1", "r2"):
@@ -64,6 +65,7 @@ def test_run_keeps_the_directory_that_was_named_and_comes_back_to_it(machine, pr
     assert (kept.stat().st_mode & 0o777, (kept / "config.toml").stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+@pytest.mark.whole
 def test_run_does_not_write_into_a_directory_of_the_users(machine, proxy):
     machine.install("codex")
     (machine.home / ".codex").mkdir()
@@ -84,12 +86,14 @@ def test_run_makes_a_session_and_prints_its_name(machine, proxy):
     assert machine.started["env"]["ANTHROPIC_AUTH_TOKEN"] == f"tcs-{named[1]}"
 
 
+@pytest.mark.whole
 def test_run_puts_the_programs_own_first_arguments_first(machine, proxy):
     machine.install("pi")
     machine.tokencache("run", "pi", "--session", "s", "--proxy", proxy, "--", "-p", "--model", "x")
     assert machine.started["argv"] == ["--provider", "tokencache", "--model", "Org/one", "-p", "--model", "x"]
 
 
+@pytest.mark.whole
 def test_run_of_ones_own_script(machine, proxy):
     machine.install("agent")
     done = machine.tokencache("run", "langgraph", "--session", "s", "--proxy", proxy, "--key", "tck-1", "--", "agent", "--fast")
@@ -99,6 +103,7 @@ def test_run_of_ones_own_script(machine, proxy):
     assert (machine.started["env"]["OPENAI_API_KEY"], machine.started["env"]["OPENAI_MODEL"]) == ("tck-1", "Org/one")
 
 
+@pytest.mark.whole
 def test_run_with_an_adapter_of_ones_own(machine, proxy, tmp_path):
     machine.install("mine")
     own = tmp_path / "own"
@@ -128,12 +133,14 @@ def test_run_of_a_program_that_is_not_installed(machine, harness, said):
     assert re.search(said, done.stderr)
 
 
+@pytest.mark.whole
 def test_run_of_a_library_without_a_program(machine):
     done = machine.tokencache("run", "pydantic-ai", "--session", "s")
     assert done.returncode == 1
     assert "tokencache run pydantic-ai -- python agent.py" in done.stderr
 
 
+@pytest.mark.whole
 def test_run_of_a_program_that_cannot_be_started(machine, proxy):
     broken = machine.bin / "codex"
     broken.write_bytes(b"\x00\x01no program")
@@ -159,7 +166,7 @@ def started(machine, proxy, number, code):
     return ours
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.whole)])
 def test_run_passes_on_the_word_to_stop_and_cleans_up(machine, proxy, number):
     ours = started(machine, proxy, number, 5)
     ours.send_signal(number)

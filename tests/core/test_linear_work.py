@@ -331,7 +331,7 @@ SCENARIOS = [
 ]
 
 
-def grows(scenario: Callable[[str, str], None], field: str, n: int = 60) -> list[str]:
+def grows(scenario: Callable[[str, str], None], field: str, n: int = 40) -> list[str]:
     """Return the kinds of repetition for which the work grows faster than the text, with the work for `n` and for 4`n`."""
     found = []
     with counting() as work:

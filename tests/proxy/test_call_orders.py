@@ -254,7 +254,7 @@ async def random_orders(monkeypatch, linger: float, *, continues: bool = False, 
     return trace
 
 
-@pytest.mark.parametrize(("linger", "continues"), [(0, False), (0.05, False), (0.05, True)])
+@pytest.mark.parametrize(("linger", "continues"), [pytest.param(0, False, marks=pytest.mark.whole), (0.05, False), (0.05, True)])
 async def test_random_orders_of_events_violate_nothing(monkeypatch, linger, continues):
     trace = await random_orders(monkeypatch, linger, continues=continues)
     assert violations(trace) == []

@@ -171,7 +171,7 @@ async def test_while_the_turn_is_stored(stream):
         await rig.check()
 
 
-@pytest.mark.parametrize("linger", [0, 10])
+@pytest.mark.parametrize("linger", [pytest.param(0, marks=pytest.mark.whole), 10])
 async def test_many_leave_at_random_points(linger):
     """At any moment of a call: each session ends up closed, and equal to the ground-truth log."""
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.001), linger=linger) as rig:

@@ -107,6 +107,7 @@ async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream, chunk):
             assert ([end for end in ends if end], roles.count("assistant")) == (["tool_calls"], 1)
 
 
+@pytest.mark.whole
 @STREAMS
 async def test_random_cuts(rig, stream):
     """Aborts, errors and lost connections, several in a reply: nothing is lost, nothing is there twice."""
@@ -305,6 +306,7 @@ async def two():
         yield rig
 
 
+@pytest.mark.whole
 async def test_an_engine_dies_under_64_streams(two):
     """No harness notices more than a pause, and every token that arrived is kept."""
     fleet, sessions = two.engine, [f"s{n}" for n in range(64)]

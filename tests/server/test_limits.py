@@ -36,6 +36,7 @@ def many():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.whole
 async def test_no_number_of_streams_is_too_many(many):
     """The engine says nothing until all of them are there: were there a cap anywhere, it would wait for ever."""
     there, all_there = set(), asyncio.Event()

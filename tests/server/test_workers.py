@@ -126,6 +126,7 @@ async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
             assert [turn["match"] for turn in (await answer.json())["turns"]] == ["root", "root"], said
 
 
+@pytest.mark.whole
 async def test_workers_share_a_file(tmp_path):
     async with two_workers(f"file:{tmp_path}/sessions.db", "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
         await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(40)])
@@ -137,6 +138,7 @@ async def test_workers_share_a_file(tmp_path):
         assert {(one["turns"], one["complete"]) for one in sessions} == {(1, True)}
 
 
+@pytest.mark.whole
 async def test_an_added_engine_serves_all_workers(redis):
     engine = SimulatedEngine(episodes=REPLIES, seed=3)
     async with engine.serve() as up, served(*TWO, "--store", redis) as proxy:
@@ -187,6 +189,7 @@ async def test_a_signal_lets_all_workers_finish(redis):
         assert "are cancelled" not in proxy.log
 
 
+@pytest.mark.whole
 async def test_a_second_signal_stops_all_workers_at_once(redis):
     async with two_workers(redis, token_delay=60) as (proxy, engine, url, _workers), asking(url) as http:
         engine.token_delay = 60  # what has begun will not end
@@ -226,6 +229,7 @@ async def test_a_missing_store_is_an_error():
     assert "Traceback" not in proxy.log
 
 
+@pytest.mark.whole
 async def test_a_port_in_use_is_an_error(redis):
     """Also if another proxy that shares its port uses it."""
     async with two_workers(redis) as (_, _, url, _workers):

@@ -27,6 +27,7 @@ def short(check):
     return check.__name__.removeprefix("check_")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("check", CHECKS, ids=short)
 async def test_store_conforms(store, check):
     await check(store)

@@ -20,7 +20,7 @@ RESTS_ON = {
     "dialects": ("tests/dialects", "tests/proxy", "tests/system"),
     "engine": ("tests/engine", "tests/proxy", "tests/system"),
     "integrations": ("tests/integrations", "tests/system/nemo"),
-    "proxy": ("tests/proxy", "tests/system"),
+    "proxy": ("tests/proxy", "tests/server", "tests/system"),
     "scoring": ("tests/scoring", "tests/system/e2e"),
     "server": ("tests/server", "tests/system/faults"),
     "trajectories": ("tests/trajectories", "tests/batching", "tests/commands", "tests/system"),

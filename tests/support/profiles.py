@@ -8,9 +8,15 @@ from tests.support.whole import WHOLE
 
 
 def load() -> None:
-    """Make them the default. `tests/conftest.py` calls this before any test is imported."""
+    """Make them the default. `tests/conftest.py` calls this once it is known which tests run, before any is imported."""
     settings.register_profile(
-        "suite", derandomize=True, database=None, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+        "suite",
+        max_examples=examples(100),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("suite")
 

@@ -231,7 +231,7 @@ def _first(found: Iterator[int]) -> Iterator[int]:
         yield end
 
 
-def too_many_steps(pattern: "re.Pattern[Any]", how: str, n: int = 40) -> str:
+def too_many_steps(pattern: "re.Pattern[Any]", how: str, n: int = 24) -> str:
     """Compare the steps of a method of `Steps` for `n` and 4`n` repetitions; returns the text that takes too many, `""` if none does."""
     steps = Steps(pattern)
     for short, long in zip(steps.pumped(n), steps.pumped(4 * n), strict=True):

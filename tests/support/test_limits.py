@@ -30,6 +30,17 @@ def test_skips(n): pytest.skip("there is no moon")
 @pytest.mark.whole
 def test_whole(): pass
 """
+COMBINES = """
+import pytest
+@pytest.fixture(params="xy")
+def letter(request): return request.param
+@pytest.mark.parametrize("n", range(3))
+@pytest.mark.parametrize("m", [0, pytest.param(1, marks=pytest.mark.whole)])
+def test_independent(n, m, letter): print(f"<{n}{letter}>")
+@pytest.mark.product
+@pytest.mark.parametrize("n", range(3))
+def test_dependent(n, letter): pass
+"""
 IN_BACKGROUND = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 """A command that starts another one as a shell starts what runs in the background: interrupts are ignored."""
 
@@ -92,3 +103,11 @@ def test_whole_folders(run):
     code, output = run(SKIPS, "--whole", "test_it.py", workers=0)
     assert code == pytest.ExitCode.OK
     assert "1 passed, 3 skipped" in output
+
+
+def test_independent_parameters_occur_once_and_the_whole_run_combines_them(run):
+    code, output = run(COMBINES, "-rP", workers=0)
+    assert code == pytest.ExitCode.OK
+    assert "9 passed, 9 deselected" in output
+    assert {mark for mark in ("0x", "0y", "1x", "1y", "2x", "2y") if f"<{mark}>" in output} in ({"0x", "1y", "2x"}, {"0x", "1y", "2y"})
+    assert "18 passed" in run(COMBINES, "--whole", "test_it.py", workers=0)[1]

@@ -37,6 +37,7 @@ async def state(rig):
     return info and str(info.state)
 
 
+@pytest.mark.whole
 async def test_an_export_is_downloaded(one, tmp_path):
     rig, page = one
     for name in ("native", "verl"):
@@ -70,6 +71,7 @@ async def test_a_session_is_finished_and_sealed(one):
     assert await state(rig) == "sealed"
 
 
+@pytest.mark.whole
 async def test_an_unfinished_session_is_sealed_only_by_force(one):
     rig, page = one
     dialog = page.locator("#confirm")
@@ -87,6 +89,7 @@ async def test_an_unfinished_session_is_sealed_only_by_force(one):
     assert [incident.kind for incident in (await rig.store.session("s")).incidents] == ["sealed-early"]
 
 
+@pytest.mark.whole
 async def test_a_call_in_flight_is_named(one):
     rig, page = one
     begun = await rig.store.begin("s", "in-flight", ())
@@ -102,6 +105,7 @@ async def test_a_call_in_flight_is_named(one):
     assert not (await rig.store.session("s")).incidents
 
 
+@pytest.mark.whole
 async def test_a_session_is_deleted(one):
     rig, page = one
     dialog = page.locator("#confirm")
@@ -116,6 +120,7 @@ async def test_a_session_is_deleted(one):
     assert await state(rig) is None
 
 
+@pytest.mark.whole
 async def test_a_refusal_is_shown(one):
     rig, page = one
     await button(page, "delete").click()

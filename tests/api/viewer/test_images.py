@@ -62,6 +62,7 @@ async def test_thumbnails_and_boxes(look):
         await expect(page.locator(".t.current")).to_have_attribute("data-i", str(large["start"]))
 
 
+@pytest.mark.whole
 async def test_an_image_that_is_not_stored_is_named(look):
     async with proxied(seeing(), max_media_bytes=0) as rig:
         await converse(rig)
@@ -71,6 +72,7 @@ async def test_an_image_that_is_not_stored_is_named(look):
         await expect(page.locator("canvas")).to_have_count(0)
 
 
+@pytest.mark.whole
 async def test_bytes_that_are_no_image_are_named(look):
     """The simulated engine does not decode images, as vLLM does."""
     async with proxied(seeing()) as rig:

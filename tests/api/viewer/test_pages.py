@@ -57,6 +57,7 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     await expect(page.get_by_text("No session matches.")).to_be_visible()
 
 
+@pytest.mark.whole
 async def test_sessions_are_sorted_and_filtered(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await group(rig)
@@ -107,6 +108,7 @@ async def test_a_group_compared(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_the_reward_and_the_labels_of_a_session(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await rig.say("s", [user("EPISODE:sub")])
@@ -128,6 +130,7 @@ async def test_the_reward_and_the_labels_of_a_session(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_counts_are_live(look, browser):
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         page = await look(url=rig.url)
@@ -160,6 +163,7 @@ async def test_a_session_is_walked_by_keys(rig, look):
     await expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
 
 
+@pytest.mark.whole
 async def test_a_session_in_figures_and_as_a_tree(rig, look):
     exported = await rig.exported("rollout-7")
     page = await look("#/session/rollout-7")
@@ -184,6 +188,7 @@ async def test_a_session_in_figures_and_as_a_tree(rig, look):
     assert lanes[0] == lanes[2] == lanes[10] != lanes[1]
 
 
+@pytest.mark.whole
 async def test_a_recognized_rewriting_side_by_side(rig, look):
     turns = (await outline(rig))["turns"]
     page = await look(f"#/session/rollout-7/turn/{turns[2]['id']}")
@@ -200,6 +205,7 @@ async def test_a_recognized_rewriting_side_by_side(rig, look):
     await expect(page.locator("aside h2")).to_have_text("Turn 0")
 
 
+@pytest.mark.whole
 async def test_why_a_rollout_split(rig, look):
     page = await look("#/session/rollout-7")
     await page.locator(".turn-row").nth(9).locator("a.row").click()
@@ -210,6 +216,7 @@ async def test_why_a_rollout_split(rig, look):
     await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("the prompt holds its exact tokens")
 
 
+@pytest.mark.whole
 async def test_incidents_sequences_and_applied_rules(rig, look):
     page = await look("#/session/rollout-7?tab=incidents")
     row = page.locator("tbody tr")
@@ -246,6 +253,7 @@ async def test_tokens_have_colours_and_cards(rig, look):
     await expect(card).to_contain_text("none: mask 0")
 
 
+@pytest.mark.whole
 async def test_the_tokens_of_one_character_are_shown_together(rig, look):
     one = await sequence_of(rig, "root")
     page = await look(f"#/session/rollout-7/sequence/{one['id']}")
@@ -257,6 +265,7 @@ async def test_the_tokens_of_one_character_are_shown_together(rig, look):
     assert not await number(page, ".t:has-text('\ufffd')")
 
 
+@pytest.mark.whole
 async def test_heat_and_moving_through_a_sequence(rig, look):
     one = await sequence_of(rig, "root")
     exported = (await rig.exported("rollout-7"))["sequences"][0]
@@ -283,6 +292,7 @@ async def test_heat_and_moving_through_a_sequence(rig, look):
     assert await color(0) == "rgba(0, 0, 0, 0)"
 
 
+@pytest.mark.whole
 async def test_where_a_plain_rendering_differs(rig, look):
     measured = await rig.get("/tokencache/v1/sessions/rollout-7/drift?drift=sequences")
     one = await sequence_of(rig, "root")
@@ -304,6 +314,7 @@ async def test_where_a_plain_rendering_differs(rig, look):
     await expect(page.locator(".t.current")).to_have_attribute("data-i", str(following))
 
 
+@pytest.mark.whole
 async def test_anchors_of_a_resplice_and_the_context_of_a_branch(rig, look):
     one = await sequence_of(rig, "resplice")
     anchors = (await rig.exported("rollout-7"))["sequences"][one["number"]]["turns"][0]["anchors"]
@@ -318,6 +329,7 @@ async def test_anchors_of_a_resplice_and_the_context_of_a_branch(rig, look):
     await expect(page.locator("h1")).to_have_text("Sequence 1")
 
 
+@pytest.mark.whole
 async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
     long = await outline(rig, "long")
     page = await look("#/session/long")
@@ -379,6 +391,7 @@ async def test_a_transcript_beside_the_tokens(rig, look):
     await expect(page.locator("aside h2")).to_have_text("Turn 0")
 
 
+@pytest.mark.whole
 async def test_a_transcript_of_an_edited_context(rig, look):
     """Recognized replies are named with their turns; what the harness invented is not taken for the model's."""
     sequences = (await outline(rig))["sequences"]
@@ -390,6 +403,7 @@ async def test_a_transcript_of_an_edited_context(rig, look):
     await expect(replies.locator(".badge")).to_have_text(["not recognized", "anchor"])
 
 
+@pytest.mark.whole
 async def test_a_long_transcript_is_folded_and_fetched_in_pieces(rig, look):
     sequences = (await outline(rig, "long"))["sequences"]
     page = await look(f"#/session/long/sequence/{sequences[0]['id']}?token=61234")
@@ -404,6 +418,7 @@ async def test_a_long_transcript_is_folded_and_fetched_in_pieces(rig, look):
     await expect(current.locator(".words")).to_be_visible()
 
 
+@pytest.mark.whole
 async def test_a_cut_message_is_fetched_whole(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await rig.say("s", [user("EPISODE:sub " + "🙂" * 5000 + "END")])
@@ -421,6 +436,7 @@ async def test_a_cut_message_is_fetched_whole(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "at", ["", "#/session/rollout-7", "#/session/rollout-7?tab=sequences", "#/session/rollout-7?tab=incidents", "sequence"]
 )
@@ -459,6 +475,7 @@ LOW_CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_every_text_is_readable_on_its_background(rig, look, scheme):
     page = await look(color_scheme=scheme)
@@ -517,6 +534,7 @@ async def test_hostile_roles_and_names_are_shown_as_text(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_light_and_dark(rig, look):
     async def ground(page):
         return await page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
@@ -535,6 +553,7 @@ async def test_light_and_dark(rig, look):
     assert await ground(light) == deep
 
 
+@pytest.mark.whole
 async def test_ids_are_copied(rig, look):
     page = await look("#/session/rollout-7", permissions=["clipboard-read", "clipboard-write"])
     await page.get_by_role("button", name="Copy the session's name").click()
@@ -542,6 +561,7 @@ async def test_ids_are_copied(rig, look):
     assert await page.evaluate("navigator.clipboard.readText()") == "rollout-7"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("at", ["#/session/nobody", "#/session/rollout-7/sequence/none", "#/session/%"])
 async def test_unknown_names(rig, look, at):
     page = await look(at)
@@ -568,6 +588,7 @@ async def test_the_key_is_asked_for_once(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_ids_without_texts_if_the_engine_is_away(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await rig.say("s", [user("EPISODE:sub")])
@@ -580,6 +601,7 @@ async def test_ids_without_texts_if_the_engine_is_away(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_policy_versions_of_a_session_and_of_a_turn(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         for version in ("7", "8"):

@@ -114,9 +114,17 @@ KINDS = {
 
 
 def sources(kinds: Iterable[Kind]) -> list[Any]:
-    """Parameters `kind` and `shared`: each kind with its stand-in, and with its real template if it has one."""
-    each = [(kind, shared) for kind in kinds for shared in (False, True) if kind.shared or not shared]
-    return [pytest.param(kind, shared, id=f"{kind.name}-{'real' if shared else 'stand-in'}") for kind, shared in each]
+    """Parameters `kind` and `shared`: each kind with its stand-in, and with its real template if it has one.
+
+    If that is at hand, the stand-in is of the whole run.
+    """
+    cases = []
+    for kind in kinds:
+        real = bool(kind.shared) and source(kind, shared=True) is not None
+        cases.append(pytest.param(kind, False, id=f"{kind.name}-stand-in", marks=pytest.mark.whole if real else ()))
+        if kind.shared:
+            cases.append(pytest.param(kind, True, id=f"{kind.name}-real"))
+    return cases
 
 
 def source(kind: Kind, *, shared: bool) -> str | None:

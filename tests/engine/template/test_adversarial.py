@@ -15,7 +15,7 @@ from tokencache.engine.template.boundary import OTHER, SENTINEL
 from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
 from tokencache.engine.template.tails import Tails
 
-SOME = settings(max_examples=examples(25), derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+SOME = settings(max_examples=examples(12), derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 

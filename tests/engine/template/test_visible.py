@@ -11,9 +11,9 @@ import pytest
 
 from tests.batching.made import as_trajectory, rows_of
 from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, with_system
-from tests.engine.template.more_kinds import ALL_KINDS
+from tests.engine.template.more_kinds import ALL_KINDS, MORE_KINDS
 from tests.engine.template.shapes import TOOLS, result
-from tests.engine.template.template_lab import UNASKED, sources
+from tests.engine.template.template_lab import KINDS, UNASKED, sources
 from tests.system.adversary.engine import Engine, RefusedError, Speech
 from tests.trajectories.rollouts import of_forest
 from tokencache.batching.forest import build_forest
@@ -153,9 +153,17 @@ async def matrix(name, talks=TALKS, *, shared=False, every=False):
     return counts, wrong
 
 
+def whole(cases):
+    return [pytest.param(*case.values, id=case.id, marks=pytest.mark.whole) for case in cases]
+
+
+def kinds(names):
+    """One reply of gpt-oss is several messages."""
+    return sources(ALL_KINDS[name] for name in names if name != "gpt-oss")
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["pairs", "every system prompt"])
-# one reply of gpt-oss is several messages
-@pytest.mark.parametrize(("kind", "shared"), sources(kind for kind in ALL_KINDS.values() if kind.name != "gpt-oss"))
+@pytest.mark.parametrize(("kind", "shared"), [*kinds(KINDS), *whole(kinds(MORE_KINDS))])
 async def test_each_prompt_is_the_plain_rendering_as_text(kind, shared, every):
     name = kind.name
     counts, wrong = await matrix(name, shared=shared, every=every)
