@@ -191,8 +191,12 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, upstream: str | None = None, **settings: Any):
+async def proxied(
+    engine: SimulatedEngine | None = None, store: Any = None, *, upstream: str | None = None, of_its_own_kind: bool = False, **settings: Any
+):
     """Serve an engine and the proxy before it; `upstream` puts the proxy before something else.
+
+    `of_its_own_kind`: the engine is unlike others that were made alike, because the test has changed the simulator.
 
     `engine_kind` is the setting `engine`.
     """
@@ -204,7 +208,7 @@ async def proxied(engine: SimulatedEngine | None = None, store: Any = None, *, u
     async with contextlib.AsyncExitStack() as opened:
         up = await opened.enter_async_context(engine.serve())
         http = await opened.enter_async_context(aiohttp.ClientSession())
-        if upstream is None:
+        if upstream is None and not of_its_own_kind:
             opened.enter_context(probed_once(engine, up, settings))
         running = serving(Settings(upstream=upstream or up, port=0, **settings), store)
         url, proxy = await opened.enter_async_context(running)

@@ -94,7 +94,7 @@ async def rig(request, parsers, monkeypatch):
     monkeypatch.setattr(completion, "reasoning_is_over", parsers.reasoning_is_over)
     monkeypatch.setattr(completion, "StreamParser", parsers.stream)
     monkeypatch.setattr(completion, "parse_reply", parsers.parse_reply)
-    async with proxied(SimulatedEngine(episodes={"think": REPLIES}, seed=7)) as made:
+    async with proxied(SimulatedEngine(episodes={"think": REPLIES}, seed=7), of_its_own_kind=True) as made:
         yield made
 
 
