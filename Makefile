@@ -17,8 +17,8 @@ HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openclaw openai-agents langgraph crewai
-# The tests are bound by CPU, and each worker loads them all: 15 seconds. A worker that has nothing left to do takes tests from another one.
-JOBS ?= 2
+# Twice as many as two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
+JOBS ?= 4
 # Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
 E2E_JOBS ?= 2
 # Folders of which all tests run, not only those that CONTRIBUTING.md calls the usual ones: WHOLE=tests/core,tests/proxy
