@@ -278,7 +278,11 @@ class Oracle:
     def _is_kept(self, span: Span, entry: Entry) -> bool:
         if not entry.is_kept or entry.turn is None or span.turn in {entry.turn, *entry.parts}:
             return entry.is_kept
-        return not entry.parts and self.turns[entry.turn].completion == self.turns[span.turn].completion
+        given = self.turns[span.turn]
+        if not entry.parts:
+            return self.turns[entry.turn].completion == given.completion
+        parts = [self.turns[part] for part in entry.parts]  # a part has the same beginning as well
+        return any((part.prompt, part.completion) == (given.prompt, given.completion) for part in parts)
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""

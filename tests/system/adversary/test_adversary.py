@@ -15,11 +15,11 @@ import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
-from tests.system.adversary.observed import NEVER, Entry, Tally
+from tests.system.adversary.observed import NEVER, Entry, Span, Tally
 from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
-from tests.system.adversary.template_reading import reading_of
+from tests.system.adversary.template_reading import ReplyOpening, reading_of
 from tests.system.adversary.words import HARMLESS, arguments_of, says, with_mended_names, without_repeated_calls, without_text
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
@@ -378,6 +378,23 @@ async def test_a_reply_that_was_sampled_in_two_calls_is_one(within, change, foun
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
+@pytest.mark.parametrize(("other", "found"), [(".", set()), ("!", {"false"})])
+async def test_a_part_of_a_reply_may_be_another_turn_with_the_same_tokens_after_the_same_prompt(other, found):
+    talk = Spliced()
+    part = await talk.ask([Entry(ASK)], {"content": "First line. Second line."}, max_tokens=6)
+    continues = {"continue_final_message": True, "add_generation_prompt": False}
+    first, before = talk.before, []
+    for text in (other, "."):
+        talk.before = first
+        more = await talk.ask([Entry(ASK), part], {"content": text}, "", **continues)
+        before.append(talk.before)
+    message = {**part.message, "content": part.message["content"] + more.message["content"]}
+    joined = replace(more, message=message, kept=message, parts=(part.turn, more.turn))
+    talk.before = before[0]
+    await talk.ask([Entry(ASK), joined, Entry(ASK)], {"content": "Done."}, NEXT)
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [({}, set()), ({"content": "First words. And more."}, {"false"}), ({"reasoning": "hm"}, {"false"}), ({"reasoning": None}, {"false"})],
@@ -424,6 +441,17 @@ async def test_a_users_text_that_ends_like_a_generation_prompt_is_the_users():
     oracle.judge(called, tuple(entries), scope="")
     assert [anchor.place for anchor in called.turn.anchors] == [1, 3, 5]
     assert not tally.guilty, tally.shown(5)
+
+
+async def test_a_system_message_that_the_template_moves_is_not_between_a_result_and_the_reply_to_it():
+    """DeepSeek-V3 writes all of them at the beginning, and a reply after a result follows the end of the results, which is there once."""
+    stack = Stack("DeepSeek-V3", seed=3)
+    result, hurry = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}), Entry({"role": "system", "content": "Hurry."})
+    own = Entry({"role": "assistant", "content": "I look.", "tool_calls": [CALL]})
+    called = await stack.call("s", dialects.write("chat", [Entry(ASK), own, result, hurry, own, result], [], {}), {"content": "Done."})
+    end = called.text().rpartition("a.txt")[2]  # of the last result, and of all results
+    before, _ = reading_of(stack).pieces(called, [Span(4, 0, 0, 0)], [ReplyOpening(end[end.rindex("<") :])], [False], [""])
+    assert before.endswith(f"a.txt{end}")
 
 
 @pytest.mark.parametrize("also", [False, True])
