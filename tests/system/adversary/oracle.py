@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, text_of, understood_forms
+from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -450,8 +450,11 @@ class Oracle:
             return "id"
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
-        if self._may_be_cut(entry, [*self.turns.values()], own) or self._may_be_understood(
-            entry, [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact], own
+        after_same = [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact]
+        if (
+            self._may_be_cut(entry, [*self.turns.values()], own)
+            or self._may_be_understood(entry, after_same, own)
+            or self._may_have_words(entry, after_same, own)
         ):
             return ""
         if own in beside and self._alone(own, beside):
@@ -474,6 +477,13 @@ class Oracle:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
         others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
         return any(entry.loose == meaning(form) for said in others for form in understood_forms(said.reply))
+
+    def _may_have_words(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether some harness would make this message of the reply of another turn with words of its own at the end."""
+        others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
+        begun = [shown(said.reply) for said in others if not call_ids(said.reply) and text_of(said.reply).strip()]
+        now = shown(entry.message)
+        return not call_ids(entry.message) and any(now.startswith(text) and now[len(text) :].strip() for text in begun)
 
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
