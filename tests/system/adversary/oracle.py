@@ -290,7 +290,8 @@ class Oracle:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
         entry, given = entries[span.place], self.turns[span.turn]
-        if entry.is_kept and entry.words:  # without the harness's words, it may be a copy that stands in the place of another turn's reply
+        with_words = entry.is_kept and bool(entry.words)
+        if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
@@ -306,6 +307,8 @@ class Oracle:
         if self._stood_there(span, entries, scope):
             return
         fits = self._fitting(entries, span.place)
+        if with_words and truth is not None and truth not in {said.number for said in fits}:
+            fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
         before = [i for i in range(span.place) if entries[i].is_reply]
         # The reply before may be known though its tokens could not be placed.
         previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
@@ -510,7 +513,7 @@ class Oracle:
         spans, first = self._joined(spans), {span.place: self.turns[span.turn] for span in reversed(spans)}
         openings = [first[span.place].opening for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
-        added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
+        added = [entry.words if self._is_kept(span, entry := entries[span.place]) else "" for span in spans]
         decode = self.stack.renderer.words.decode
         if called.continues and called.plan.parent is not None:
             return decode(called.prompt)  # the prompt of the reply that it continues, which was judged when it was sent

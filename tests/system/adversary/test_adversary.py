@@ -356,6 +356,26 @@ async def test_words_behind_a_stop_string_are_the_harness_s(added, after, found)
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
+@pytest.mark.parametrize(("before", "found"), [("Why?", set()), (ASK["content"], {"false"})])
+async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_another_turn(monkeypatch, before, found):
+    """Unless it was sampled after the same message itself."""
+    monkeypatch.setattr(match._Finder, "_may_be_unfound", lambda *_: False)
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(text, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
+        number = oracle.judge(called, entries, scope="")
+        return called, Entry(dialects.served("chat", called.answer)[0], number, owed=False)
+
+    await ask("Yes.</search>", Entry(ASK))
+    _, reply = await ask("Yes.", Entry({"role": "system", "content": "Be brief."}), Entry({"role": "user", "content": before}))
+    edited = Entry({"role": "system", "content": "Answer."})
+    called, _ = await ask("Done.", edited, Entry(ASK), written(reply, "</search>"), Entry(ASK))
+    assert [anchor.place for anchor in called.turn.anchors] == [2]
+    assert {kind for kind in NEVER if tally.counts[kind]} == found
+
+
 @pytest.mark.parametrize(
     ("within", "change", "found"),
     [
