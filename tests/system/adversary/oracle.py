@@ -284,6 +284,10 @@ class Oracle:
         parts = [self.turns[part] for part in entry.parts]  # a part has the same beginning as well
         return any((part.prompt, part.completion) == (given.prompt, given.completion) for part in parts)
 
+    def _words_after(self, span: Span, entry: Entry) -> str:
+        """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
+        return entry.words if entry.is_kept and (self._is_kept(span, entry) or not self.turns[span.turn].is_said_by(entry)) else ""
+
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
         if not 0 <= span.place < len(entries) or not entries[span.place].is_reply:
@@ -513,7 +517,7 @@ class Oracle:
         spans, first = self._joined(spans), {span.place: self.turns[span.turn] for span in reversed(spans)}
         openings = [first[span.place].opening for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
-        added = [entry.words if self._is_kept(span, entry := entries[span.place]) else "" for span in spans]
+        added = [self._words_after(span, entries[span.place]) for span in spans]
         decode = self.stack.renderer.words.decode
         if called.continues and called.plan.parent is not None:
             return decode(called.prompt)  # the prompt of the reply that it continues, which was judged when it was sent
