@@ -488,9 +488,19 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
 
 
-@pytest.mark.parametrize(("repeated", "more", "found"), [(False, 0, set()), (False, -1, {"false"}), (True, 0, set()), (True, 9, {"false"})])
-async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monkeypatch, repeated, more, found):
-    """A harness may also drop a call that stands twice (Hermes): then the reply ends before that."""
+@pytest.mark.parametrize(
+    ("repeated", "known", "more", "found"),
+    [
+        (False, True, 0, set()),
+        (False, True, -1, {"false"}),
+        (True, True, 0, set()),
+        (True, True, 9, {"false"}),
+        (True, False, 0, set()),
+        (True, False, 9, {"false"}),
+    ],
+)
+async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monkeypatch, repeated, known, more, found):
+    """A harness may also drop a call that stands twice (Hermes): then the reply ends before that, whether or not the harness is `known`."""
     tokens_of_calls = partial_reply.tokens_of_calls
 
     async def otherwise(*given):
@@ -504,9 +514,9 @@ async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monk
     served = called.generation.message
     assert served["tool_calls"] == calls
     kept = without_repeated_calls(served, ["bash"]) if repeated else served
-    number = oracle.judge(called, (Entry(ASK),), scope="", kept=kept)
+    number = oracle.judge(called, (Entry(ASK),), scope="", kept=kept if known else None)
     results = [Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}) for call in kept["tool_calls"]]
-    entries = [Entry(ASK), Entry(kept, number, kept=kept, owed=False), *results]
+    entries = [Entry(ASK), Entry(kept, number, kept=kept if known else None, owed=False), *results]
     called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
     assert called.plan.match in {"continue", "resplice"}
     oracle.judge(called, tuple(entries), scope="")
