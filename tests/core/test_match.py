@@ -642,6 +642,37 @@ def test_a_rewritten_reply_may_be_another_turns_with_the_text_dropped():
     assert index.match(*history)[:2] == ("plain", "ambiguous-reply")
 
 
+def _calling(name, tool="bash", text=None):
+    return Message("assistant", text, None, (ToolCall(name, tool, "{}"),))
+
+
+@pytest.mark.parametrize(
+    ("said", "other", "in_doubt"),
+    [
+        (Message("assistant", "Yes.\nObservation: a"), Message("assistant", "Yes."), True),
+        (Message("assistant", "Yes.\nObservation: a"), Message("assistant", "No."), False),
+        (_calling(C1), _calling(C2, text="Yes."), True),
+        (_calling(C1), _calling(C2, "ls", text="Yes."), False),
+    ],
+)
+def test_a_reply_known_by_the_message_before_it_may_be_another_one_after_that_message(said, other, in_doubt):
+    """To which the harness added words, or whose text it dropped and whose call it renamed: no key finds that turn."""
+    sent = msgspec.structs.replace(said, calls=tuple(msgspec.structs.replace(call, id=f"x{call.id[1:]}") for call in said.calls))
+    for question, doubtful in ((U1, in_doubt), (U2, False)):
+        index = _Index()
+        one = index.add(_turn("a", said), U1)
+        index.add(_turn("b", other), S1, U3, question)
+        found = index.match(Message("system", "edited"), U1, sent, U3)
+        assert (found.anchors, found.reason) == (((), "ambiguous-reply") if doubtful else (((2, Hit(one)),), "context-edited"))
+
+
+def test_another_reply_after_the_same_message_leaves_no_doubt_about_an_id():
+    index = _Index()
+    one = index.add(_turn("a", _calling(C1)), U1)
+    index.add(_turn("b", _calling(C2, text="Yes.")), U1)
+    assert index.match(S1, U1, one.served, U2).anchors == ((2, Hit(one)),)
+
+
 def _ids(turn):
     return ReturnedIdHashes(turn.prefix_hash, turn.completion_hash)
 

@@ -21,7 +21,8 @@ If the context of a reply changed, its text is not enough evidence. It also need
 2. the handle that was issued with it;
 3. the ids of its calls, as they were issued. An id that does not look random (`functions.bash:0`) may have been issued twice or be the
    harness's own. It counts only together with the message or the reply directly before;
-4. the message directly before it, if the reply was sampled after that message.
+4. the message directly before it, if the reply was sampled after that message, and no other turn was of which a harness may have made
+   this reply. No key finds such a turn, so the session's turns are read.
 
 Token ids also choose between turns with the same text in the same position. They never compensate for a different text.
 
@@ -36,7 +37,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
-from tokencache.core.added_text import AddedText, added_text
+from tokencache.core.added_text import AddedText, added_text, judge_echo
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message, digest
@@ -125,7 +126,8 @@ def match(
     if parent is None and not claims:
         return Match("root")
     # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
-    if turns is None and any(len(claim.candidates) > (parent is None) for claim in claims):
+    # They also show whether other turns were sampled after the same message.
+    if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message for claim in claims):
         return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
     return _result(finder, list(reversed(claims)), parent)
 
@@ -142,13 +144,15 @@ class _Found(NamedTuple):
 class _Claim(NamedTuple):
     """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
-    With `in_order`, only candidates that were sampled after the preceding reply count.
+    With `in_order`, only candidates that were sampled after the preceding reply count. With `after_message`, the message before the reply
+    is the only evidence.
     """
 
     place: int
     candidates: tuple[_Found, ...]
     reason: str = ""
     in_order: bool = False
+    after_message: bool = False
 
 
 _OTHER_HANDLE = Verdict("foreign", ids_kept=False, supplied=False)
@@ -374,8 +378,9 @@ class _Finder(NamedTuple):
             return _Claim(i, (), Reason.UNRECOGNISED_REPLY)
         genuine = [found for found in judged if found.verdict.supplied and not self._may_repeat_text(i, found.hit.turn)]
         evident = self._evident(i, genuine)
+        after_same = [] if evident else self._after_same_message(i, genuine)
         by_number = [found for found in genuine if found.verdict.ids_kept and any(call.id for call in found.hit.turn.served.calls)]
-        known = evident or by_number
+        known = evident or after_same or by_number
         if not known:
             return _Claim(i, (), _why_not(judged) if not genuine else Reason.FOREIGN_REPLY)
         if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in known):
@@ -384,9 +389,24 @@ class _Finder(NamedTuple):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
+        in_doubt = in_doubt or (bool(after_same) and self._may_be_unfound(i, judged))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
-        return _Claim(i, tuple(known), "" if evident else Reason.FOREIGN_REPLY, in_order=not evident)
+        in_order = not (evident or after_same)
+        return _Claim(i, tuple(known), Reason.FOREIGN_REPLY if in_order else "", in_order=in_order, after_message=bool(after_same))
+
+    def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
+        """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
+
+        It may have added words to its text, or changed it in two ways, of which each alone would leave the turn to be found. A reply that
+        the client continued is the beginning of the turn that continues it, not another one.
+        """
+        here, found = self._message_before(i), {one.hit.turn.id for one in judged}
+        found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
+        others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
+        others = [turn for turn in others if not self._has_other_handle(i, turn)]
+        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
+        return any(judge_echo(turn, self.conversation.messages[i], leniency).rules for turn in others)
 
     def _may_have_words(self, i: int, restored: Turn) -> bool:
         """Whether a reply with its stop string may be another one with the same text, to which the harness added that string."""
@@ -417,18 +437,20 @@ class _Finder(NamedTuple):
         return any((rewritten or _message_before(turn) == here) and turn.completion_hash not in tokens for turn in barred)
 
     def _evident(self, i: int, genuine: list[_Found]) -> list[_Found]:
-        """Keep the turns with the strongest evidence in addition to their text; empty if there is none."""
-        echoed, handle = self.conversation.messages[i], self.handles.get(i, "")
+        """Keep the turns with the strongest evidence of their own in addition to their text; empty if there is none."""
+        handle = self.handles.get(i, "")
         by_tokens = self._by_tokens(i, genuine)
         if by_tokens:
             return by_tokens
         by_handle = [found for found in genuine if handle and found.hit.turn.handle == handle]
         if by_handle:
             return by_handle
-        by_id = [found for found in genuine if found.verdict.ids_kept and any(is_unique(call.id) for call in found.hit.turn.served.calls)]
-        if by_id:
-            return by_id
-        here, has_content = self._message_before(i), echoed.text or echoed.calls
+        return [found for found in genuine if found.verdict.ids_kept and any(is_unique(call.id) for call in found.hit.turn.served.calls)]
+
+    def _after_same_message(self, i: int, genuine: list[_Found]) -> list[_Found]:
+        """Keep the turns that were sampled after the message before the reply."""
+        echoed, here = self.conversation.messages[i], self._message_before(i)
+        has_content = echoed.text or echoed.calls
         after_same = [found for found in genuine if has_content and here and _message_before(found.hit.turn) == here]
         ids_kept = [found for found in after_same if found.verdict.ids_kept]
         return ids_kept or [found for found in after_same if not self._issued_to_another(i, found.hit.turn)]

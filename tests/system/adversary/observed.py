@@ -149,9 +149,14 @@ class SampledTurn:
 
     @functools.cached_property
     def forms(self) -> dict[tuple[Any, ...], set[str]]:
-        """The words with which it may come back, and its reasoning then: thinking that was cut off in the text may become reasoning."""
+        """The words with which it may come back, and its reasoning then.
+
+        Thinking that was cut off in the text may become reasoning. Of a reply that its client left, the first calls may come back alone.
+        """
         found: dict[tuple[Any, ...], set[str]] = {}
-        for form in (self.reply, cut_thought(self.reply), self.kept):
+        calls = self.reply.get("tool_calls") or []
+        cut = [{**self.reply, "tool_calls": calls[:n]} for n in range(1, len(self.ends))]
+        for form in (self.reply, cut_thought(self.reply), self.kept, *cut):
             if form is not None:
                 found[meaning(form)] = found.get(meaning(form), set()) | thoughts(form)
         return found

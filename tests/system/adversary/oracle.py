@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, text_of, understood_forms
+from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -278,7 +278,15 @@ class Oracle:
     def _is_kept(self, span: Span, entry: Entry) -> bool:
         if not entry.is_kept or entry.turn is None or span.turn in {entry.turn, *entry.parts}:
             return entry.is_kept
-        return not entry.parts and self.turns[entry.turn].completion == self.turns[span.turn].completion
+        given = self.turns[span.turn]
+        if not entry.parts:
+            return self.turns[entry.turn].completion == given.completion
+        parts = [self.turns[part] for part in entry.parts]  # a part has the same beginning as well
+        return any((part.prompt, part.completion) == (given.prompt, given.completion) for part in parts)
+
+    def _words_after(self, span: Span, entry: Entry) -> str:
+        """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
+        return entry.words if entry.is_kept and (self._is_kept(span, entry) or not self.turns[span.turn].is_said_by(entry)) else ""
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -286,7 +294,8 @@ class Oracle:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
         entry, given = entries[span.place], self.turns[span.turn]
-        if entry.is_kept and entry.words:  # without the harness's words, it may be a copy that stands in the place of another turn's reply
+        with_words = entry.is_kept and bool(entry.words)
+        if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
@@ -302,6 +311,8 @@ class Oracle:
         if self._stood_there(span, entries, scope):
             return
         fits = self._fitting(entries, span.place)
+        if with_words and truth is not None and truth not in {said.number for said in fits}:
+            fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
         before = [i for i in range(span.place) if entries[i].is_reply]
         # The reply before may be known though its tokens could not be placed.
         previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
@@ -446,8 +457,11 @@ class Oracle:
             return "id"
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
-        if self._may_be_cut(entry, [*self.turns.values()], own) or self._may_be_understood(
-            entry, [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact], own
+        after_same = [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact]
+        if (
+            self._may_be_cut(entry, [*self.turns.values()], own)
+            or self._may_be_understood(entry, after_same, own)
+            or self._may_have_words(entry, after_same, own)
         ):
             return ""
         if own in beside and self._alone(own, beside):
@@ -470,6 +484,13 @@ class Oracle:
         """Whether some harness would make this message of the reply of another turn; it need not be the harness of this session."""
         others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
         return any(entry.loose == meaning(form) for said in others for form in understood_forms(said.reply))
+
+    def _may_have_words(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether some harness would make this message of the reply of another turn with words of its own at the end."""
+        others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
+        begun = [shown(said.reply) for said in others if not call_ids(said.reply) and text_of(said.reply).strip()]
+        now = shown(entry.message)
+        return not call_ids(entry.message) and any(now.startswith(text) and now[len(text) :].strip() for text in begun)
 
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
@@ -496,7 +517,7 @@ class Oracle:
         spans, first = self._joined(spans), {span.place: self.turns[span.turn] for span in reversed(spans)}
         openings = [first[span.place].opening for span in spans]
         parts = [span.offset > 0 or self._written_otherwise(called, span) for span in spans]
-        added = [entry.words if (entry := entries[span.place]).is_kept else "" for span in spans]
+        added = [self._words_after(span, entries[span.place]) for span in spans]
         decode = self.stack.renderer.words.decode
         if called.continues and called.plan.parent is not None:
             return decode(called.prompt)  # the prompt of the reply that it continues, which was judged when it was sent

@@ -95,7 +95,8 @@ class TemplateReading(NamedTuple):
                 later = [message for message in messages[span.place :] if message["role"] == "system"]  # these are written at the beginning
                 alone = called.text([*messages[: span.place], *later], generation=False)
                 # DeepSeek-V3 also ends a conversation with what opens a reply after results; a user's text may end with the same words
-                after_result = span.place and messages[span.place - 1]["role"] == "tool"
+                here = [message["role"] for message in messages[: span.place] if message["role"] != "system"]
+                after_result = here[-1:] == ["tool"]
                 end = len(alone.removesuffix(opening.text) if after_result else alone)
                 before, begin = (alone, end) if alone.startswith(shown[:at]) else (shown, begin if known else -1)
             if first < 0 or (begin < at and not part):

@@ -15,11 +15,11 @@ import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary import dialects
-from tests.system.adversary.observed import NEVER, Entry, Tally
+from tests.system.adversary.observed import NEVER, Entry, Span, Tally
 from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
-from tests.system.adversary.template_reading import reading_of
+from tests.system.adversary.template_reading import ReplyOpening, reading_of
 from tests.system.adversary.words import HARMLESS, arguments_of, says, with_mended_names, without_repeated_calls, without_text
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
@@ -356,6 +356,26 @@ async def test_words_behind_a_stop_string_are_the_harness_s(added, after, found)
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
+@pytest.mark.parametrize(("before", "found"), [("Why?", set()), (ASK["content"], {"false"})])
+async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_another_turn(monkeypatch, before, found):
+    """Unless it was sampled after the same message itself."""
+    monkeypatch.setattr(match._Finder, "_may_be_unfound", lambda *_: False)
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(text, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
+        number = oracle.judge(called, entries, scope="")
+        return called, Entry(dialects.served("chat", called.answer)[0], number, owed=False)
+
+    await ask("Yes.</search>", Entry(ASK))
+    _, reply = await ask("Yes.", Entry({"role": "system", "content": "Be brief."}), Entry({"role": "user", "content": before}))
+    edited = Entry({"role": "system", "content": "Answer."})
+    called, _ = await ask("Done.", edited, Entry(ASK), written(reply, "</search>"), Entry(ASK))
+    assert [anchor.place for anchor in called.turn.anchors] == [2]
+    assert {kind for kind in NEVER if tally.counts[kind]} == found
+
+
 @pytest.mark.parametrize(
     ("within", "change", "found"),
     [
@@ -374,6 +394,23 @@ async def test_a_reply_that_was_sampled_in_two_calls_is_one(within, change, foun
     message = {**part.message, "content": part.message["content"] + more.message["content"]}
     joined = replace(more, message=message, kept=message, parts=(part.turn, more.turn))
     joined = replace(joined, message={**message, "content": change(message["content"])})
+    await talk.ask([Entry(ASK), joined, Entry(ASK)], {"content": "Done."}, NEXT)
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+@pytest.mark.parametrize(("other", "found"), [(".", set()), ("!", {"false"})])
+async def test_a_part_of_a_reply_may_be_another_turn_with_the_same_tokens_after_the_same_prompt(other, found):
+    talk = Spliced()
+    part = await talk.ask([Entry(ASK)], {"content": "First line. Second line."}, max_tokens=6)
+    continues = {"continue_final_message": True, "add_generation_prompt": False}
+    first, before = talk.before, []
+    for text in (other, "."):
+        talk.before = first
+        more = await talk.ask([Entry(ASK), part], {"content": text}, "", **continues)
+        before.append(talk.before)
+    message = {**part.message, "content": part.message["content"] + more.message["content"]}
+    joined = replace(more, message=message, kept=message, parts=(part.turn, more.turn))
+    talk.before = before[0]
     await talk.ask([Entry(ASK), joined, Entry(ASK)], {"content": "Done."}, NEXT)
     assert await talk.found() & {"false", "unfaithful"} == found
 
@@ -426,6 +463,17 @@ async def test_a_users_text_that_ends_like_a_generation_prompt_is_the_users():
     assert not tally.guilty, tally.shown(5)
 
 
+async def test_a_system_message_that_the_template_moves_is_not_between_a_result_and_the_reply_to_it():
+    """DeepSeek-V3 writes all of them at the beginning, and a reply after a result follows the end of the results, which is there once."""
+    stack = Stack("DeepSeek-V3", seed=3)
+    result, hurry = Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}), Entry({"role": "system", "content": "Hurry."})
+    own = Entry({"role": "assistant", "content": "I look.", "tool_calls": [CALL]})
+    called = await stack.call("s", dialects.write("chat", [Entry(ASK), own, result, hurry, own, result], [], {}), {"content": "Done."})
+    end = called.text().rpartition("a.txt")[2]  # of the last result, and of all results
+    before, _ = reading_of(stack).pieces(called, [Span(4, 0, 0, 0)], [ReplyOpening(end[end.rindex("<") :])], [False], [""])
+    assert before.endswith(f"a.txt{end}")
+
+
 @pytest.mark.parametrize("also", [False, True])
 async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     talk = Spliced()
@@ -440,9 +488,19 @@ async def test_a_mended_name_is_the_model_s_and_any_other_change_is_not(also):
     assert await talk.found() & {"false", "unfaithful"} == ({"false"} if also else set())
 
 
-@pytest.mark.parametrize(("repeated", "more", "found"), [(False, 0, set()), (False, -1, {"false"}), (True, 0, set()), (True, 9, {"false"})])
-async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monkeypatch, repeated, more, found):
-    """A harness may also drop a call that stands twice (Hermes): then the reply ends before that."""
+@pytest.mark.parametrize(
+    ("repeated", "known", "more", "found"),
+    [
+        (False, True, 0, set()),
+        (False, True, -1, {"false"}),
+        (True, True, 0, set()),
+        (True, True, 9, {"false"}),
+        (True, False, 0, set()),
+        (True, False, 9, {"false"}),
+    ],
+)
+async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monkeypatch, repeated, known, more, found):
+    """A harness may also drop a call that stands twice (Hermes): then the reply ends before that, whether or not the harness is `known`."""
     tokens_of_calls = partial_reply.tokens_of_calls
 
     async def otherwise(*given):
@@ -456,9 +514,9 @@ async def test_a_reply_whose_client_left_ends_with_the_calls_in_the_message(monk
     served = called.generation.message
     assert served["tool_calls"] == calls
     kept = without_repeated_calls(served, ["bash"]) if repeated else served
-    number = oracle.judge(called, (Entry(ASK),), scope="", kept=kept)
+    number = oracle.judge(called, (Entry(ASK),), scope="", kept=kept if known else None)
     results = [Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}) for call in kept["tool_calls"]]
-    entries = [Entry(ASK), Entry(kept, number, kept=kept, owed=False), *results]
+    entries = [Entry(ASK), Entry(kept, number, kept=kept if known else None, owed=False), *results]
     called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": "Done."})
     assert called.plan.match in {"continue", "resplice"}
     oracle.judge(called, tuple(entries), scope="")

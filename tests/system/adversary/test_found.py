@@ -210,3 +210,22 @@ async def test_a_message_of_the_client_s_own_that_was_the_last_is_written_as_one
     called = await talk.ask("Done.")
     before = called.text().partition("I begin.")[0]
     assert talk.written(called).startswith(before + "I begin.")
+
+
+async def test_a_word_in_place_of_an_empty_reply_is_no_part_of_a_generation_prompt():
+    """A reply that was cut in its first call is empty; DeepSeek-V3 writes the same after a result, with a generation prompt and without."""
+    own: Message = {"role": "assistant", "content": "", "tool_calls": [OWN_CALL]}
+    talk = Talk("DeepSeek-V3", user("Look."), own, result("own000001"), user("ok?"), max_tokens=25)
+    call = {"id": "lost00001", "type": "function", "function": {"name": "bash", "arguments": '{"n": 5.0}'}}
+    body = json.dumps({"model": "m", "messages": talk.history, **talk.members}).encode()
+    cut = await talk.stack.call("s", body, {"role": "assistant", "content": "", "tool_calls": [call]})
+    assert talk.stack.renderer.words.decode(cut.completion).endswith(".")
+    talk.members = {}
+    talk.hear({"role": "assistant", "content": ""}, user("Go on."), {**own, "tool_calls": [{**OWN_CALL, "id": "own000002"}]})
+    talk.hear(result("own000002"))
+    await talk.ask("Done.")
+    talk.hear(user("Why?"))
+    talk.history[0] = user("Look there.")
+    called = await talk.ask("Yes.")
+    assert [anchor.place for anchor in called.turn.anchors] == [8]
+    assert talk.written(called).count("Go on.") == 1

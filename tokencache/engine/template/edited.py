@@ -168,7 +168,7 @@ class EditedHistories:
         boundaries = {place: await self._template.boundary(request, reply, in_text=in_text) for place, reply in replies.items()}
         rendered = rest = await self._template.full(request, boundaries)
         real = await self._template.real(request, places)
-        await self._learn_generation_prompts(request, rendered, real)
+        await self._learn_generation_prompts(request, places, rendered, real)
         fronts: list[bytes] = []
         pieces: list[bytes] = []
         openings: list[bytes | None] = []
@@ -280,7 +280,7 @@ class EditedHistories:
             body = both[0].removesuffix(prompt)
         return body, prompt
 
-    async def _learn_generation_prompts(self, request: TailRequest, rendered: bytes, real: bytes) -> None:
+    async def _learn_generation_prompts(self, request: TailRequest, places: Sequence[int], rendered: bytes, real: bytes) -> None:
         """Learn the generation prompts after which replies in this conversation may have been sampled."""
         context = request.conversation.sampling_context
         end = self._ends.get(context)
@@ -289,7 +289,7 @@ class EditedHistories:
                 end = self._ends[context] = await self._context_end(request)
         if end is None or not rendered.endswith(end.generation_prompt):
             last = request.conversation.messages[-1].role
-            self._template.generation_prompt(real, await self._template.full(request, {}, generation=False), last=last)
+            self._template.generation_prompt(real, await self._template.real(request, places, generation=False), last=last)
 
     async def _context_end(self, request: TailRequest) -> _ContextEnd:
         """Find the end of a small conversation in this context."""

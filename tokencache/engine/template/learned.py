@@ -167,12 +167,12 @@ class LearnedTemplate:
             messages[place] = stand_in(request.conversation.messages[place], SENTINEL + words, boundary.place)
         return self.render("full", request, messages[:end], generation=generation)
 
-    def real(self, request: TailRequest, places: Sequence[int]) -> Awaitable[bytes]:
+    def real(self, request: TailRequest, places: Sequence[int], *, generation: bool = True) -> Awaitable[bytes]:
         """Render the whole conversation, with a word in empty replies at `places`, because templates leave out empty replies."""
         messages = request.conversation.messages
         empty = {place for place in places if not messages[place].text and not messages[place].calls}
         shown = [REPLY if place in empty else raw for place, raw in enumerate(request.raw)] if empty else request.raw
-        return self.render("full", request, shown)
+        return self.render("full", request, shown, generation=generation)
 
     def generation_prompt(self, with_it: bytes, without: bytes, *, last: str) -> bytes:
         """Return the ids at the end of `with_it` that `without` lacks, and remember them as a generation prompt.
