@@ -11,8 +11,8 @@ from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
 from tokencache.proxy import endpoints
-from tokencache.proxy.delivery import StreamDelivery
 from tokencache.proxy.harness_profile import HarnessProfiles
+from tokencache.proxy.response import Response
 from tokencache.testing import SimulatedEngine
 
 CALL = '<tool_call>\n{"name": "Bash", "arguments": {"command": "cd /w && ls", "timeout": "5"}}\n</tool_call>'
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_before_the_last_text_has_not_received_the_wh
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = {"messages": [user("EPISODE:long")]}
         with monkeypatch.context() as gone:
-            gone.setattr(StreamDelivery, "client_left", True)
+            gone.setattr(Response, "gone", True)
             async with rig.http.post(rig.url + CHAT, json={"model": "sim", "stream": True, **asked}, headers={HEADER: "s"}) as answer:
                 got = b""
                 with contextlib.suppress(aiohttp.ClientError):

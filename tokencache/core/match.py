@@ -21,8 +21,8 @@ If the context of a reply changed, its text is not enough evidence. It also need
 2. the handle that was issued with it;
 3. the ids of its calls, as they were issued. An id that does not look random (`functions.bash:0`) may have been issued twice or be the
    harness's own. It counts only together with the message or the reply directly before;
-4. the message directly before it, if the reply was sampled after that message, and no other turn was of which a harness may have made
-   this reply. No key finds such a turn, so the session's turns are read.
+4. the message directly before it, if the reply was sampled after that message. A harness may have made this reply of another turn that
+   was sampled after it; then the reply is in doubt. No key finds such a turn, so the session's turns are read.
 
 Token ids also choose between turns with the same text in the same position. They never compensate for a different text.
 
@@ -398,8 +398,8 @@ class _Finder(NamedTuple):
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
 
-        It may have added words to its text, or changed it in two ways, of which each alone would leave the turn to be found. A reply that
-        the client continued is the beginning of the turn that continues it, not another one.
+        It may have added words to its text, or changed it in two ways at once; after one of them, a key would still find the turn. A reply
+        that the client continued is the beginning of the turn that continues it, not another one.
         """
         here, found = self._message_before(i), {one.hit.turn.id for one in judged}
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}

@@ -387,16 +387,12 @@ class CallAttempt:
             streams = dispatch.driver.streams and not dispatch.whole and dispatch.sender.request.parse is None
             return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams, may_resample=again)
         if dispatch.gathers:
-            stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=False, with_words=False)
+            stream = Continued(answer, outcome, dispatch, response, with_prompt=False, with_words=False)
             return WholeDelivery(Gathered(stream, outcome, dispatch, response.holding), *deliver, streams=False, may_resample=again)
         if dispatch.continues:
-            stream = Continued(answer, outcome, dispatch, self._is_wanted, with_prompt=self._chat.shows_ids, with_words=True)
+            stream = Continued(answer, outcome, dispatch, response, with_prompt=self._chat.shows_ids, with_words=True)
             return StreamDelivery(stream, *deliver, may_resample=again)
         return StreamDelivery(Stream(answer, outcome, with_prompt=self._chat.shows_ids), *deliver, may_resample=again)
-
-    def _is_wanted(self) -> bool:
-        """Whether the client, or a retry, still waits for the reply."""
-        return self.client.state is ClientState.ORPHANED or not self._response.disconnected
 
     async def _conclude(self, end: End) -> None:
         """End the call in the store. Raises the errors of `close`."""

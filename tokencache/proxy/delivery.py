@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import web
 
-from tokencache.core.incidents import IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
@@ -26,7 +25,7 @@ from tokencache.errors import EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, overflow_reply
 from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
-from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource
+from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource, refusal
 from tokencache.proxy.response import KeepAlive, Response, whole_response
 
 if TYPE_CHECKING:
@@ -41,6 +40,12 @@ _MAX_UNSENT = 64 * 1024
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
 """The JSON in an event that contains only one line of data."""
 _FINISH = b'"finish_reason":"'
+_LEFT = End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+
+
+def _as_overflow(refused: End) -> End:
+    """Return the end of a call whose prompt is too long."""
+    return refused._replace(kind=EndKind.OVERFLOW, detail=f"{refused.detail}; {OVERFLOW_DETAIL}")
 
 
 class ReplyDelivery(ABC):
@@ -115,7 +120,7 @@ class WholeDelivery(ReplyDelivery):
 
         Args:
             source: the reply.
-            prepared: see `ReplyDelivery`, as `may_resample`.
+            prepared: see `ReplyDelivery`.
             streams: whether the engine was asked for a stream if the client requested one.
             may_resample: see `ReplyDelivery`.
         """
@@ -132,9 +137,10 @@ class WholeDelivery(ReplyDelivery):
         if end.kind is EndKind.ABORTED and self._may_resample:
             return end
         if end.kind is EndKind.REFUSED and self._is_overflow(end.status, end.body):
-            return end._replace(kind=EndKind.OVERFLOW, detail=f"{end.detail}; {OVERFLOW_DETAIL}")
+            return _as_overflow(end)
         if end.kind is EndKind.ABORTED:
-            end = end._replace(kind=EndKind.FINISHED if body else EndKind.BROKEN)
+            received = EndKind.FINISHED if end.error is None else EndKind.UNPARSED
+            end = end._replace(kind=received if body else EndKind.BROKEN)
         if end.kind is not EndKind.FINISHED:
             return end
         if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
@@ -201,20 +207,14 @@ class StreamDelivery(ReplyDelivery):
         self._unread = None if self._token_ids else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
-    @property
-    def client_left(self) -> bool:
-        """Whether the client has left and the call must end."""
-        return self._response.disconnected and not self._orphaned
-
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`."""
         end = await self._forward()
-        refusal = self._reply.refusal
-        if self._shown.state is ShownState.WITHHELD and self._is_overflow(refusal, self._reply.error):
-            words = self._reply.error[:300].decode(errors="replace")
-            return End(EndKind.OVERFLOW, f"{refusal}: {words}; {OVERFLOW_DETAIL}", incident=IncidentKind.ENGINE_REFUSED)
-        if self.client_left and end.mark != TurnMark.INTERNAL_ERROR:
-            end = End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+        status, error = self._reply.refusal, self._reply.error
+        if self._shown.state is ShownState.WITHHELD and self._is_overflow(status, error):
+            return _as_overflow(refusal(status, error))
+        if self._response.gone and end.mark != TurnMark.INTERNAL_ERROR:
+            end = _LEFT
         if end.kind is EndKind.ABORTED:
             if self._may_resample and may_resample(self._shown.state):
                 return end
@@ -238,7 +238,7 @@ class StreamDelivery(ReplyDelivery):
                         await writer.write(shown)
                         self._direct = self._response.request.transport if chunked else None
             except ConnectionResetError:  # the client's: the source notes that its connection broke
-                return End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+                return _LEFT
             except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
                 log.exception("the reply cannot be written in the client's dialect")
                 return End(EndKind.BROKEN, f"{type(why).__name__}: {why}", TurnMark.INTERNAL_ERROR, cut=True)

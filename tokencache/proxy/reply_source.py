@@ -27,6 +27,7 @@ from tokencache.errors import EngineError, MemoryFullError, UnexpectedAnswerErro
 from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.recorder import BROKE, Outcome
+from tokencache.proxy.response import Response
 from tokencache.request_memory import Holding, read_reply
 
 log = logging.getLogger(__name__)
@@ -138,8 +139,9 @@ class Body:
     def _take_parsed(self, parsed: ParsedCompletion) -> bytes:
         body = self._take(parsed.body)
         self._outcome.places = parsed.places
-        if parsed.error and self.end.kind is EndKind.FINISHED:
-            self.end = End(EndKind.UNPARSED, parsed.error, error=EngineError(parsed.error))
+        if parsed.error:
+            kind = EndKind.UNPARSED if self.end.kind is EndKind.FINISHED else self.end.kind
+            self.end = End(kind, parsed.error, error=EngineError(parsed.error))
         return body
 
     def _take(self, body: bytes) -> bytes:
@@ -253,7 +255,7 @@ class Continued(Stream):
         answer: aiohttp.ClientResponse,
         outcome: Outcome,
         dispatch: Dispatch,
-        is_wanted: Callable[[], bool],
+        response: Response,
         *,
         with_prompt: bool,
         with_words: bool,
@@ -264,17 +266,17 @@ class Continued(Stream):
             answer: the engine's answer.
             outcome: the call.
             dispatch: requests the next pieces.
-            is_wanted: whether somebody still waits for the reply.
+            response: the response to the client, which may leave.
             with_prompt: see `Stream`.
             with_words: whether the chunks of the pieces have words.
         """
         super().__init__(answer, outcome, with_prompt=with_prompt)
-        self._dispatch, self._is_wanted, self._with_words = dispatch, is_wanted, with_words
+        self._dispatch, self._response, self._with_words = dispatch, response, with_words
         self._cut_off: list[bytes] = []  # the data of the events with which a reply that was broken off ended
         self.gave_up = ""
 
     def _continuation(self) -> AsyncGenerator[Iterable[bytes], None] | None:
-        if not (self.cut or self.done or self._reply.finished or self._reply.error) and self._is_wanted():
+        if not (self.cut or self.done or self._reply.finished or self._reply.error) and not self._response.gone:
             if any(choice.ids for choice in self._reply.choices.values()):
                 self.cut = "lost"
             else:
@@ -312,7 +314,7 @@ class Continued(Stream):
             answer = await dispatch.next_piece(continuation)
             try:
                 reply.reopen()
-                self.cut, self._cut_off, self.end = "", [], End(EndKind.BROKEN, ENDED_EARLY, BROKE)
+                self.cut, self._cut_off, self.end = "", [], self._ending()
                 request = dispatch.derender_request()
                 chunks = continuation.chunks(answer, request) if self._with_words else continuation.chunks_without_words(answer)
                 async with contextlib.aclosing(chunks):

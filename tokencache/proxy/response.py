@@ -164,6 +164,11 @@ class Response:
         transport = self.request.transport
         return transport is None or transport.is_closing()
 
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left and nobody else waits for the reply, so that the call must end."""
+        return self.disconnected and self.client.state is not ClientState.ORPHANED
+
     def keep_alive(self) -> AbstractAsyncContextManager[None]:
         """Send keep-alive events while the context is open, if the client requested a stream."""
         if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
