@@ -17,16 +17,18 @@ _COMING = {}
 """URL → engine and kind, for engines that were not probed yet."""
 _SCALARS = (bool, int, float, str, type(None))
 _OWN = {"requests", "headers", "completions", "derendered", "generated", "tokenizations", "ground_truth", "faults"}
-_KEPT = vars(SimulatedEngine()).keys()
+_AS_MADE = SimulatedEngine()
 
 
 def kind_of(engine):
     """What determines the finding; `None` for an engine that has been asked, was changed, or misbehaves."""
+    if (type(engine), type(engine.replies), vars(engine).keys()) != (SimulatedEngine, type(_AS_MADE.replies), vars(_AS_MADE).keys()):
+        return None
     parts = (engine, engine.images, engine.prefixes, engine.metadata, engine.weights)
     replies = (engine.replies.seed, engine.replies.drift, engine.replies.eos)
     touched = any(getattr(engine, name) for name in _OWN) or engine.choose_fault or engine.replies.script or engine.metadata.experts
     faulty = engine.images.fault or engine.images.generate_fault or engine.prefixes.fault
-    if type(engine) is not SimulatedEngine or vars(engine).keys() != _KEPT or touched or faulty:
+    if touched or faulty:
         return None
     scalars = [(type(part).__name__, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, _SCALARS)]
     return (*(one for one in scalars if one[1] != "_started"), *replies, engine.tokenizer.chat_template)

@@ -28,6 +28,8 @@ AGAIN_SECONDS = 5.0
 """Seconds between two interrupts of a run that goes on."""
 GRACE_SECONDS = 10.0
 """How long the processes that tests started have to end after the last test."""
+EXECVE_SECONDS = 1.0
+"""How long a process may take to become another program."""
 
 
 class Limits:
@@ -120,8 +122,16 @@ def _processes(run):
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            if mark in _environment(folder).split(b"\0"):
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def _environment(process):
+    """What a process was started with. It is empty for a moment while the process becomes another program (Linux, `execve`)."""
+    until = time.monotonic() + EXECVE_SECONDS
+    while not (found := (process / "environ").read_bytes()) and (process / "exe").exists() and time.monotonic() < until:
+        time.sleep(0.001)
     return found
 
 

@@ -41,7 +41,10 @@ def stack(started):
 
 @pytest.fixture
 def client(stack):
+    """Each replica knows that something is announced, so it reads what holds before each call."""
     with Client(stack.urls[0]) as made:
+        made.set_weights("first")
+        assert [version(stack, replica) for replica in range(len(stack.urls))] == ["first"] * len(stack.urls)
         yield made
 
 
