@@ -24,9 +24,8 @@ E2E_JOBS ?= 2
 # Folders of which all tests run, not only those that CONTRIBUTING.md calls the usual ones: WHOLE=tests/core,tests/proxy
 WHOLE ?=
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal --whole "$(WHOLE)"
-FAST_TESTS := tests/core tests/dialects tests/docs tests/support tests/testing tests/trajectories/formats
-# They count every step that an expression or a function takes: a quarter of the time of the fast tests.
-FAST_TESTS += --ignore=tests/core/test_linear_work.py --ignore=tests/support/test_regex_steps.py
+# Not those that count every step of an expression or a function: a quarter of the time.
+FAST_TESTS := tests/core tests/dialects tests/testing tests/trajectories/formats --ignore=tests/core/test_linear_work.py
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
 	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
@@ -102,6 +101,8 @@ fast-tests: $(STAMP)
 	$(PYTEST) $(FAST_TESTS)
 
 usual-tests: $(STAMP)
+	@# pytest compiles each file of tests at its first use: once here, and not in each worker at the same time
+	@$(BIN)/pytest --collect-only --numprocesses 0 >/dev/null || true
 	$(PYTEST) --figures $(if $(COVERAGE),--cov=tokencache)
 
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenClaw and more; 15 minutes, 8 GB the first time
