@@ -2,7 +2,8 @@
 
 vLLM (0.26 to 0.32) starts a grammar at the first token if a chat request has `include_reasoning: false`, and otherwise after the thought.
 With that member, it returns no ids. `generate` returns them, and is told where the grammar starts: `render` says so, like the sampling
-parameters. The routes need `--enable-scale-out`. Without them, chat is asked with the reasoning, and the turn is marked (`late-grammar`).
+parameters. The routes need `--enable-scale-out`. Without them, chat is asked with the reasoning, and the turn is marked (`late-grammar`);
+so it is for calls with media.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,6 @@ from typing import Any
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat.grammar import may_start_at_once
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
@@ -29,11 +29,6 @@ class BoundReplies:
 
     def __init__(self, derender: Derender) -> None:
         self._derender = derender
-
-    @staticmethod
-    def takes(call: ChatCall) -> bool:
-        """Whether a call hides its reasoning, and a grammar may bind its reply."""
-        return not call.media and may_start_at_once(call)
 
     async def request(self, call: ChatCall, fields: Mapping[str, Raw], prompt: ExactPrompt | None, target: Target) -> EngineRequest | None:
         """Make the request; `None` if no grammar binds the reply, so that chat samples the same.
