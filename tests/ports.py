@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _HOST = "127.0.0.1"
-_LOCKS = Path(tempfile.gettempdir(), f"tokencache-test-ports-{os.getuid()}").open("ab")  # noqa: SIM115 - a lock ends when it is closed
+_LOCKS = os.open(Path(tempfile.gettempdir(), f"tokencache-test-ports-{os.getuid()}"), os.O_RDWR | os.O_CREAT)
 
 
 def _in_turn(first: int, end: int) -> Iterator[int]:
