@@ -30,6 +30,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "whole: repeats a kind in another combination; runs with --whole only")
+    config.addinivalue_line("markers", "no_cover: what it runs is not counted (pytest-cov)")
     config.addinivalue_line("markers", "product: its parameters depend on each other, so each run has every combination of them")
     config.pluginmanager.register(whole)
     if profiles:

@@ -1,6 +1,7 @@
 """A run always ends, says what hung, and leaves no process behind."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,12 @@ def test_independent(n, m, letter): print(f"<{n}{letter}>")
 @pytest.mark.product
 @pytest.mark.parametrize("n", range(3))
 def test_dependent(n, letter): pass
+"""
+COVERS = """
+import pytest, usual
+def test_one(): usual.one()
+@pytest.mark.whole
+def test_two(): usual.two()
 """
 IN_BACKGROUND = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
 """A command that starts another one as a shell starts what runs in the background: interrupts are ignored."""
@@ -103,6 +110,14 @@ def test_whole_folders(run):
     code, output = run(SKIPS, "--whole", "test_it.py", workers=0)
     assert code == pytest.ExitCode.OK
     assert "1 passed, 3 skipped" in output
+
+
+def test_coverage_is_that_of_the_usual_run(run, tmp_path):
+    (tmp_path / "usual.py").write_text("def one():\n    return 1\n\ndef two():\n    return 2\n")
+    code, output = run(COVERS, "--whole", "test_it.py", "--cov=usual", "--cov-report=term-missing:skip-covered", workers=0)
+    assert code == pytest.ExitCode.OK
+    assert "2 passed" in output
+    assert re.search(r"usual\.py .* 5$", output, re.MULTILINE), "the line of the test that only repeats is missing"
 
 
 def test_independent_parameters_occur_once_and_the_whole_run_combines_them(run):
