@@ -18,7 +18,9 @@ WORKDIR /src
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY harness_adapters harness_adapters
 COPY tokencache tokencache
+COPY vllm_plugin vllm_plugin
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
+    && pip wheel --no-cache-dir --no-deps --wheel-dir /plugin ./vllm_plugin \
     && sed -e '/^ *--hash/d' -e 's/ \\$//' requirements.lock > /pins.txt \
     && python -m venv --without-pip /opt/tokencache \
     && pip --python /opt/tokencache install --no-cache-dir --constraint /pins.txt "$(ls /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}"
@@ -29,8 +31,8 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
 #
 # vLLM has all that the plugin imports. Its documentation installs additions with uv, too ("Using Docker").
 FROM vllm/vllm-openai:${VLLM} AS engine
-COPY --from=build /wheels /wheels
-RUN uv pip install --system --no-cache --no-deps /wheels/*.whl
+COPY --from=build /plugin /plugin
+RUN uv pip install --system --no-cache --no-deps /plugin/*.whl
 ENV VLLM_PLUGINS=tokencache
 
 FROM python:${PYTHON}

@@ -48,14 +48,14 @@ help: ## list the targets
 
 install: $(STAMP) ## install the package (editable) and its tools into .venv
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml vllm_plugin/pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
 	@echo "installing into $(VENV): half a minute the first time"
 	@# uv downloads in parallel and keeps what it has downloaded; --no-deps: the lock is complete
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
 	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e . -e vllm_plugin
 	@touch $@
 
 lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgrade uses the newest releases

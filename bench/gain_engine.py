@@ -124,12 +124,12 @@ def accelerator() -> str:
 
 def _with_plugin(folder: Path) -> dict[str, str]:
     """The environment of a vLLM with the plugin of this checkout, as if it were installed there; `folder` gets its metadata."""
-    installed = folder / "tokencache-0.dist-info"
+    installed = folder / "tokencache_vllm-0.dist-info"
     installed.mkdir(parents=True)
-    points = [point for point in distribution("tokencache").entry_points if point.group.startswith("vllm.")]
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache\nVersion: 0\n")
+    points = distribution("tokencache-vllm").entry_points
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache-vllm\nVersion: 0\n")
     (installed / "entry_points.txt").write_text("\n".join(f"[{point.group}]\n{point.name} = {point.value}" for point in points) + "\n")
-    return {"PYTHONPATH": f"{folder}:{ROOT}", "VLLM_PLUGINS": "tokencache"}
+    return {"PYTHONPATH": f"{folder}:{ROOT / 'vllm_plugin'}", "VLLM_PLUGINS": "tokencache"}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ that a text becomes the JSON of its ids by one table look-up.
 Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
 `mock_pace_ms` (pause between them; 0: as fast as the socket accepts them).
 
-With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache.vllm_plugin.prefixes`), and packs its replies.
+With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache_vllm.prefixes`), and packs its replies.
 
 Each reply contains the time when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
 """

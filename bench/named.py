@@ -1,7 +1,7 @@
 """The floor with the plugin: what any proxy must do that names prompts by a hash, verifies the tokens and keeps them.
 
 As `bench.proven`, but the prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands
-for all, and the answer has a hash of the prompt and a packed reply (`tokencache.vllm_plugin.prefixes`). So neither request nor answer
+for all, and the answer has a hash of the prompt and a packed reply (`tokencache_vllm.prefixes`). So neither request nor answer
 grows. A prefix that the engine does not have is an error here: the bench's engine keeps all that it needs.
 
     python -m bench.named PORT UPSTREAM

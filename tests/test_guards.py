@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tokencache
+import tokencache_vllm
 from bench.call_path import measured
 from tests.support.syntax import parse
 from tokencache.core.finish import FinishReason, ending
@@ -22,6 +23,7 @@ from tokencache.trajectories.formats.native import turn_object
 from tokencache.trajectories.rollout import Reward
 
 PACKAGE = Path(tokencache.__file__).parent
+PACKAGES = (PACKAGE, Path(tokencache_vllm.__file__).parent)
 
 # --- The path of a call.
 
@@ -67,8 +69,9 @@ def too_large(found):
 
 def test_no_class_grows_beyond_its_limit():
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        found |= sizes(path.relative_to(PACKAGE).as_posix(), path.read_text())
+    for package in PACKAGES:
+        for path in package.rglob("*.py"):
+            found |= sizes(path.relative_to(package).as_posix(), path.read_text())
     assert too_large(found) == ({}, {})
 
 
@@ -91,7 +94,10 @@ def unnamed(package, text):
     ]
 
 
-@pytest.mark.parametrize("init", sorted(PACKAGE.rglob("__init__.py")), ids=lambda init: init.parent.relative_to(PACKAGE).as_posix())
+INITS = [init for package in PACKAGES for init in sorted(package.rglob("__init__.py"))]
+
+
+@pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.relative_to(PACKAGE.parent).as_posix())
 def test_each_package_names_its_modules(init):
     assert unnamed(init.parent, init.read_text()) == []
 

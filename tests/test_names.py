@@ -4,10 +4,10 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-import tokencache
 from tests.support.syntax import parse
 
-PACKAGE = Path(tokencache.__file__).parent
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("tokencache", "vllm_plugin")
 
 
 def public_classes(modules):
@@ -25,7 +25,7 @@ def defined_twice(modules):
 
 
 def test_no_public_class_name_is_defined_twice():
-    modules = [(str(path.relative_to(PACKAGE)), path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
+    modules = [(str(path.relative_to(ROOT)), path.read_text()) for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
     assert defined_twice(modules) == {}
 
 

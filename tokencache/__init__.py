@@ -68,7 +68,8 @@ Packages, in the order of imports: each imports only packages below it.
 `session_url`, `background`, `request_memory`   parts that several packages use
 `errors`, `metrics`, `logs`, `net`, `backoff`, `wakeup`   parts that all packages use
 
-Outside of this order: `integrations` run in trainers and agent frameworks, `vllm_plugin` in vLLM.
+Outside of this order: `integrations` run in trainers and agent frameworks. The plugin for vLLM is a distribution of its own
+(`tokencache_vllm`).
 """
 
 

@@ -24,15 +24,15 @@ RESTS_ON = {
     "scoring": ("tests/scoring", "tests/system/e2e"),
     "server": ("tests/server", "tests/system/faults"),
     "trajectories": ("tests/trajectories", "tests/batching", "tests/commands", "tests/system"),
-    "vllm_plugin": ("tests/vllm_plugin", "tests/system/e2e"),
 }
 """The test folders that a change of a package can break. A package that is missing, such as `core` and `store`, is below everything."""
 BESIDE = {
-    "bench": "tests/bench",
-    "deploy": "tests/deploy",
-    "docs": "tests/docs",
-    "examples": "tests/system/e2e",
-    "harness_adapters": "tests/adapters",
+    "bench": ("tests/bench",),
+    "deploy": ("tests/deploy",),
+    "docs": ("tests/docs",),
+    "examples": ("tests/system/e2e",),
+    "harness_adapters": ("tests/adapters",),
+    "vllm_plugin": ("tests/vllm_plugin", "tests/system/e2e"),
 }
 """Folders outside the package."""
 
@@ -50,7 +50,7 @@ def _folders(path: str) -> tuple[str, ...]:
     if top == "tokencache" and rest[0] in RESTS_ON:
         return RESTS_ON[rest[0]]
     if top in BESIDE:
-        return (BESIDE[top],)
+        return BESIDE[top]
     return () if path.endswith((".md", "LICENSE")) else (EVERYTHING,)
 
 

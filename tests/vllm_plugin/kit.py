@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.engine.template.shapes import TOOLS
 from tests.engine.template.template_lab import KINDS, Lab
-from tokencache.vllm_plugin.patch import patch
+from tokencache_vllm.patch import patch
 
 MAX_MODEL_LEN = 4096
 

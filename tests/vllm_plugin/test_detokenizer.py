@@ -11,9 +11,9 @@ from tokenizers.decoders import DecodeStream
 from tests.engine.template.template_lab import qwen_backend
 from tests.support.material import require
 from tokencache.testing import build_tokenizer
-from tokencache.vllm_plugin.detokenizer import patch_detokenizer, sufficient_end
-from tokencache.vllm_plugin.patch import UnknownVllmError
-from tokencache.vllm_plugin.response_headers import ResponseHeaders, served
+from tokencache_vllm.detokenizer import patch_detokenizer, sufficient_end
+from tokencache_vllm.patch import UnknownVllmError
+from tokencache_vllm.response_headers import ResponseHeaders, served
 
 TEXTS = (
     "plain words, then ",

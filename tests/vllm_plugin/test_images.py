@@ -7,9 +7,9 @@ import types
 import pytest
 
 from tests.vllm_plugin.kit import BadRequestError, tokens_input
-from tokencache.vllm_plugin import entry
-from tokencache.vllm_plugin.images import MEMBER, patch_images
-from tokencache.vllm_plugin.patch import UnknownVllmError
+from tokencache_vllm import entry
+from tokencache_vllm.images import MEMBER, patch_images
+from tokencache_vllm.patch import UnknownVllmError
 
 PAD, BEGIN, END = 900, 901, 902
 """An embedding's id, and the ids around a placeholder, which stay as they are."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokencache.core import ids as core_ids
-from tokencache.vllm_plugin.kept_prefixes import HashedPrompt, KeptPrefixes, pack, unpack
+from tokencache_vllm.kept_prefixes import HashedPrompt, KeptPrefixes, pack, unpack
 
 IDS = st.lists(st.integers(0, 2**31 - 1))
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.engine.template.template_lab import KINDS
 from tests.vllm_plugin.kit import Renderer, Request, older, vllm
-from tokencache.vllm_plugin import entry
-from tokencache.vllm_plugin.patch import UnknownVllmError, patch
+from tokencache_vllm import entry
+from tokencache_vllm.patch import UnknownVllmError, patch
 
 ONLINE, SERVING = "vllm.renderers.online_renderer", "vllm.entrypoints.serve.render.serving"
 
@@ -174,16 +174,16 @@ async def test_an_unknown_vllm_starts_unchanged(inside, caplog, version):
 
 
 def test_vllm_loads_it_by_these_names():
-    """The entry points of the project's own metadata."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"tokencache": "tokencache.vllm_plugin.entry:register"}
-    assert project["entry-points"]["vllm.endpoint_plugins"] == {"tokencache": "tokencache.vllm_plugin.entry:EndpointPlugin"}
-    assert not any("vllm" in one for one in project["optional-dependencies"]["vllm"])
+    """The entry points of the plugin's own metadata."""
+    project = tomllib.loads((Path(__file__).parents[2] / "vllm_plugin/pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"tokencache": "tokencache_vllm.entry:register"}
+    assert project["entry-points"]["vllm.endpoint_plugins"] == {"tokencache": "tokencache_vllm.entry:EndpointPlugin"}
+    assert project["dependencies"] == ["cachetools"], "vLLM has it, too"
 
 
 def test_nothing_of_the_proxy_is_imported():
     """It is loaded in vLLM's processes, and must not need their environment or slow down their start."""
-    code = "import sys; import tokencache.vllm_plugin.entry; print([m for m in sys.modules if m.partition('.')[0] in "
-    code += "('aiohttp', 'msgspec', 'pydantic', 'redis', 'vllm') or m.startswith('tokencache.') and 'vllm_plugin' not in m])"
+    code = "import sys; import tokencache_vllm.entry; print([m for m in sys.modules if m.partition('.')[0] in "
+    code += "('aiohttp', 'msgspec', 'pydantic', 'redis', 'tokencache', 'vllm')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     assert done.stdout.strip() == "[]"

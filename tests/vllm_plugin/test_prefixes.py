@@ -10,12 +10,12 @@ import pytest
 
 from tests.vllm_plugin.kit import BadRequestError
 from tokencache.core import ids as core_ids
-from tokencache.vllm_plugin import entry, packed_replies, prefixes
-from tokencache.vllm_plugin.kept_prefixes import KeptPrefixes
-from tokencache.vllm_plugin.patch import UnknownVllmError
-from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER, patch_prefixes, take_named_prompt
-from tokencache.vllm_plugin.response_headers import ResponseHeaders
-from tokencache.vllm_plugin.supplied_ids import InvalidIdsError
+from tokencache_vllm import entry, packed_replies, prefixes
+from tokencache_vllm.kept_prefixes import KeptPrefixes
+from tokencache_vllm.patch import UnknownVllmError
+from tokencache_vllm.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER, patch_prefixes, take_named_prompt
+from tokencache_vllm.response_headers import ResponseHeaders
+from tokencache_vllm.supplied_ids import InvalidIdsError
 
 RENDERED = [1, 2, 3]
 REPLY = [50, 51, 52, 53]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokencache.vllm_plugin.response_headers import MEDIA_HEADER, PLUGIN_HEADER, ResponseHeaders, report_media
+from tokencache_vllm.response_headers import MEDIA_HEADER, PLUGIN_HEADER, ResponseHeaders, report_media
 
 ITEMS = {"image": [SimpleNamespace(offset=146, length=4), SimpleNamespace(offset=210, length=30)], "video": []}
 

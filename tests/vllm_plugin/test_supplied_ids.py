@@ -4,7 +4,7 @@ import pytest
 
 from tests.vllm_plugin.kit import MAX_MODEL_LEN, BadRequestError, Request, Server, TokenizeParams
 from tokencache.dialects.chat.vocabulary import _MEDIA_MEMBERS as MEMBERS_OF_THE_PROXY
-from tokencache.vllm_plugin.supplied_ids import _MEDIA_MEMBERS, take
+from tokencache_vllm.supplied_ids import _MEDIA_MEMBERS, take
 
 HI = [{"role": "user", "content": "Hi."}]
 TALK = [*HI, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Well?"}]

@@ -1,4 +1,4 @@
-"""Tests whether an engine accepts exact prompts with images, and defines how they are sent to the plugin (`tokencache.vllm_plugin`).
+"""Tests whether an engine accepts exact prompts with images, and defines how they are sent to the plugin (`tokencache_vllm`).
 
 vLLM ignores supplied ids of a chat request with images, and renders. With the plugin it uses them:
 

@@ -1,6 +1,6 @@
 """Names exact prompts by a hash, so that requests and answers do not grow with the conversation, for engines with the plugin.
 
-The plugin (`tokencache.vllm_plugin.prefixes`) keeps the ids of recent conversations in the engine's API server. A request then has the
+The plugin (`tokencache_vllm.prefixes`) keeps the ids of recent conversations in the engine's API server. A request then has the
 SHA-256 and the length of the prompt's beginning, up to the end of the last reply, and only the ids after it. The messages are not
 rendered, so one short message stands for all of them. The answer has a header with the SHA-256 of the ids that the engine was given, and
 not these ids. If it is not the hash of the exact prompt, the answer is not used, and the call is sent again with all its ids.

@@ -121,7 +121,7 @@ class PromptEcho:
         self.sent, self._complete = ids.Fragment(), True
 
     def note_packed(self, packed: bytes) -> None:
-        """Note the ids as the plugin packs them (`tokencache.vllm_plugin.packed_replies`). The first report counts; ids below 0 do not."""
+        """Note the ids as the plugin packs them (`tokencache_vllm.packed_replies`). The first report counts; ids below 0 do not."""
         if not self.known and packed[ids.ID_BYTES - 1 :: ids.ID_BYTES].isascii():  # the sign is in the last byte
             self._packed = packed
 

@@ -56,7 +56,7 @@ class Logprobs(msgspec.Struct):
 
 
 class _Packed(msgspec.Struct):
-    """Ids and log probabilities as the plugin packs them (`tokencache.vllm_plugin.packed_replies`), for `core.ids`."""
+    """Ids and log probabilities as the plugin packs them (`tokencache_vllm.packed_replies`), for `core.ids`."""
 
     ids: bytes
     logprobs: bytes = b""

@@ -1,4 +1,4 @@
-"""Images in the simulated engine: a model with the image placeholders of Qwen-VL, and the plugin `tokencache.vllm_plugin`.
+"""Images in the simulated engine: a model with the image placeholders of Qwen-VL, and the plugin `tokencache_vllm`.
 
 The template writes `<|vision_start|><|image_pad|><|vision_end|>` for an image. As in vLLM 0.32, the engine then replaces the first
 `<|image_pad|>` that is left by as many as the image has patches of 28 by 28 pixels. So all ids that it reports are *expanded*. The size

@@ -1,7 +1,7 @@
-"""Prompts by hash in the simulated engine: the part of the plugin `tokencache.vllm_plugin` that keeps the ids of conversations.
+"""Prompts by hash in the simulated engine: the part of the plugin `tokencache_vllm` that keeps the ids of conversations.
 
 The engine keeps each prompt that a request named, with its complete replies. `kept` is what another request can name, and may be changed
-while the engine serves. `tokencache.vllm_plugin.prefixes` describes requests and answers.
+while the engine serves. `tokencache_vllm.prefixes` describes requests and answers.
 """
 
 from __future__ import annotations

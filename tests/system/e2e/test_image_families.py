@@ -70,7 +70,7 @@ def answers(servers, tmp_path_factory):
     requests = folder / "requests.json"
     requests.write_text(json.dumps(REQUESTS), encoding="utf-8")
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
-    path = {"PYTHONPATH": ":".join(map(str, (REPOSITORY, default_venv().absolute() / "torchvision")))}
+    path = {"PYTHONPATH": ":".join(map(str, (REPOSITORY, REPOSITORY / "vllm_plugin", default_venv().absolute() / "torchvision")))}
     done = subprocess.run(
         [str(default_venv().absolute() / "bin/python"), str(HERE / "render_images.py"), str(requests), *map(str, models)],
         env=os.environ | quiet | path | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},

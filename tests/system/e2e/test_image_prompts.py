@@ -8,8 +8,8 @@ import pytest
 from rig.server import MODEL
 from rig.vision import png
 
-from tokencache.vllm_plugin.images import MEMBER
-from tokencache.vllm_plugin.response_headers import MEDIA_HEADER
+from tokencache_vllm.images import MEMBER
+from tokencache_vllm.response_headers import MEDIA_HEADER
 
 SIZES = [(64, 64), (128, 96), (64, 160), (64, 64)]
 

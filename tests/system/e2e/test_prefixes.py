@@ -16,7 +16,7 @@ from tokencache.core import ids as core_ids
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
-from tokencache.vllm_plugin.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER
+from tokencache_vllm.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 

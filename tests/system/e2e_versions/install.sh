@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install.sh VENV VERSION          e.g. install.sh .venv-vllm-0.25 '0.25.*'
-# Installs a release of vLLM's CPU build into VENV, and this project, as a user of the plugin would: five minutes and 6 GB the first
-# time. If that version is already installed, installs only the project again.
+# Installs a release of vLLM's CPU build into VENV, and the plugin, as a user would: five minutes and 6 GB the first
+# time. If that version is already installed, installs only the plugin again.
 set -euo pipefail
 venv=$1
 wanted=$2
@@ -49,5 +49,5 @@ PYTHON
     echo "$wanted" > "$stamp"
 fi
 before=$(installed)
-pip install -q -e "$root[vllm]"
+pip install -q -e "$root/vllm_plugin"
 if [ "$(installed)" != "$before" ]; then echo "installing the plugin changed vLLM from $before to $(installed)" >&2; exit 1; fi

@@ -7,8 +7,8 @@ from rig.exported import assert_exported, generations, get_json, trajectory, tur
 from rig.harness import TOOLS
 
 from tokencache import metrics
-from tokencache.vllm_plugin.images import VERSIONS as IMAGE_VERSIONS
-from tokencache.vllm_plugin.prefixes import VERSIONS as PREFIX_VERSIONS
+from tokencache_vllm.images import VERSIONS as IMAGE_VERSIONS
+from tokencache_vllm.prefixes import VERSIONS as PREFIX_VERSIONS
 
 TURNS = 5
 IGNORED = "supplied ids are ignored"

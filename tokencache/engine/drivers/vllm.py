@@ -1,4 +1,4 @@
-"""Drives vLLM: 0.27 and later without changes, 0.20 to 0.26 with the plugin of this package (`tokencache.vllm_plugin`).
+"""Drives vLLM: 0.27 and later without changes, 0.20 to 0.26 with the plugin `tokencache_vllm`.
 
 `kv_transfer_params: {"prompt_token_ids": [...]}` in a chat completion replaces the whole prompt (vLLM PR 48145;
 `renderers/online_renderer.py::_reused_prompt_token_ids`). vLLM then skips rendering and tokenization, and does everything else as usual:

@@ -21,7 +21,7 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from tokencache.core.expansion import compact, learn_placeholder
-from tokencache.vllm_plugin.images import MEMBER, patch_images
+from tokencache_vllm.images import MEMBER, patch_images
 
 
 def shown(engine_input):

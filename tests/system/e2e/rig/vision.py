@@ -156,18 +156,17 @@ class VisionServer(VllmServer):
         self.options += ["--load-format", "dummy", "--skip-mm-profiling", "--limit-mm-per-prompt", limits, "--enable-scale-out"]
 
     def environment(self):
-        """The environment of `VllmServer`, with torchvision, and this project as if it were installed there."""
+        """The environment of `VllmServer`, with torchvision, and the plugin as if it were installed there."""
         folder = self.workdir / "plugins"
-        installed = folder / "tokencache-0.dist-info"
+        installed = folder / "tokencache_vllm-0.dist-info"
         installed.mkdir(parents=True, exist_ok=True)
         groups = {"vllm.general_plugins": ["large_weights = large_weights:register"]}
-        for point in distribution("tokencache").entry_points:
-            if point.group.startswith("vllm."):
-                groups.setdefault(point.group, []).append(f"{point.name} = {point.value}")
+        for point in distribution("tokencache-vllm").entry_points:
+            groups.setdefault(point.group, []).append(f"{point.name} = {point.value}")
         lines = [line for group, points in groups.items() for line in (f"[{group}]", *points)]
-        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache\nVersion: 0\n")
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache-vllm\nVersion: 0\n")
         (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
-        path = [folder, HERE, REPOSITORY, self.venv / "torchvision"]
+        path = [folder, HERE, REPOSITORY / "vllm_plugin", self.venv / "torchvision"]
         return super().environment() | {
             "PYTHONPATH": ":".join(map(str, path)),
             "VLLM_SERVER_DEV_MODE": "1",

@@ -41,11 +41,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from tokencache.vllm_plugin.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, pack, unpack
-from tokencache.vllm_plugin.packed_replies import pack_prompt, patch_replies
-from tokencache.vllm_plugin.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
-from tokencache.vllm_plugin.response_headers import ServedRequest, served
-from tokencache.vllm_plugin.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
+from tokencache_vllm.kept_prefixes import ID_BYTES, HashedPrompt, KeptPrefixes, pack, unpack
+from tokencache_vllm.packed_replies import pack_prompt, patch_replies
+from tokencache_vllm.patch import RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature
+from tokencache_vllm.response_headers import ServedRequest, served
+from tokencache_vllm.supplied_ids import PROMPT, InvalidIdsError, has_media, plain
 
 VERSIONS = tuple((0, minor) for minor in range(27, 34))
 MEMBER = "tokencache_prefix"

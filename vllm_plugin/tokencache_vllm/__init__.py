@@ -20,6 +20,6 @@ grammars, streaming and the start of reasoning are vLLM's own.
 `packed_replies`      returns ids and log probabilities of replies as packed bytes
 `detokenizer`         starts the detokenizer with the end of a long prompt
 
-Install it with `pip install '.[vllm]'`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
+Install it with `pip install ./vllm_plugin`, using the pip of vLLM's environment. `VLLM_PLUGINS=tokencache` loads it in every version.
 gpt-oss is rendered elsewhere (Harmony), and the plugin does not change that: the proxy's probe finds the level `record` for it.
 """

@@ -33,9 +33,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-from tokencache.vllm_plugin.patch import MARK, RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature, minor
-from tokencache.vllm_plugin.response_headers import report_media
-from tokencache.vllm_plugin.supplied_ids import InvalidIdsError
+from tokencache_vllm.patch import MARK, RENDERER_METHOD, SIGNATURES, UnknownVllmError, check_signature, minor
+from tokencache_vllm.response_headers import report_media
+from tokencache_vllm.supplied_ids import InvalidIdsError
 
 VERSIONS = ((0, 32),)
 MEMBER = "tokencache_prompt"

@@ -16,8 +16,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokencache.vllm_plugin.patch import MARK, UnknownVllmError, check_signature
-from tokencache.vllm_plugin.response_headers import served
+from tokencache_vllm.patch import MARK, UnknownVllmError, check_signature
+from tokencache_vllm.response_headers import served
 
 _LONGEST = 16
 """Ids to start with, at most."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from tokencache.vllm_plugin.boundary import (
+from tokencache_vllm.boundary import (
     ASK,
     SENTINELS,
     HiddenError,
@@ -24,7 +24,7 @@ from tokencache.vllm_plugin.boundary import (
     splice,
     stand_in,
 )
-from tokencache.vllm_plugin.supplied_ids import InvalidIdsError, SuppliedIds, has_media
+from tokencache_vllm.supplied_ids import InvalidIdsError, SuppliedIds, has_media
 
 Rendered = tuple[list[Any], list[Any]]
 """The result of `render_chat_async`: conversations, and engine inputs."""

@@ -12,11 +12,11 @@ import multiprocessing
 import os
 from typing import Any
 
-from tokencache.vllm_plugin import prefixes
-from tokencache.vllm_plugin.detokenizer import patch_detokenizer
-from tokencache.vllm_plugin.images import MEMBER, patch_images
-from tokencache.vllm_plugin.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
-from tokencache.vllm_plugin.response_headers import ResponseHeaders
+from tokencache_vllm import prefixes
+from tokencache_vllm.detokenizer import patch_detokenizer
+from tokencache_vllm.images import MEMBER, patch_images
+from tokencache_vllm.patch import NATIVE_SINCE, UnknownVllmError, minor, patch
+from tokencache_vllm.response_headers import ResponseHeaders
 
 NAME = "tokencache"
 log = logging.getLogger("vllm.plugins.tokencache")

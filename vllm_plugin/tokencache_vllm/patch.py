@@ -20,8 +20,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tokencache.vllm_plugin.renderer import SuppliedPrompt
-from tokencache.vllm_plugin.supplied_ids import InvalidIdsError, SuppliedIds, check_range, plain, take
+from tokencache_vllm.renderer import SuppliedPrompt
+from tokencache_vllm.supplied_ids import InvalidIdsError, SuppliedIds, check_range, plain, take
 
 NATIVE_SINCE = (0, 27)
 _TARGETS = (

@@ -20,9 +20,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tokencache.vllm_plugin.kept_prefixes import little_endian, pack
-from tokencache.vllm_plugin.patch import MARK, UnknownVllmError, check_signature
-from tokencache.vllm_plugin.response_headers import served
+from tokencache_vllm.kept_prefixes import little_endian, pack
+from tokencache_vllm.patch import MARK, UnknownVllmError, check_signature
+from tokencache_vllm.response_headers import served
 
 MEMBER = "tokencache"
 CHOICES = ("ChatCompletionResponseChoice", "ChatCompletionResponseStreamChoice")
