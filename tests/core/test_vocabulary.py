@@ -13,7 +13,7 @@ from tokencache.core.turn import TurnMark
 
 PACKAGE = Path(tokencache.__file__).parent
 TABLES = {"core/incidents.py", "core/reasons.py", "core/turn.py"}
-FREE = ("testing/", "demo/", "store/conformance/", "core/splice.py")  # made-up data; junctions have kinds of their own
+FREE = ("testing/", "demo/", "core/splice.py")  # made-up data; junctions have kinds of their own
 NAMES = {str(name) for table in (IncidentKind, Reason, TurnMark) for name in table if "-" in name}
 
 

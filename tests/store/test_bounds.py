@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 from redis.asyncio import Redis
 
+from tests.store.conformance import build, record
 from tests.support.redis_server import RealRedis
 from tokencache import wakeup
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
-from tokencache.store.conformance import build, record
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore, capacity
 

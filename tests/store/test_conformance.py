@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
+from tests.store import conformance
+from tests.store.conformance import CHECKS, check_replicas
 from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import until
 from tokencache.core.turn import Prefix
-from tokencache.store import conformance
 from tokencache.store.base import BeginResult, OpenCall, Page, SealOutcome, SessionExistsError, SessionSealedError
-from tokencache.store.conformance import CHECKS, check_replicas
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 

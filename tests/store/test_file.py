@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.conformance import build, check_replicas, record
 from tests.store.machine import machine_of
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
@@ -23,7 +24,6 @@ from tokencache.core.invariants import audit
 from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
-from tokencache.store.conformance import build, check_replicas, record
 from tokencache.store.file import FileStore
 from tokencache.store.file.store import read_path
 from tokencache.store.file.worker import Worker, _transact
@@ -31,7 +31,7 @@ from tokencache.store.file.worker import Worker, _transact
 WRITER = """
 import asyncio, sys
 from tokencache.core.incidents import Incident
-from tokencache.store.conformance import build
+from tests.store.conformance import build
 from tokencache.store.file import FileStore
 
 async def line(store, session):

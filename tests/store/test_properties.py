@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.store.conformance import build
 from tests.store.conftest import OTHERS
 from tests.support.profiles import examples
 from tokencache.core.incidents import Incident
@@ -26,7 +27,6 @@ from tokencache.store.base import (
     SettingsChangedError,
     SettingsConflictError,
 )
-from tokencache.store.conformance import build
 from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore

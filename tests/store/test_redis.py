@@ -6,6 +6,7 @@ import pytest
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
+from tests.store.conformance import build, record
 from tests.support.redis_server import RealRedis
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
@@ -21,7 +22,6 @@ from tokencache.store.base import (
     SessionSealedError,
     StoreError,
 )
-from tokencache.store.conformance import build, record
 from tokencache.store.encoding import pack
 from tokencache.store.redis import RedisStore
 from tokencache.store.redis.store import HASHES

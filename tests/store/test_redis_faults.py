@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from redis import exceptions
 
+from tests.store.conformance import build, record
 from tests.support.material import needs
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE
@@ -13,7 +14,6 @@ from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.weights import WeightsState
 from tokencache.store.base import Binding, EngineEntry, SessionGoneError, StoreError
-from tokencache.store.conformance import build, record
 from tokencache.store.redis import RedisStore
 
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]

@@ -3,9 +3,9 @@
 import pytest
 from redis import exceptions
 
+from tests.store.conformance import build, record
 from tokencache.core.incidents import Incident
 from tokencache.store.base import TurnLostError
-from tokencache.store.conformance import build, record
 
 pytestmark = pytest.mark.redis
 SESSION = "tokencache:{s}"

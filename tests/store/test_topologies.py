@@ -9,13 +9,13 @@ from urllib.parse import quote
 import pytest
 import trustme
 
+from tests.store.conformance import CHECKS, build, check_replicas, record
 from tests.support.material import needs
 from tests.support.redis_groups import SERVICE, cluster, send_command, wait, watched_primary
 from tests.support.redis_server import RealRedis, find_binary, find_valkey
 from tests.support.waiting import PATIENCE
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import StoreError
-from tokencache.store.conformance import CHECKS, build, check_replicas, record
 
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (

@@ -4,11 +4,11 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, user
+from tests.store.conformance import CHECKS
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 from tokencache.store import STORES, StoreOptions, open_store
 from tokencache.store.base import SessionDeletedError
-from tokencache.store.conformance import CHECKS
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 

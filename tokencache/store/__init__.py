@@ -9,10 +9,9 @@
 `pruning`      removes entries of the queue whose session has expired
 `encoding`     records and tokens as bytes
 `clock`        keeps the ages of sessions right if a clock is set
-`conformance`  checks that a store does what the interface promises; import it to test your own
 =============  =====================================================================================================
 
-To add a store: write a class with the methods of `base.Store`, check it with `conformance`, and add its URL scheme to `STORES`.
+To add a store: write a class with the methods of `base.Store`, check it with `tests.store.conformance`, and add its URL scheme to `STORES`.
 """
 
 from collections.abc import Callable

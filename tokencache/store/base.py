@@ -13,7 +13,7 @@ settings that hold for all its calls. Rewards can be added in any state.
 The queue lists finished sessions for consumers. An entry is offered when its session is finished, leased to a consumer as part of a
 delivery, and removed when the delivery is acknowledged. A lease that ends makes the session free for the next consumer.
 
-`tokencache.store.conformance` tests whether a store does all this.
+`tests.store.conformance` tests whether a store does all this.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

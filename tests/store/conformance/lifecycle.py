@@ -2,6 +2,7 @@
 
 import asyncio
 
+from tests.store.conformance.support import build, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
@@ -15,7 +16,6 @@ from tokencache.store.base import (
     SettingsConflictError,
     Store,
 )
-from tokencache.store.conformance.support import build, info_of, name_of, open_calls, raises, record, same, true
 
 FULL = SessionSettings("codex", {"gpt-*": "ü", "*": "x"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3, tokens=0, seconds=1.5), "me")
 OTHER = SessionSettings("codex", sampling={"temperature": 0.5})

@@ -1,8 +1,8 @@
 """Checks of sealed and deleted sessions, reused names, and late calls."""
 
+from tests.store.conformance.support import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.incidents import Incident
 from tokencache.store.base import SealOutcome, SessionDeletedError, SessionGoneError, SessionSealedError, Store
-from tokencache.store.conformance.support import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
 
 
 async def check_seal(store: Store) -> None:

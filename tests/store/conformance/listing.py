@@ -1,8 +1,8 @@
 """Checks of pages and of states that are read together."""
 
+from tests.store.conformance.support import build, name_of, raises, record, same, true
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import CursorError, Page, Store
-from tokencache.store.conformance.support import build, name_of, raises, record, same, true
 
 
 async def _walk(store: Store, limit: int) -> list[str]:

@@ -4,9 +4,7 @@ import secrets
 
 import msgspec
 
-from tokencache.core.incidents import Incident
-from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
-from tokencache.store.conformance.support import (
+from tests.store.conformance.support import (
     UNUSUAL_NAMES,
     build,
     ids_of,
@@ -17,6 +15,8 @@ from tokencache.store.conformance.support import (
     same,
     true,
 )
+from tokencache.core.incidents import Incident
+from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
 
 
 async def check_ping(store: Store) -> None:

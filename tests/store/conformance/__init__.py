@@ -1,6 +1,6 @@
 """Checks that a store does what `tokencache.store.base` promises. Use them to test a store of your own.
 
-    from tokencache.store.conformance import CHECKS, check_replicas
+    from tests.store.conformance import CHECKS, check_replicas
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     async def test_my_store(check):
@@ -19,10 +19,10 @@ use is not disturbed. `check_replicas` gets two stores over one database. No tes
 
 from collections.abc import Awaitable, Callable
 
+from tests.store.conformance import concurrency, deletion, duplicates, lifecycle, listing, lookup, media, queue, sessions
+from tests.store.conformance.concurrency import check_replicas
+from tests.store.conformance.support import Built, build, record
 from tokencache.store.base import Store
-from tokencache.store.conformance import concurrency, deletion, duplicates, lifecycle, listing, lookup, media, queue, sessions
-from tokencache.store.conformance.concurrency import check_replicas
-from tokencache.store.conformance.support import Built, build, record
 
 __all__ = ["CHECKS", "Built", "build", "check_replicas", "record"]
 

@@ -2,12 +2,12 @@
 
 from msgspec.structs import replace
 
+from tests.store.conformance.support import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
 from tokencache.core import ids
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message, ToolCall
 from tokencache.core.turn import Anchor, Prefix, Tokens, Turn
 from tokencache.store.base import Entry, Store
-from tokencache.store.conformance.support import EVERY_BYTE, Built, build, continued, ids_of, info_of, name_of, raises, record, same
 
 
 async def check_round_trip(store: Store) -> None:

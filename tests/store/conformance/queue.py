@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tests.store.conformance.support import name_of, same, true
 from tokencache.store.base import QueueEntry, RemoveOutcome, Store
-from tokencache.store.conformance.support import name_of, same, true
 
 LONG = 600.0
 """Seconds of a lease that does not end during a check."""

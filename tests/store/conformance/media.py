@@ -2,9 +2,9 @@
 
 import hashlib
 
+from tests.store.conformance.support import EVERY_BYTE, name_of, raises, same
 from tokencache.core.media import StoredMedium
 from tokencache.store.base import SessionGoneError, Store
-from tokencache.store.conformance.support import EVERY_BYTE, name_of, raises, same
 
 _LIMIT = 1000
 _ABSENT = "0" * 64

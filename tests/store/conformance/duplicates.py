@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 
+from tests.store.conformance.support import EVERY_BYTE, build, ids_of, info_of, name_of, open_calls, record, same, true
 from tokencache.store.base import OpenCall, Store
-from tokencache.store.conformance.support import EVERY_BYTE, build, ids_of, info_of, name_of, open_calls, record, same, true
 
 ASKED, OTHER = EVERY_BYTE[:16], EVERY_BYTE[-16:]
 

@@ -2,6 +2,17 @@
 
 import asyncio
 
+from tests.store.conformance.support import (
+    LONG,
+    build,
+    continued,
+    ids_of,
+    info_of,
+    name_of,
+    raises,
+    record,
+    same,
+)
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import (
@@ -12,17 +23,6 @@ from tokencache.store.base import (
     SessionSealedError,
     SettingsChangedError,
     Store,
-)
-from tokencache.store.conformance.support import (
-    LONG,
-    build,
-    continued,
-    ids_of,
-    info_of,
-    name_of,
-    raises,
-    record,
-    same,
 )
 
 
