@@ -28,7 +28,7 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.media import file_name
 from tokencache.core.messages import Message, ToolCall
 from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, parts_of, sampled, tools_of, without_messages
-from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 VERSION = "ATIF-v1.7"
@@ -45,6 +45,11 @@ UNKNOWN = "unknown"
 def atif(rollout: Rollout) -> dict[str, Any]:
     """Write a rollout as trajectories."""
     return {**session_object(rollout), "trajectories": [_trajectory(rollout, row) for row in rows_of(rollout)]}
+
+
+def read_atif(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read the labels of one row back: its tokens are spread over steps."""
+    return [ExportedRow(row["extra"])]
 
 
 def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:

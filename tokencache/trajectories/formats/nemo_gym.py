@@ -24,7 +24,7 @@ Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeM
 `responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1, `nemo_rl/environments/nemo_gym.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokencache.core.lineage import TokenSequence
@@ -40,7 +40,7 @@ from tokencache.trajectories.formats.conversation import (
     tools_of,
     without_messages,
 )
-from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 _SAMPLING = {
@@ -60,6 +60,11 @@ def nemo_gym(rollout: Rollout) -> dict[str, Any]:
         "responses": [_response(rollout, row) for row in rows if row.sequence.trainable],
         "untrainable": [_response(rollout, row) for row in rows if not row.sequence.trainable],
     }
+
+
+def read_nemo_gym(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read the labels of one row back: its tokens are spread over messages."""
+    return [ExportedRow(row["tokencache"])]
 
 
 def _response(rollout: Rollout, row: Row) -> dict[str, Any]:

@@ -1,21 +1,22 @@
 """The table of all export formats. `?format=` and `tokencache export --format` look names up here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tokencache.errors import HarnessError
 from tokencache.trajectories.digest import add_digest
-from tokencache.trajectories.formats.atif import atif
+from tokencache.trajectories.formats.atif import atif, read_atif
 from tokencache.trajectories.formats.native import native, native_with_text
-from tokencache.trajectories.formats.nemo_gym import nemo_gym
-from tokencache.trajectories.formats.skyrl import skyrl
-from tokencache.trajectories.formats.slime import slime
-from tokencache.trajectories.formats.tinker import tinker
-from tokencache.trajectories.formats.trl import trl
-from tokencache.trajectories.formats.verifiers import verifiers
-from tokencache.trajectories.formats.verl import verl
+from tokencache.trajectories.formats.nemo_gym import nemo_gym, read_nemo_gym
+from tokencache.trajectories.formats.rows import ExportedRow
+from tokencache.trajectories.formats.skyrl import read_skyrl, skyrl
+from tokencache.trajectories.formats.slime import read_slime, slime
+from tokencache.trajectories.formats.tinker import read_tinker, tinker
+from tokencache.trajectories.formats.trl import read_trl, trl
+from tokencache.trajectories.formats.verifiers import read_verifiers, verifiers
+from tokencache.trajectories.formats.verl import read_verl, verl
 from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders
 from tokencache.trajectories.rollout import Records, Rollout, rollout
@@ -31,6 +32,8 @@ class Format(NamedTuple):
         write: writes a rollout as JSON values. A module-level function, because a worker process may call it.
         rows: the member of the written object that holds one row for each training sample; `""` if the whole object is one row.
         reads_contexts: whether the format needs the messages as well as the tokens.
+        member: a member that only the rows of this format have, by which `tokencache verify` knows them.
+        read: reads such a row back for `verify`; `None` if `verify` does not know the rows of this format, or for the native one.
     """
 
     name: str
@@ -38,22 +41,50 @@ class Format(NamedTuple):
     write: Callable[[Rollout], dict[str, Any]]
     rows: str
     reads_contexts: bool = False
+    member: str = ""
+    read: Callable[[Mapping[str, Any]], list[ExportedRow]] | None = None
 
 
 FORMATS: dict[str, Format] = {
     one.name: one
     for one in (
-        Format("native", "tokencache's own: everything that is known", native, "sequences", reads_contexts=True),
-        Format("verl", "verl: AgentLoopOutput", verl, "outputs"),
-        Format("slime", "slime: Sample", slime, "samples", reads_contexts=True),
-        Format("miles", "miles: Sample", slime, "samples", reads_contexts=True),
-        Format("skyrl", "SkyRL: GeneratorOutput, a batch of all sequences", skyrl, ""),
-        Format("trl", "TRL: the return value of a rollout_func, by row", trl, "rows"),
-        Format("tinker", "Tinker: Datum, without the advantages", tinker, "data"),
-        Format("nemo-gym", "NeMo Gym: results with token ids, for NeMo RL", nemo_gym, "responses", reads_contexts=True),
-        Format("verifiers", "verifiers: Trace, a branch for each sequence", verifiers, "", reads_contexts=True),
-        Format("prime-rl", "prime-rl: trains on the Trace of verifiers", verifiers, "", reads_contexts=True),
-        Format("atif", "Harbor: Agent Trajectory Interchange Format", atif, "trajectories", reads_contexts=True),
+        Format("native", "tokencache's own: everything that is known", native, "sequences", reads_contexts=True, member="sequences"),
+        Format("verl", "verl: AgentLoopOutput", verl, "outputs", member="response_ids", read=read_verl),
+        Format("slime", "slime: Sample", slime, "samples", reads_contexts=True, member="rollout_log_probs", read=read_slime),
+        Format("miles", "miles: Sample", slime, "samples", reads_contexts=True, member="rollout_log_probs", read=read_slime),
+        Format("skyrl", "SkyRL: GeneratorOutput, a batch of all sequences", skyrl, "", member="generator_output", read=read_skyrl),
+        Format("trl", "TRL: the return value of a rollout_func, by row", trl, "rows", member="env_mask", read=read_trl),
+        Format("tinker", "Tinker: Datum, without the advantages", tinker, "data", member="loss_fn_inputs", read=read_tinker),
+        Format(
+            "nemo-gym",
+            "NeMo Gym: results with token ids, for NeMo RL",
+            nemo_gym,
+            "responses",
+            reads_contexts=True,
+            member="responses_create_params",
+            read=read_nemo_gym,
+        ),
+        Format(
+            "verifiers",
+            "verifiers: Trace, a branch for each sequence",
+            verifiers,
+            "",
+            reads_contexts=True,
+            member="nodes",
+            read=read_verifiers,
+        ),
+        Format(
+            "prime-rl",
+            "prime-rl: trains on the Trace of verifiers",
+            verifiers,
+            "",
+            reads_contexts=True,
+            member="nodes",
+            read=read_verifiers,
+        ),
+        Format(
+            "atif", "Harbor: Agent Trajectory Interchange Format", atif, "trajectories", reads_contexts=True, member="steps", read=read_atif
+        ),
     )
 }
 

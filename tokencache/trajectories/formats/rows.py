@@ -8,6 +8,7 @@ Facts for which a trainer has no field are exported as *labels* under the single
 field of the trainer. A reward that was not given is absent or `None`, never 0.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,6 +64,22 @@ class Row(NamedTuple):
     ending: Ending
     reward: float | None
     labels: dict[str, Any]
+
+
+class ExportedTokens(NamedTuple):
+    """The tokens of a row in a file: of prompt and response, and mask and log probabilities of the response."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float]
+
+
+class ExportedRow(NamedTuple):
+    """A row in a file, as its format reads it back for `verify`: its labels, and its tokens, if they stand in one sequence."""
+
+    labels: Mapping[str, Any]
+    tokens: ExportedTokens | None = None
 
 
 def rows_of(rollout: Rollout) -> list[Row]:

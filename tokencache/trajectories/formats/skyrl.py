@@ -21,9 +21,10 @@ Source: skyrl 0.3.0 on PyPI (github.com/NovaSky-AI/SkyRL), `skyrl/train/generato
 sessions answered the same prompt. A session without a sequence has empty lists, which SkyRL refuses.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from tokencache.trajectories.formats.rows import rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 
@@ -44,3 +45,10 @@ def skyrl(rollout: Rollout) -> dict[str, Any]:
             "tokencache": [row.labels for row in rows],
         },
     }
+
+
+def read_skyrl(batch: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read a batch back."""
+    out = batch["generator_output"]
+    tokens = zip(out["prompt_token_ids"], out["response_ids"], out["loss_masks"], out["rollout_logprobs"], strict=True)
+    return [ExportedRow(labels, ExportedTokens(*one)) for labels, one in zip(out["tokencache"], tokens, strict=True)]

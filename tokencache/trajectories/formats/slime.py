@@ -23,12 +23,13 @@ without sampled tokens (`response_length` 0). Both trainers normalize rewards ov
 rollout needs a `--custom-reward-post-process-path`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
-from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
@@ -38,6 +39,13 @@ STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 def slime(rollout: Rollout) -> dict[str, Any]:
     """Write each sequence of a rollout as a dict for `Sample.from_dict`."""
     return {**session_object(rollout), "samples": [_sample(rollout, row) for row in rows_of(rollout)]}
+
+
+def read_slime(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read one row back."""
+    at = len(row["tokens"]) - row["response_length"]
+    tokens = ExportedTokens(row["tokens"][:at], row["tokens"][at:], row["loss_mask"], row["rollout_log_probs"])
+    return [ExportedRow(row["metadata"]["tokencache"], tokens)]
 
 
 def _sample(rollout: Rollout, row: Row) -> dict[str, Any]:

@@ -26,11 +26,12 @@ reads PNG and JPEG. A row with another medium, or with an image without a digest
     Datum(ModelInput(**row["model_input"]), {name: TensorData(**tensor) for name, tensor in row["loss_fn_inputs"].items()})
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.media import file_name
-from tokencache.trajectories.formats.rows import rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 _FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
@@ -43,6 +44,20 @@ def tinker(rollout: Rollout) -> dict[str, Any]:
         **session_object(rollout),
         "data": [{**_datum(row.sequence), "tokencache": row.labels} for row in rows_of(rollout)],
     }
+
+
+def read_tinker(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read one row back. The target of a token is the token after it, so the first token has no mask.
+
+    Raises:
+        ValueError: a target is another token.
+    """
+    inputs = row["loss_fn_inputs"]
+    ids = [token for chunk in row["model_input"]["chunks"] for token in chunk["tokens"]]
+    if ids[1:] != inputs["target_tokens"]["data"][:-1]:
+        raise ValueError("a target is not the token after its place")
+    mask = [int(value) for value in inputs["mask"]["data"]]
+    return [ExportedRow(row["tokencache"], ExportedTokens(ids[:1], inputs["target_tokens"]["data"], mask, inputs["logprobs"]["data"]))]
 
 
 def _datum(sequence: TokenSequence) -> dict[str, Any]:

@@ -20,9 +20,10 @@ The importance sampling correction of TRL needs log probabilities of the distrib
 `--logprobs-mode processed_logprobs`. `tokencache.turns[].logprob_kind` is their kind.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from tokencache.trajectories.formats.rows import rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 
@@ -41,3 +42,9 @@ def trl(rollout: Rollout) -> dict[str, Any]:
             for row in rows_of(rollout)
         ],
     }
+
+
+def read_trl(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read one row back."""
+    tokens = ExportedTokens(row["prompt_ids"], row["completion_ids"], row["env_mask"], row["logprobs"])
+    return [ExportedRow(row["tokencache"], tokens)]

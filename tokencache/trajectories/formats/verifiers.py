@@ -21,7 +21,7 @@ Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph
 `src/prime_rl/orchestrator/trajectories.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tokencache.core.finish import FinishReason
@@ -31,7 +31,7 @@ from tokencache.core.messages import Message
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import Turn
 from tokencache.trajectories.formats.conversation import TurnMessages, chat_content, exchanges, sampled, tools_of, without_messages
-from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 _IMAGE = 1
@@ -83,6 +83,11 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         "errors": [_error(incident) for incident in rollout.incidents if incident.hole],
         "timing": {"start": rollout.created},
     }
+
+
+def read_verifiers(trace: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read the labels of a trace back: its tokens are spread over nodes."""
+    return [ExportedRow(trace["info"]["tokencache"])]
 
 
 def _image_ids(rows: Iterable[Row]) -> dict[str, int]:

@@ -27,16 +27,23 @@ TransferQueue stores outputs at any length. So request `max_prompt_length` and `
 (`trajectories.lengths`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tokencache.core.lineage import TokenSequence
-from tokencache.trajectories.formats.rows import Row, rows_of, session_object
+from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
 
 def verl(rollout: Rollout) -> dict[str, Any]:
     """Write each sequence of a rollout as keyword arguments of `AgentLoopOutput`."""
     return {**session_object(rollout), "outputs": [_output(row) for row in rows_of(rollout)]}
+
+
+def read_verl(row: Mapping[str, Any]) -> list[ExportedRow]:
+    """Read one row back."""
+    tokens = ExportedTokens(row["prompt_ids"], row["response_ids"], row["response_mask"], row["response_logprobs"])
+    return [ExportedRow(row["extra_fields"]["tokencache"], tokens)]
 
 
 def _output(row: Row) -> dict[str, Any]:
