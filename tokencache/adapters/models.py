@@ -1,6 +1,7 @@
 """Finds out, through the proxy, which model the engine serves and how long its context may be."""
 
 from collections.abc import Sequence
+from http import HTTPStatus
 
 import httpx2
 import msgspec
@@ -9,7 +10,6 @@ from tokencache.adapters.launch import DEFAULT_CONTEXT
 from tokencache.adapters.load import AdapterError
 from tokencache.session_url import BASE_URL_ADVICE, session_url
 
-_OK, _NOT_FOUND = 200, 404
 _TIMEOUT = 10.0
 
 
@@ -84,10 +84,10 @@ def _lists_models(url: str, key: str) -> bool:
 def _list(url: str, key: str) -> Sequence[ListedModel]:
     try:
         response = httpx2.get(url, headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False)
-        if response.status_code != _OK:
+        if response.status_code != HTTPStatus.OK:
             hint = ": the engine does not list its models. Name the model with --model NAME (in Python: model=)"
             message = f"{url} answered {response.status_code}: {response.content[:300].decode(errors='replace')}"
-            raise _NotListedError(message + hint) if response.status_code == _NOT_FOUND else AdapterError(message)
+            raise _NotListedError(message + hint) if response.status_code == HTTPStatus.NOT_FOUND else AdapterError(message)
         return msgspec.json.decode(response.content, type=Models).data
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, msgspec.MsgspecError) as error:
         raise AdapterError(

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +27,6 @@ from tokencache.store.base import Binding, SealOutcome, SessionInfo
 _SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>"'
 _LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
 _REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
-_INVALID, _CONFLICT, _TOO_MANY = 422, 409, 429
 _RETRY_SECONDS = 5
 _MOST_NAMED = 8
 
@@ -65,7 +65,7 @@ class LifecycleRoutes:
     async def label(self, request: web.Request) -> web.StreamResponse:
         """Change the labels of a session."""
         name = check_name(request.match_info["session"])
-        changes = await read_body(request, LabelChanges, f"{{{_LABELS_FORM}}}", invalid=_INVALID)
+        changes = await read_body(request, LabelChanges, f"{{{_LABELS_FORM}}}", invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         if not await self._store.set_labels(name, changes):
             raise no_session(name)
         self._ledger.changed.notify()
@@ -75,7 +75,9 @@ class LifecycleRoutes:
         """Finish a session, and store what is given with it."""
         info = await self._existing(check_name(request.match_info["session"]))
         form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}}}, or no body'
-        asked = await read_body(request, Finish, form, invalid=_INVALID) if await whole_body_of(request) else Finish()
+        asked = (
+            await read_body(request, Finish, form, invalid=HTTPStatus.UNPROCESSABLE_ENTITY) if await whole_body_of(request) else Finish()
+        )
         reward, changes = await self._checked(info, asked.new_reward), _valid(lambda: asked.label_changes)
         if changes.given:
             await self._store.set_labels(info.id, changes)
@@ -97,10 +99,10 @@ class LifecycleRoutes:
                 raise no_session(name)
             case SealOutcome.UNFINISHED:
                 message = f"session {name} is not finished: finish it (POST …/finish), or seal it with ?force=true, which marks what is cut"
-                raise HarnessError(message, status=_CONFLICT, kind="session_open")
+                raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="session_open")
             case SealOutcome.CALLS_IN_FLIGHT:
                 message = f"session {name} has calls in flight: wait until they end, or seal it with ?force=true, which marks what is cut"
-                raise HarnessError(message, status=_CONFLICT, kind="calls_in_flight")
+                raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
         self._ledger.changed.notify()
         return json_response(self._state(await self._existing(name)))
 
@@ -116,7 +118,7 @@ class LifecycleRoutes:
     async def set_reward(self, request: web.Request) -> web.StreamResponse:
         """Store a reward of a session."""
         info = await self._existing(check_name(request.match_info["session"]))
-        asked = await read_body(request, NewReward, f'{{"reward": number|null, {_REWARD_FORM}}}', invalid=_INVALID)
+        asked = await read_body(request, NewReward, f'{{"reward": number|null, {_REWARD_FORM}}}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         reward = await self._checked(info, asked)
         assert reward is not None  # noqa: S101 - one was asked
         if not await self._store.add_reward(info.id, reward):
@@ -162,7 +164,9 @@ class LifecycleRoutes:
                 f"{counts['candidates'] + counts['taken']} finished sessions are not consumed, and --max-ready is {self._max_ready}: "
                 "create further sessions after a consumer has acknowledged some"
             )
-            raise HarnessError(message, status=_TOO_MANY, kind="too_many_ready", headers={"Retry-After": str(_RETRY_SECONDS)})
+            raise HarnessError(
+                message, status=HTTPStatus.TOO_MANY_REQUESTS, kind="too_many_ready", headers={"Retry-After": str(_RETRY_SECONDS)}
+            )
 
     async def _offer(self, info: SessionInfo) -> None:
         """Put an open session into the queue. This is done before it is finished, so that a crash in between cannot lose it."""
@@ -218,7 +222,7 @@ def _refuse_unknown(what: str, given: Mapping[str, float], known: Collection[str
     unknown = [name[:80] for name in given if name not in known]
     if unknown:
         message = f"session {session} has no {what} {', '.join(map(repr, unknown[:_MOST_NAMED]))}; GET …/trajectories lists them"
-        raise HarnessError(message, status=_INVALID, param=f"{what}s")
+        raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param=f"{what}s")
 
 
 def _valid(make: Callable[[], T]) -> T:
@@ -230,4 +234,4 @@ def _valid(make: Callable[[], T]) -> T:
     try:
         return make()
     except ValueError as error:
-        raise HarnessError(str(error), status=_INVALID) from None
+        raise HarnessError(str(error), status=HTTPStatus.UNPROCESSABLE_ENTITY) from None

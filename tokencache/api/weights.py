@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -20,7 +21,6 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.policy_version import UNKNOWN_HINT
 from tokencache.trajectories.values import EngineWeightsInfo, WeightsInfo
 
-_CONFLICT, _NOT_FOUND, _UNPROCESSABLE, _CREATED = 409, 404, 422, 201
 _ANNOUNCEMENT = '{"version": "7"} or {"phase": "updating"}'
 
 
@@ -74,7 +74,7 @@ class _WeightsApi:
             clears_cache=paused and given.clear_cache,
         )
         with _refusals():
-            return json_response(self._info(await self._updates.begin(update)), _CREATED)
+            return json_response(self._info(await self._updates.begin(update)), HTTPStatus.CREATED)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         given = await read_body(request, FinishedUpdate, '{"version": "7"}')
@@ -90,7 +90,7 @@ class _WeightsApi:
         for url in found:
             if self._pool.find(url) is None:
                 message = f"engines: there is no engine {url}; GET /tokencache/v1/engines lists them"
-                raise HarnessError(message, status=_NOT_FOUND, param="engines", kind="not_found_error")
+                raise HarnessError(message, status=HTTPStatus.NOT_FOUND, param="engines", kind="not_found_error")
         return found
 
     def _info(self, state: WeightsState) -> WeightsInfo:
@@ -127,9 +127,9 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except UpdateConflictError as why:
-        raise HarnessError(_conflict(why.update), status=_CONFLICT, kind="weights_conflict") from None
+        raise HarnessError(_conflict(why.update), status=HTTPStatus.CONFLICT, kind="weights_conflict") from None
     except ValueError as why:
-        raise HarnessError(f"version: {why}", status=_UNPROCESSABLE, param="version") from None
+        raise HarnessError(f"version: {why}", status=HTTPStatus.UNPROCESSABLE_ENTITY, param="version") from None
 
 
 def _conflict(update: Update | None) -> str:

@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Generator
+from http import HTTPStatus
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -21,7 +22,6 @@ from tokencache.session_url import BASE_URL_ADVICE
 
 BASE = "/tokencache/v1"
 _RETRIES = 3
-_UNAVAILABLE, _REDIRECTION = 503, 300
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.5
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def through_outages(steps: ItemSteps[T], seconds: float) -> ItemSteps[T]:
 
 def _is_outage(response: ServerResponse) -> bool:
     """Whether another attempt may succeed: there is no response, or the store failed."""
-    return response.status in {0, _UNAVAILABLE}
+    return response.status in {0, HTTPStatus.SERVICE_UNAVAILABLE}
 
 
 def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
@@ -187,7 +187,7 @@ def _check(response: ServerResponse, request: Request) -> bool:
         words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
         message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
         raise WrongServerError(message, status=response.status)
-    if response.status >= _REDIRECTION:
+    if response.status >= HTTPStatus.MULTIPLE_CHOICES:
         raise error_of(response.status, response.body, str(request))
     return own
 

@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any, Literal, TypedDict
 
 import msgspec
@@ -23,7 +24,6 @@ from tokencache.trajectories.values import WeightsInfo
 _PATH = f"{BASE}/weights"
 _ENGINE_SECONDS = 60.0
 """Seconds for which the proxy may wait for its engines before it responds."""
-_SERVER_ERROR = 500
 _FIRST_RETRY, _LONGEST_RETRY = 0.5, 5.0
 DEFAULT_TIMEOUT = 600.0
 
@@ -123,7 +123,7 @@ def finish(_proxy: ProxyAddress, update: OwnUpdate) -> Steps[WeightsInfo]:
             return (yield from call(request, WeightsInfo))
         except (AnswerError, UnreachableError) as error:
             left = update.deadline - time.monotonic()
-            if left <= 0 or (isinstance(error, AnswerError) and error.status < _SERVER_ERROR):
+            if left <= 0 or (isinstance(error, AnswerError) and error.status < HTTPStatus.INTERNAL_SERVER_ERROR):
                 raise
             yield Pause(min(pause, left))
     raise AssertionError("delays never end")

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
 from typing import NamedTuple
 
 import msgspec
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 20.0
 """Seconds to wait for an engine's answer, except to a pause."""
-_OK = 200
 
 
 class Failure(NamedTuple):
@@ -193,7 +193,7 @@ class AnnouncedWeights:
                 return Failure(str(why), why.reached)
             except TimeoutError:
                 return Failure(f"{path} was not answered within {seconds:.0f} s", reached=True)
-            if answer.status == _OK:
+            if answer.status == HTTPStatus.OK:
                 return None
             return Failure(f"{path} answered {answer.status}: {answer.body[:200].decode(errors='replace')}", reached=True)
 

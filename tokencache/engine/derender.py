@@ -9,6 +9,7 @@ of the message. vLLM reads all earlier ids again each time, so ask for many at o
 """
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +23,6 @@ Raw = msgspec.Raw
 DERENDER = "/v1/chat/completions/derender"
 RENDER = "/v1/chat/completions/render"
 _STREAM_MEMBERS = ("stream", "stream_options")
-_OK = 200
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 ANY_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
 """Messages in place of those of a request, where they do not matter: parsers read only the other members, and the ids of the prompt."""
@@ -184,7 +184,7 @@ class Derender:
             answer = await request.engine.query(path, encoded, request.headers)
         else:
             answer = await self._sidecar.query(path, encoded)
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             words = answer.body[:300].decode(errors="replace")
             raise EngineError(f"{path} answered {answer.status}: {words}; the tokens are recorded", status=answer.status)
         return answer

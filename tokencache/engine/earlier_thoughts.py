@@ -15,6 +15,7 @@ budgets change, nothing else is asked, because all of it follows from one readin
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
@@ -34,7 +35,6 @@ _TEXT = "One"
 _CHOICE = ("two", " two")
 """The texts that the grammar allows: a tokenizer may write a space before the first word."""
 _STRONG_BIAS = 100
-_OK = 200
 
 
 class EarlierThoughts(msgspec.Struct, frozen=True):
@@ -206,7 +206,7 @@ class _Probe:
         if answer.status in NOT_NOW:
             raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
         reply = Reply()
-        if answer.status == _OK:
+        if answer.status == HTTPStatus.OK:
             for data in _chunks(answer.body) if members.get("stream") else [answer.body]:
                 reply.add(data)
         choice = reply.choices.get(0)

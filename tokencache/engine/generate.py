@@ -11,6 +11,7 @@ expanded ids, but loses masks of embeddings, and an unseen image can end the eng
 """
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,6 @@ from tokencache.errors import EngineError
 Raw = msgspec.Raw
 
 GENERATE = "/inference/v1/generate"
-_OK = 200
 _NO_ROUTE = (404, 405)
 _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
@@ -96,7 +96,7 @@ async def render_request(engine: EngineClient, fields: Mapping[str, Any], header
     """
     body = _ENCODER.encode({**fields, "mm_payload": _NONE})
     answer = await engine.query(RENDER, body, headers)
-    if answer.status != _OK:
+    if answer.status != HTTPStatus.OK:
         raise refusal(RENDER, answer)
     try:
         read = msgspec.json.decode(answer.body, type=_Rendered)

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 
 import msgspec
 import xxhash
@@ -39,7 +40,6 @@ _NO_ROUTE = frozenset({404, 405, 501})
 """HTTP status codes of a server that has no `GET /health`."""
 RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed again."""
-_SERVER_ERROR = 500
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
@@ -164,7 +164,7 @@ class EngineMonitor:
             return ""
         status = (await self.engine.upstream.get("/health")).status
         self.has_health = status not in _NO_ROUTE
-        return f"/health answered {status}" if status >= _SERVER_ERROR and self.has_health else ""
+        return f"/health answered {status}" if status >= HTTPStatus.INTERNAL_SERVER_ERROR and self.has_health else ""
 
     async def _read_label(self) -> None:
         """Ask for the label of the engine's weights.

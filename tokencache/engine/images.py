@@ -18,6 +18,7 @@ import base64
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,7 +39,6 @@ PLUGIN_PROMPT = "tokencache_prompt"
 """The member of `kv_transfer_params` with an exact prompt with images."""
 PLACES_HEADER = "x-tokencache-media"
 
-_OK, _REFUSED = 200, 400
 _SIZES = ((60, 60), (140, 60))
 _WORDS = {"type": "text", "text": "See."}
 _ARGS = RenderArgs(b"", b"", {}, {}, {})
@@ -183,7 +183,7 @@ class _Probe:
         parts = [{"type": "image_url", "url": image["image_url"]["url"]} for image in self._images]
         body = generate_body(request, compact(exact.ids, exact.places, placeholder), parts, 1)
         answer = await engine.post(GENERATE, body)
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             raise refusal(GENERATE, answer)
         if _read_answer(answer.body) != exact:
             raise _UnprovenError("it changes the ids of an exact prompt with images, or reports other places of the images")
@@ -217,14 +217,14 @@ class _Probe:
 
     async def _check(self, exact: _Answer, more: Mapping[str, Any]) -> None:
         answer = await self._answer(self._images, {"ids": exact.ids, **more})
-        if answer.status == _REFUSED:
+        if answer.status == HTTPStatus.BAD_REQUEST:
             raise _UnprovenError(f"it refuses exact prompts with images: {_words(answer)}")
         if self._used(answer, "its answer to an exact prompt with images") != exact:
             raise _UnprovenError("it does not use the ids of an exact prompt with images, or reports other places of the images")
 
     async def _check_refused(self, prompt: list[int], images: Sequence[Mapping[str, Any]]) -> None:
         answer = await self._answer(images, {"ids": prompt})
-        if answer.status != _REFUSED:
+        if answer.status != HTTPStatus.BAD_REQUEST:
             raise _UnprovenError(f"it accepts an exact prompt for {len(self._images)} images together with {len(images)}")
 
     async def _placeholder_ids(self, exact: _Answer) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class _Probe:
         for token in inside:
             longer = [*exact.ids, token]
             answer = await self._answer(self._images, {"ids": longer})
-            if answer.status != _REFUSED:
+            if answer.status != HTTPStatus.BAD_REQUEST:
                 continue
             found.append(token)
             await self._check(exact._replace(ids=longer), {"sampled": [len(exact.ids)]})
@@ -255,7 +255,7 @@ class _Probe:
         Raises:
             _UnprovenError: it is a refusal, or reports no prompt.
         """
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             raise _UnprovenError(f"it accepts no images: {_words(answer)}")
         read = Reply()
         read.add(answer.body)

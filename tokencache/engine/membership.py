@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
 from typing import Literal, NamedTuple
 
 from tokencache.background import repeat
@@ -31,7 +32,6 @@ POLL_SECONDS = 2.0
 _REPORT_SECONDS = 60.0
 """Seconds for which the report of a replica is valid."""
 _REMOVED_SECONDS = 3600.0
-_CONFLICT, _NOT_FOUND = 409, 404
 
 MemberState = Literal["serving", "draining"]
 
@@ -113,13 +113,13 @@ class EngineMembership:
         member = await self._existing(url)
         if url in self._configured:
             message = f"the engine {url} is named by --upstream, so it can be drained and not removed"
-            raise HarnessError(message, status=_CONFLICT, kind="engine_configured")
+            raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="engine_configured")
         if not member.drained and not force:
             message = (
                 f"the engine {url} is not drained yet ({member.calls} calls are under way): POST /tokencache/v1/engines/drain, and wait "
                 "until GET /tokencache/v1/engines says drained; or DELETE it with force=true: calls under way run to their end all the same"
             )
-            raise HarnessError(message, status=_CONFLICT, kind="engine_in_use")
+            raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="engine_in_use")
         await self._store.put_engine(EngineEntry(url, "removed", time.time()))
         await self.synchronize()
 
@@ -183,7 +183,7 @@ class EngineMembership:
         monitor = self._pool.find(url)
         if monitor is None:
             message = f"there is no engine {url}; GET /tokencache/v1/engines lists them"
-            raise HarnessError(message, status=_NOT_FOUND, kind="not_found_error")
+            raise HarnessError(message, status=HTTPStatus.NOT_FOUND, kind="not_found_error")
         return self._member(monitor, entries)
 
     def _member(self, monitor: EngineMonitor, entries: Sequence[EngineEntry]) -> EngineMember:

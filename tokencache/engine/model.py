@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from http import HTTPStatus
 from typing import Literal
 
 import msgspec
@@ -56,7 +57,6 @@ FIRST_DELAY, LONGEST_DELAY = 2.0, 60.0
 _MOST_PROBES = 3
 """Number of times that a probe is repeated because its findings were discarded while it ran."""
 DOUBT_SECONDS = 10.0
-_SERVER_ERROR = 500
 
 
 class Model:
@@ -351,7 +351,7 @@ class Engine:
             self._unreachable = None if why.reached else why
             if not self.capabilities:
                 self.error = str(why)
-            if not why.passing and (not name or why.status >= _SERVER_ERROR):  # a refused name may be a client's mistake
+            if not why.passing and (not name or why.status >= HTTPStatus.INTERNAL_SERVER_ERROR):  # a refused name may be a client's mistake
                 self._statuses.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)

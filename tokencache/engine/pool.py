@@ -18,6 +18,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 import xxhash
 
@@ -29,8 +30,6 @@ from tokencache.errors import EngineError
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
-
-_UNAVAILABLE = 503
 
 
 def preference(session: str, urls: Sequence[str]) -> list[int]:
@@ -160,7 +159,7 @@ class Pool:
         if not taking:
             what = "every engine is being drained" if self.monitors else "no engine is known yet"
             how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
-            raise EngineError(f"{what}: {how}", status=_UNAVAILABLE, reached=False)
+            raise EngineError(f"{what}: {how}", status=HTTPStatus.SERVICE_UNAVAILABLE, reached=False)
         return taking
 
     async def model(self, name: str = "") -> Model:

@@ -16,6 +16,7 @@ import base64
 import hashlib
 import secrets
 from collections.abc import Mapping
+from http import HTTPStatus
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -34,7 +35,6 @@ PROMPT_HEADER, MISS_HEADER = "x-tokencache-prompt", "x-tokencache-prefix"
 ECHO_EVERY = 256
 """Exact prompts of which one is compared id by id."""
 
-_OK, _REFUSED = 200, 400
 _WEIGHT = 0.9
 """How much of an engine's share of hits remains when another request is counted."""
 _WORTHWHILE = 0.5
@@ -209,14 +209,14 @@ class _Probe:
         known = prompt + ids.pack(reply.choices[0].ids)
         await self._proven(self._hashes.name(known + ids.head(prompt, 2), ids.count(known), echo=False), may_miss=True)
         answer = await self._answer(self._hashes.name(prompt[::-1], 1, echo=False)._replace(prefix="0" * 64))
-        if answer.status != _REFUSED or not is_miss(answer.headers):
+        if answer.status != HTTPStatus.BAD_REQUEST or not is_miss(answer.headers):
             raise _UnprovenError("it does not refuse a prefix that it cannot have")
 
     async def _proven(self, name: PromptName, *, may_miss: bool = False) -> Reply:
         answer, reply = await self._answer(name), Reply()
         if may_miss and is_miss(answer.headers):  # another of its API servers has the prefix
             return reply
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             raise _UnprovenError(f"it refuses prompts by hash: {answer.status}: {answer.body[:300].decode(errors='replace')}")
         if PROMPT_HEADER not in answer.headers:
             raise _UnprovenError("its answer has no hash of the prompt: the plugin for prefixes is not active (docs/prefixes.md)")

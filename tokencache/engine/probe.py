@@ -15,6 +15,7 @@ Only answers determine the level. A request without an answer ends the probe wit
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -42,7 +43,6 @@ LEVELS: tuple[Level, ...] = ("relay", "record", "exact")
 
 PLAIN_ARGS = RenderArgs(b"", b"", {}, {}, {})
 _OTHER = b'{"role":"user","content":"Something else altogether."}'
-_OK, _NO_ROUTE, _BARE = 200, 404, 500
 REPLY = b'{"role":"assistant","content":"Well."}'
 _SYSTEM = b'{"role":"system","content":"It is late."}'
 _QUESTION = Raw(b"[" + ASK + b"]")
@@ -66,7 +66,7 @@ async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | Non
         EngineError: the engine cannot be reached, or refuses the request.
     """
     answer = await ask({"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
-    if answer.status != _OK:
+    if answer.status != HTTPStatus.OK:
         raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     read = Reply()
     read.add(answer.body)
@@ -389,7 +389,7 @@ def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
     """Make one error from the engine's answers to all drivers, with advice if they have no message (500)."""
     first, *others = refusals.values()
     words = "; ".join(f"{driver.name}: {why.client_message}" for driver, why in refusals.items()) if others else first.client_message
-    if all(why.status == _BARE for why in refusals.values()):
+    if all(why.status == HTTPStatus.INTERNAL_SERVER_ERROR for why in refusals.values()):
         words = "; ".join([words, *(driver.refusal_hint for driver in refusals if driver.refusal_hint)])
     return EngineError(words, private=first.private, status=first.status, reached=first.reached)
 
@@ -414,7 +414,7 @@ async def _vocabulary(ask: AskChat, model: str) -> int:
         if why.passing:
             raise
         return 0
-    found = _VOCABULARY.search(answer.body) if answer.status != _OK else None
+    found = _VOCABULARY.search(answer.body) if answer.status != HTTPStatus.OK else None
     return int(found[1]) if found is not None else 0
 
 
@@ -449,10 +449,10 @@ async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> 
     found = set()
     for token in tokens:
         answer = await requests.post("/detokenize", {"model": model, "tokens": [token]})
-        if answer.status == _NO_ROUTE:
+        if answer.status == HTTPStatus.NOT_FOUND:
             break
         decoded = answer.json()
-        text = decoded.get("prompt") if answer.status == _OK and isinstance(decoded, dict) else None
+        text = decoded.get("prompt") if answer.status == HTTPStatus.OK and isinstance(decoded, dict) else None
         if isinstance(text, str) and text and not text.strip():
             found.add(token)
     return found
@@ -466,7 +466,7 @@ async def _is_silent(requests: ProbeRequests, model: str, plain: bytes, token: i
     body = {"model": model, "prompt": ids.unpack(plain), "max_tokens": 1, "allowed_token_ids": [token], "return_token_ids": True}
     answer = await requests.post("/v1/completions", body)
     reply = Reply()
-    if answer.status == _OK:
+    if answer.status == HTTPStatus.OK:
         reply.add(answer.body)
     choice = reply.choices.get(0)
     return choice is not None and (choice.ids, choice.finish_reason, choice.has_words) == ([token], "length", False)

@@ -10,6 +10,7 @@ If an engine forces nothing, or if the place fits no opener, the ids are not kno
 """
 
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -34,7 +35,6 @@ MARKS = (
 """What begins and ends a thought, by the reasoning parsers of vLLM 0.32 (`vllm/reasoning`, `vllm/parser`)."""
 _LONGEST_FORCED = 64
 """Ids that an engine may force: `--reasoning-config` may put a sentence before the end of a thought."""
-_OK = 200
 
 
 class _Tokenized(msgspec.Struct):
@@ -98,7 +98,7 @@ async def _sampled(ask: AskChat, body: Mapping[str, Any], prompt: bytes) -> list
     answer = await ask(body)
     _check(answer.status, answer.body)
     reply = Reply()
-    if answer.status == _OK:
+    if answer.status == HTTPStatus.OK:
         reply.add(answer.body)
     return reply.choices[0].ids if 0 in reply.choices and reply.prompt.packed == prompt else []
 

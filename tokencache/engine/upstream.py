@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -51,7 +52,6 @@ _RETRIES = 3
 MOST_ANSWER = 256 * 2**20
 """Bytes of an answer to one of the proxy's own requests."""
 _LARGE = 2**20
-_BUSY, _FAILURE = 429, 500
 _ESTABLISHED = b"\1"
 """`tcpi_state` of an open connection, the first byte of `struct tcp_info` (Linux, `linux/tcp.h` and `net/tcp_states.h`)."""
 _sockets: weakref.WeakValueDictionary[int, socket.socket] = weakref.WeakValueDictionary()
@@ -161,7 +161,7 @@ class _Connection(ResponseHandler):
     async def read(self) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
         """Read the head of an answer. The connection is not kept after one that servers often close it after."""
         message, payload = await super().read()
-        if message.code == _BUSY or message.code >= _FAILURE:
+        if message.code == HTTPStatus.TOO_MANY_REQUESTS or message.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self.force_close()
         return message, payload
 

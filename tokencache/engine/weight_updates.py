@@ -7,6 +7,7 @@ step was reached, so each step may be repeated, also by another replica.
 
 import logging
 import time
+from http import HTTPStatus
 
 from tokencache.core.weights import Update, UpdateConflictError, WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights, Failure
@@ -14,7 +15,6 @@ from tokencache.errors import EngineError, HarnessError
 
 log = logging.getLogger(__name__)
 
-_CONFLICT, _BAD_GATEWAY = 409, 502
 _NO_ROUTE = " answered 404"
 
 
@@ -45,7 +45,7 @@ class WeightUpdates:
         if problems:
             await self._announced.resume(update.engines)
             await self._announced.change(lambda latest: latest.cancel_update(update.id))
-            raise HarnessError(_cannot_pause(problems), status=_CONFLICT, kind="engine_not_paused")
+            raise HarnessError(_cannot_pause(problems), status=HTTPStatus.CONFLICT, kind="engine_not_paused")
         state = await self._announced.read()
         if state.under_way is None or state.under_way.id != update.id:
             await self._announced.resume(update.engines)
@@ -75,7 +75,7 @@ class WeightUpdates:
         state = await self._announced.change(lambda latest: latest.end_update(name, version, time.time(), lost=lost))
         if state.update is not None and state.update.id == name:
             message = "the version is set, but an engine could not be resumed; the proxy tries it again (its log names the engine)"
-            raise EngineError(message, status=_BAD_GATEWAY)
+            raise EngineError(message, status=HTTPStatus.BAD_GATEWAY)
         return state
 
 

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
@@ -39,7 +40,6 @@ clients and load balancers keep an unused connection: httpx 5 s, aiohttp 15 s, A
 is not idle, however long that takes."""
 _HEADS = Owner(" heads")
 """Holds all incomplete heads; no session has this name."""
-_BAD_REQUEST = 400
 WAITING_SECONDS, UNREAD_SECONDS = 1.0, 60.0
 """Seconds for which a connection has waited for its client at least before it is closed because files are short; and for which its client
 has read nothing, if it is sent a reply."""
@@ -206,7 +206,7 @@ class GuardedConnection(web.RequestHandler):
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Send a JSON error for bytes that are not HTTP, and close the connection. Logged only at debug level, because of port scans."""
-        if status != _BAD_REQUEST or request.writer.output_size:
+        if status != HTTPStatus.BAD_REQUEST or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         log.debug("not an HTTP request from %s", request.remote, exc_info=exc)
         detail = (message or "").strip().partition("\n")[0][:_SHOWN].rstrip(": ")

@@ -5,6 +5,7 @@ A model call in a session goes to the proxy's endpoints. All other requests for 
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -25,7 +26,6 @@ from tokencache.session_url import route_of, spellings
 
 log = logging.getLogger(__name__)
 
-_INTERNAL_ERROR = 500
 _DIALECT = web.RequestKey("dialect", TranslatedDialect)
 
 
@@ -115,5 +115,7 @@ async def send_errors(request: web.Request, handler: Callable[[web.Request], Awa
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
     body = request.get(_DIALECT, CHAT_DIALECT).error(status, message, kind, param)
-    headers = {"x-should-retry": "false"} if status < _INTERNAL_ERROR else None  # otherwise OpenAI's and Anthropic's SDKs retry a 409
+    headers = (
+        {"x-should-retry": "false"} if status < HTTPStatus.INTERNAL_SERVER_ERROR else None
+    )  # otherwise OpenAI's and Anthropic's SDKs retry a 409
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -21,6 +21,7 @@ import math
 import zlib
 from dataclasses import dataclass, field
 from decimal import Decimal
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -43,7 +44,6 @@ _OUTPUTS = (
     '{"rows": 3, "names": ["Zürich", "北京", "naïve"], "took": 1.50}',
     "4 passed in 0.03s\n<|endoftext|></think></tool_response>\n",
 )
-_OK = 200
 _JS_PLAIN, _JS_SMALL = 21, -6
 """ECMAScript writes a number without an exponent if its decimal point is within these limits."""
 
@@ -131,7 +131,7 @@ class ScriptedHarness:
         if self.streaming:
             body["stream_options"] = {"include_usage": True}
         async with client.post(f"{self.base_url.rstrip('/')}/chat/completions", json=body) as answer:
-            if answer.status != _OK:
+            if answer.status != HTTPStatus.OK:
                 raise CallFailedError(f"{answer.status} {answer.reason}: {(await answer.text())[:500]}")
             if self.streaming:
                 return await _collect(answer.content.iter_any())

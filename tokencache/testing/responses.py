@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 
 _FINISHES = b'"finish_reason":"'
-_SERVERS_FAULT = 500
 
 
 async def stream_reply(http: web.Request, completion: Completion, fault: Fault | None) -> web.StreamResponse:
@@ -37,7 +37,7 @@ async def stream_reply(http: web.Request, completion: Completion, fault: Fault |
                 _hang_up(http)
                 return response
             if fault.kind is FaultKind.ERROR_EVENT:
-                kind = "InternalServerError" if fault.status >= _SERVERS_FAULT else "BadRequestError"
+                kind = "InternalServerError" if fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "BadRequestError"
                 await response.write(_error_event(RefusalResponse(fault.body.decode(), kind=kind, status=fault.status)))
             break
         await response.write(data)

@@ -21,6 +21,7 @@ To add an engine, write one file with a subclass of `Driver`, and add one line t
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple
 
 from multidict import CIMultiDict
@@ -36,7 +37,6 @@ from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
 
 CHAT = "/v1/chat/completions"
-_OK, _REFUSED = 200, 400
 
 
 class LastReply(NamedTuple):
@@ -198,7 +198,7 @@ class Driver(ABC):
 
     def is_overflow(self, status: int, refusal: bytes) -> bool:
         """Whether the engine refuses a prompt because it leaves no room for a reply."""
-        return status == _REFUSED and any(words in refusal for words in self.overflow_words)
+        return status == HTTPStatus.BAD_REQUEST and any(words in refusal for words in self.overflow_words)
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """Return the reason why a prompt with this last reply cannot be supplied to the engine; `""` if it can."""
@@ -217,7 +217,7 @@ class Driver(ABC):
         """
         members = {name: value for name, value in body.items() if name != "model" or value}
         answer = await upstream.post(CHAT, self.own_request(members))
-        return answer._replace(body=self.read(answer.body)) if answer.status == _OK else answer
+        return answer._replace(body=self.read(answer.body)) if answer.status == HTTPStatus.OK else answer
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.

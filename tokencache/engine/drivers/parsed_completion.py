@@ -6,6 +6,7 @@ text, tokenized again by `/tokenize`; set the finish reason of tool calls; keep 
 """
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +21,6 @@ from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
 
-_BAD_GATEWAY = 502
 _NULL = Raw(b"null")
 _PROMPT = "prompt_token_ids"
 _NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
@@ -157,7 +157,7 @@ def _chat_completion(
     usage = msgspec.json.decode(completion.get("usage", _NULL)) or {}
     body = whole_completion(made, usage, members)
     if error:
-        body["error"] = {"message": error, "type": "upstream_error", "code": _BAD_GATEWAY}
+        body["error"] = {"message": error, "type": "upstream_error", "code": HTTPStatus.BAD_GATEWAY}
     return _ENCODER.encode(body)
 
 

@@ -16,6 +16,7 @@ A call without an exact prompt is an ordinary chat completion, which vLLM render
 import hashlib
 from collections.abc import Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,7 +44,6 @@ COMPLETIONS = "/v1/completions"
 UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
 
-_OK, _BAD_GATEWAY, _UNAVAILABLE = 200, 502, 503
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _PROMPT = "prompt_token_ids"
@@ -140,7 +140,7 @@ class TextPrompts(Vllm):
         if found is None:
             try:
                 answer = await self._ask_parser(target.upstream, RENDER, body, target.headers)
-                if answer.status != _OK:
+                if answer.status != HTTPStatus.OK:
                     return None
                 found = self._guidance[key] = msgspec.json.decode(answer.body, type=_Rendered).guidance()
             except (EngineError, ValueError, RecursionError):
@@ -164,11 +164,11 @@ class TextPrompts(Vllm):
             upstream, _raw({name: value for name, value in body.items() if name != _PROMPT and (name != "model" or value)})
         )
         answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.Fragment(ids.pack(body[_PROMPT])), Guidance()))
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             return answer
         parsed = await parse_completion(self._derender, request, answer.body)
         if parsed.error:
-            return EngineResponse(_UNAVAILABLE if parsed.temporary else _BAD_GATEWAY, parsed.error.encode())
+            return EngineResponse(HTTPStatus.SERVICE_UNAVAILABLE if parsed.temporary else HTTPStatus.BAD_GATEWAY, parsed.error.encode())
         return EngineResponse(answer.status, parsed.body)
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:

@@ -4,6 +4,7 @@ The engine's own rendering is the reference for every other renderer. `/tokenize
 """
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +17,6 @@ from tokencache.engine.upstream import EngineClient
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
 """HTTP status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
-_OK = 200
 
 
 class RenderError(Exception):
@@ -83,7 +83,7 @@ class EngineRenderer:
             answer = await self._engine.query(self.route, body)
         except Exception as why:
             raise RenderError(str(why)) from why
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
