@@ -8,27 +8,19 @@ figures:
 - moves: how often a function was called, or a coroutine resumed, in another product file than the one before;
 - frames above: the most product functions that wait above a request to the engine, which is the one for a tail.
 
-Only the thread of the proxy's event loop is counted. Engine and client run in threads of their own.
+Only the thread of the proxy's event loop is counted. Engine and client run in threads of their own (`bench.warm_call`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
-import json
-import sys
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import tokencache
-from tokencache.config import Settings
-from tokencache.server.serve import serving
-from tokencache.store.memory import MemoryStore
-from tokencache.testing import SimulatedEngine
+from bench.warm_call import Talk, follow_last_call
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -36,8 +28,6 @@ if TYPE_CHECKING:
 PACKAGE = f"{Path(tokencache.__file__).parent}/"
 WITHOUT = f"{PACKAGE}testing/"
 UPSTREAM = "engine/upstream.py"
-TURNS = 4
-REPLIES = [f"<think>\nStep {n}.\n</think>\n\nDone with step {n}." for n in range(TURNS)]
 
 
 class CallPath:
@@ -73,43 +63,9 @@ def frames_above(frame: FrameType) -> int:
 
 async def measured(*, stream: bool) -> CallPath:
     """Makes the calls and traces the last one."""
-    path, found = CallPath(), asyncio.Queue[str]()
-    loop, done = asyncio.get_running_loop(), threading.Event()
-
-    async def serve_engine() -> None:
-        async with SimulatedEngine(episodes={"steps": REPLIES}, seed=1).serve() as url:
-            loop.call_soon_threadsafe(found.put_nowait, url)
-            await asyncio.to_thread(done.wait)
-
-    engine = threading.Thread(target=lambda: asyncio.run(serve_engine()))
-    engine.start()
-    try:
-        store = MemoryStore()
-        async with serving(Settings(upstream=await found.get(), port=0), store) as (url, _):
-            client = http.client.HTTPConnection(urlsplit(url).netloc)
-            messages = [{"role": "user", "content": "EPISODE:steps"}]
-            for turn in range(TURNS):
-                if turn == TURNS - 1:
-                    await asyncio.sleep(0.5)  # let background work of the previous turn finish
-                    sys.setprofile(path.follow)
-                await asyncio.to_thread(ask, client, messages, stream=stream)
-                sys.setprofile(None)
-                served = REPLIES[turn].partition("</think>")[2]
-                messages += [{"role": "assistant", "content": served}, {"role": "user", "content": "go on"}]
-            client.close()
-            matches = [turn.match for turn in await store.turns("path")]
-            if matches != ["root"] + ["continue"] * (TURNS - 1):
-                raise RuntimeError(f"the turns of the session match as {matches}")
-    finally:
-        done.set()
-        engine.join()
+    path = CallPath()
+    await follow_last_call(Talk(stream=stream), path.follow)
     return path
-
-
-def ask(client: http.client.HTTPConnection, messages: list[dict[str, Any]], *, stream: bool) -> None:
-    body = json.dumps({"model": "sim", "messages": messages, "stream": stream})
-    client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
-    client.getresponse().read()
 
 
 def main() -> None:

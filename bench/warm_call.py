@@ -1,0 +1,98 @@
+"""Makes calls of one session against the simulated engine in this process, and follows what the proxy's thread runs for the last one.
+
+Engine and client run in threads of their own, so that only the proxy is followed.
+"""
+
+import asyncio
+import http.client
+import json
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from tokencache.config import Settings
+from tokencache.server.serve import serving
+from tokencache.store import open_store
+from tokencache.testing import SimulatedEngine
+
+Follower = Callable[[FrameType, str, Any], object]
+"""As `sys.setprofile` takes it."""
+
+_SETTLING_SECONDS = 0.5
+"""Work in the background of the call before ends within it."""
+
+
+class Talk(NamedTuple):
+    """What is said.
+
+    Attributes:
+        calls: the number of calls; the last one is followed.
+        stream: whether replies are streamed.
+        messages: the number of messages of the first request; odd, as users and assistants take turns.
+        size: bytes of their content.
+        store: the URL of the proxy's store.
+        prefixes: whether the engine takes prompts by hash.
+        reply: the text of each reply.
+    """
+
+    calls: int = 4
+    stream: bool = False
+    messages: int = 1
+    size: int = 0
+    store: str = "memory:"
+    prefixes: bool = False
+    reply: str = "<think>\nOne step more.\n</think>\n\nDone with this step."
+
+
+async def follow_last_call(talk: Talk, follow: Follower) -> None:
+    """Make the calls of a session, and pass what the last one runs to `follow`.
+
+    Raises:
+        RuntimeError: a turn did not continue the one before.
+    """
+    found = asyncio.Queue[str]()
+    loop, done = asyncio.get_running_loop(), threading.Event()
+
+    async def serve_engine() -> None:
+        engine = SimulatedEngine(episodes={"steps": [talk.reply] * talk.calls}, seed=1, prefixes=talk.prefixes)
+        async with engine.serve() as url:
+            loop.call_soon_threadsafe(found.put_nowait, url)
+            await asyncio.to_thread(done.wait)
+
+    engine = threading.Thread(target=lambda: asyncio.run(serve_engine()))
+    engine.start()
+    try:
+        store = open_store(talk.store)
+        async with serving(Settings(upstream=await found.get(), port=0), store) as (url, proxy):
+            await proxy.engine.model()
+            client = http.client.HTTPConnection(urlsplit(url).netloc)
+            messages = _first(talk)
+            for call in range(talk.calls):
+                if call == talk.calls - 1:
+                    await asyncio.sleep(_SETTLING_SECONDS)
+                    sys.setprofile(follow)
+                await asyncio.to_thread(_ask, client, messages, stream=talk.stream)
+                sys.setprofile(None)
+                messages += [{"role": "assistant", "content": talk.reply.partition("</think>")[2]}, {"role": "user", "content": "go on"}]
+            client.close()
+            matches = [turn.match for turn in await store.turns("path")]
+            if matches[0] not in {"root", "plain"} or matches[1:] != ["continue"] * (talk.calls - 1):
+                raise RuntimeError(f"the turns of the session match as {matches}")
+    finally:
+        done.set()
+        engine.join()
+
+
+def _first(talk: Talk) -> list[dict[str, str]]:
+    each = "word " * (talk.size // talk.messages // 5)
+    roles = ["user", "assistant"] * talk.messages
+    return [{"role": role, "content": f"EPISODE:steps {place} {each}"} for place, role in zip(range(talk.messages), roles, strict=False)]
+
+
+def _ask(client: http.client.HTTPConnection, messages: list[dict[str, str]], *, stream: bool) -> None:
+    body = json.dumps({"model": "sim", "messages": messages, "stream": stream})
+    client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
+    client.getresponse().read()
