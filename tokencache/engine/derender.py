@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.dialects.members import OF_STREAMS
 from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import EngineError
 
@@ -21,7 +22,6 @@ Raw = msgspec.Raw
 
 DERENDER = "/v1/chat/completions/derender"
 RENDER = "/v1/chat/completions/render"
-_STREAM_MEMBERS = ("stream", "stream_options")
 _OK = 200
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 ANY_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
@@ -166,7 +166,7 @@ class Derender:
 
     @staticmethod
     def _common(request: DerenderRequest, prompt: Raw) -> dict[str, Any]:
-        fields = {name: value for name, value in request.fields.items() if name not in _STREAM_MEMBERS}
+        fields = {name: value for name, value in request.fields.items() if name not in OF_STREAMS}
         return {
             "model": fields.get("model", _NULL),
             "prompt_token_ids": prompt,

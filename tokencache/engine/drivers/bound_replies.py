@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.chat.grammar import may_start_at_once
+from tokencache.dialects.chat.grammar import may_be_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
@@ -32,8 +32,8 @@ class BoundReplies:
 
     @staticmethod
     def takes(call: ChatCall) -> bool:
-        """Whether a call hides its reasoning, and a grammar may bind its reply."""
-        return not call.media and may_start_at_once(call)
+        """Whether a grammar may bind the reply to a direct call from its first token: the call hides its reasoning."""
+        return not (call.media or call.shows_reasoning) and may_be_bound(call.fields)
 
     async def request(self, call: ChatCall, fields: Mapping[str, Raw], prompt: ExactPrompt | None, target: Target) -> EngineRequest | None:
         """Make the request; `None` if no grammar binds the reply, so that chat samples the same.
