@@ -199,7 +199,7 @@ def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: 
     return value
 
 
-def members(fields: dict[str, Raw], wanted: Mapping[str, tuple[tuple[type, ...], Any]]) -> dict[str, Any]:
+def read_members(fields: dict[str, Raw], wanted: Mapping[str, tuple[tuple[type, ...], Any]]) -> dict[str, Any]:
     """Decode several members; `wanted` maps each name to its types and default. Raises the errors of `member`."""
     return {name: member(fields, name, *wanted[name]) if name in fields else wanted[name][1] for name in wanted}
 

@@ -7,7 +7,7 @@ member without a row passes unchanged and is not recorded, and a reply to a requ
 For another decision add a column, and at the end of this module the set that is made of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +46,16 @@ class Kind(StrEnum):
     OPTIONS = "the options of a stream"
 
 
+class Pin(NamedTuple):
+    """The values to which a sampling policy can pin a member (vLLM 0.32, `sampling_params.py`, `SamplingParams._verify_args`)."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
 WHOLE, COUNT, INTEGER, NUMBER, TRUTH, IDS, BIASES, OPTIONS = Kind
 ANY: Literal["any"] = "any"
+PENALTY = Pin("a number from -2 to 2", lambda v: -2 <= v <= 2)  # noqa: PLR2004
 
 
 class Member(NamedTuple):
@@ -58,6 +66,7 @@ class Member(NamedTuple):
         kind: how its value is read; `None` if it stays as it is written.
         after_cut: the values with which a reply can be continued after a cut (measured on vLLM 0.32): `ANY`, or these. They leave the
             distribution of the next token as it is, or are reduced by what was sampled. Without any, the member is not known to survive.
+        pin: the values to which a sampling policy can pin it; `None` if it cannot.
         renders: whether it changes what vLLM renders, besides messages and tools: in `both`, `/tokenize` and chat completions, or if
             `/tokenize` accepts it only as an argument of the template, in `chat`.
         alters_prompt: whether the prompt may not be that of an ordinary call.
@@ -74,6 +83,7 @@ class Member(NamedTuple):
     name: str
     kind: Kind | None = None
     after_cut: tuple[Any, ...] | Literal["any"] = ()
+    pin: Pin | None = None
     renders: Literal["", "both", "chat"] = ""
     alters_prompt: bool = False
     unnamed: bool = False
@@ -88,13 +98,13 @@ class Member(NamedTuple):
 
 MEMBERS: Mapping[Concern, tuple[Member, ...]] = {
     Concern.DISTRIBUTION: (
-        Member("temperature", NUMBER, ANY),
-        Member("top_p", NUMBER, ANY),
-        Member("top_k", WHOLE, ANY),
-        Member("min_p", NUMBER, ANY),
-        Member("frequency_penalty", NUMBER, (None, 0)),
-        Member("presence_penalty", NUMBER, (None, 0)),
-        Member("repetition_penalty", NUMBER, ANY),
+        Member("temperature", NUMBER, ANY, Pin("a number from 0 to 2", lambda v: 0 <= v <= 2)),  # noqa: PLR2004
+        Member("top_p", NUMBER, ANY, Pin("a number above 0, at most 1", lambda v: 0 < v <= 1)),
+        Member("top_k", WHOLE, ANY, Pin("a whole number; 0 or -1 for all", lambda v: v >= -1)),
+        Member("min_p", NUMBER, ANY, Pin("a number from 0 to 1", lambda v: 0 <= v <= 1)),
+        Member("frequency_penalty", NUMBER, (None, 0), PENALTY),
+        Member("presence_penalty", NUMBER, (None, 0), PENALTY),
+        Member("repetition_penalty", NUMBER, ANY, Pin("a number above 0", lambda v: 0 < v < float("inf"))),
         Member("logit_bias", BIASES, ANY),
         Member("allowed_token_ids", IDS, ANY),
         Member("bad_words", None, (None, [])),
@@ -103,7 +113,7 @@ MEMBERS: Mapping[Concern, tuple[Member, ...]] = {
         Member("watermarking"),
         Member("logits_processors", None, (None, [])),
         Member("vllm_xargs", None, ANY, read_inside=True),
-        Member("seed", WHOLE, ANY),
+        Member("seed", WHOLE, ANY, Pin("a whole number of 64 bits", lambda v: -(2**63) <= v < 2**63)),
         Member("n", WHOLE, (None, 1)),
     ),
     Concern.GRAMMAR: (
@@ -122,7 +132,7 @@ MEMBERS: Mapping[Concern, tuple[Member, ...]] = {
         Member("trace_decode_token_ids"),
     ),
     Concern.END: (
-        Member("max_tokens", WHOLE, ANY, chat_only=True),
+        Member("max_tokens", WHOLE, ANY, Pin("a whole number from 1", lambda v: v >= 1), chat_only=True),
         Member("max_completion_tokens", WHOLE, ANY, chat_only=True),
         Member("stop", None, (None, [], "")),
         Member("stop_token_ids", IDS, ANY),
@@ -216,6 +226,7 @@ def _named(column: str) -> tuple[str, ...]:
 
 RECORDED = tuple(row.name for concern in BENDING for row in MEMBERS[concern])
 KINDS: Mapping[str, Kind] = {row.name: row.kind for row in ROWS if row.kind is not None}
+PINS: Mapping[str, Pin] = {row.name: row.pin for row in ROWS if row.pin is not None}
 SURVIVING = frozenset(row.name for row in ROWS if row.after_cut == ANY)
 HARMLESS: Mapping[str, tuple[Any, ...]] = {row.name: row.after_cut for row in ROWS if row.after_cut and row.after_cut != ANY}
 RENDERED_BY_BOTH = tuple(row.name for row in ROWS if row.renders == "both")

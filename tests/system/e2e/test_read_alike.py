@@ -70,7 +70,9 @@ class Taken:
     def _read(self):
         path, body = self.odd.path, self.odd.body
         if path == COMPLETIONS:
-            self.text = text_completions.read(body)
+            text = text_completions.read(body)
+            text_completions.unrecorded(text.fields)  # may refuse it, too
+            self.text = text
             self.sent = [Odd(COMPLETIONS, text_completions.for_engine(self.text), self.odd.kind)]
             return
         if path == TOKENIZE:

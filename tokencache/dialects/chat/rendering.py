@@ -10,7 +10,7 @@ import xxhash
 from cachetools import LRUCache
 
 from tokencache.core.messages import exact_json
-from tokencache.dialects.json_io import members, value_of
+from tokencache.dialects.json_io import read_members, value_of
 from tokencache.dialects.members import RENDERED_BY_BOTH, RENDERED_BY_CHAT
 from tokencache.errors import HarnessError
 
@@ -51,7 +51,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     Raises:
         HarnessError: one of them has the wrong type or cannot be read.
     """
-    found = members(fields, _ARGUMENTS)
+    found = read_members(fields, _ARGUMENTS)
     kwargs, effort, documents = dict(found["chat_template_kwargs"]), found["reasoning_effort"], found["documents"]
     if documents is not None:
         kwargs["documents"] = documents

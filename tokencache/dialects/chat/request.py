@@ -21,7 +21,7 @@ from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, members, refuse_repeated, value_of
+from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
 
@@ -203,7 +203,7 @@ def read_chat(
     _refuse_prompts(fields)
     settle(fields)
     model = resolve_model(fields, served)
-    args, asked = render_args(fields, tools), members(fields, _ASKED)
+    args, asked = render_args(fields, tools), read_members(fields, _ASKED)
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
