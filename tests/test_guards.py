@@ -63,7 +63,7 @@ LINES, LINES_OF_A_CALL = 400, 300
 LARGER = {  # lines of the classes above their limit
     "proxy/call.py CallAttempt": 352,
     "proxy/recorder.py Outcome": 376,
-    "proxy/endpoints.py Endpoints": 350,
+    "proxy/endpoints.py Endpoints": 315,
     "proxy/ledger.py Ledger": 312,
     "store/file/store.py FileStore": 513,
     "store/redis/store.py RedisStore": 416,

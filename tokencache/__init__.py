@@ -45,7 +45,7 @@ group           the rollouts of one prompt
 delivery        finished sessions that a consumer took from the queue, until it acknowledges them
 epoch           the time from the creation of a session to its deletion
 drift           where the spliced prompt differs from a plain rendering of the same messages
-dialect         a wire format of model calls: chat completions, Anthropic messages, Responses, Gemini
+dialect         a wire format of model calls: chat and text completions, Anthropic messages, Responses, Gemini
 engine          the server that samples tokens, usually vLLM
 driver          the code that probes, prompts and reads one kind of engine
 store           where sessions are recorded: the memory of one process, a file, or Redis

@@ -57,6 +57,7 @@ class ToyDialect(TranslatedDialect):
         match request.path:
             case "/toy/ask":
                 chat["stream"] = json_io.member(fields, "stream", (bool,), False)
+                chat["use_beam_search"] = json_io.member(fields, "search", (bool,), False)
                 return ModelCall(body=json_io.write(chat), encoder=ToyReplyEncoder(), media_type="text/plain")
             case "/toy/count":
                 return TokenCount(body=json_io.write(chat), write=b"%d".__mod__)
@@ -122,6 +123,13 @@ async def test_errors_have_its_shape(rig):
     assert status == json.loads(body)["status"] == 404
 
 
+async def test_a_search_is_refused(rig):
+    """Its reply is no sample, and a relayed reply would be in chat's form."""
+    status, _, body = await asked(rig, "/s/r1/toy/ask", ASK | {"search": True})
+    assert (status, json.loads(body)["about"]) == (400, "use_beam_search")
+    assert not any("use_beam_search" in request for request in rig.engine.requests)
+
+
 async def test_what_needs_no_call(rig):
     status, _, body = await asked(rig, "/s/r1/toy/count", ASK)
     assert (status, int(body) > 0) == (200, True)
@@ -148,7 +156,7 @@ async def test_two_of_its_credentials_are_refused(rig):
 
 
 def test_it_has_a_name_for_adapters(toy):
-    assert registry.dialect_names() == ["chat", "toy", "messages", "gemini", "responses"]
+    assert registry.dialect_names() == ["chat", "toy", "messages", "gemini", "responses", "completions"]
 
 
 def test_without_it_the_route_is_the_engine_s(toy):

@@ -33,7 +33,7 @@ from tokencache.proxy.call_states import (
     may_resample,
 )
 from tokencache.proxy.dispatch import Services
-from tokencache.proxy.response import Exchange, Response
+from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
@@ -147,7 +147,7 @@ class Store:
 
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
-    response = Response(None, chat, Exchange("/", {}, None, 1.0))
+    response = Response(None, chat, None)
     services = Services(None, store, None, None, 0, "continue", None, None)
     return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 

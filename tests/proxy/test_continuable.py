@@ -55,6 +55,10 @@ def test_these_do_not_and_the_turn_names_them(members, named):
     assert named in reason_against(raw(**members))
 
 
+def test_a_text_completion_is_not_continued():
+    assert reason_against({"model": msgspec.Raw(b'"m"'), "prompt": msgspec.Raw(b'"a"')}) == "text completions are not continued"
+
+
 def test_limits_are_reduced_by_what_was_sampled():
     left = remaining_fields(raw(max_tokens=10, max_completion_tokens=12, min_tokens=5), 4, 1)
     assert [bytes(left[name]) for name in ("max_tokens", "max_completion_tokens", "min_tokens")] == [b"6", b"8", b"1"]

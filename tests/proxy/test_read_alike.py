@@ -184,7 +184,8 @@ def test_log_probabilities_of_some_ids_are_left_to_the_engine_to_refuse():
     """vLLM refuses `logprob_token_ids` without `logprobs`."""
     assert "logprobs" not in members_with_ids(chat('"logprob_token_ids": [1]'))
     assert "logprobs" in members_with_ids(chat('"logprob_token_ids": [ ]'))
-    assert b"logprobs" not in text_completions.read(b'{"prompt": "a", "logprob_token_ids": [1]}').for_engine().replace(b'"logprob_', b"")
+    text = text_completions.read(b'{"prompt": "a", "logprob_token_ids": [1]}')
+    assert b"logprobs" not in text_completions.for_engine(text).replace(b'"logprob_', b"")
 
 
 def test_a_tool_choice_is_read_in_any_spelling():

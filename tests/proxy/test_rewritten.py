@@ -10,7 +10,7 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, proxied, results, user
 from tests.proxy.test_client_gone import settled
 from tokencache.core.rules import RULES, Leniency
-from tokencache.proxy import endpoints
+from tokencache.dialects import untranslated
 from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.response import Response
 from tokencache.testing import SimulatedEngine
@@ -97,14 +97,14 @@ async def test_a_rewritten_call_is_found_in_an_edited_context(lenient):
 
 async def test_what_a_codec_may_not_leave_out_is_rendered_plainly(lenient, monkeypatch):
     lenient(Leniency(off=frozenset({"billing-line"})))
-    read = endpoints.read_chat
+    read = untranslated.read_chat
 
     def leaving_out(*args, **kwargs):
         call = read(*args, **kwargs)
         call.left_out = ("billing-line",)
         return call
 
-    monkeypatch.setattr(endpoints, "read_chat", leaving_out)
+    monkeypatch.setattr(untranslated, "read_chat", leaving_out)
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = [user("EPISODE:work")]
         message = await rig.say("s", asked, tools=TOOLS)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.proxy.kit import HEADER
-from tokencache.testing import Fault
+from tests.proxy.kit import HEADER, proxied
+from tokencache.testing import Fault, SimulatedEngine
 
 TEXT = "/v1/completions"
 PROMPTS = {"text": "Once upon", "ids": [5, 6, 7], "texts": ["Once", "Twice upon"], "lists of ids": [[5, 6, 7], [8, 9]]}
@@ -67,6 +67,25 @@ async def test_a_direct_client_would_have_seen_the_same(rig):
         assert [sorted(choice) for choice in parts(within, stream=stream)][:1] == [
             sorted(choice) for choice in parts(direct, stream=stream)
         ][:1]
+
+
+@pytest.mark.parametrize("engine_kind", ["vllm", "completions"])
+async def test_a_whole_reply_to_a_stream_is_passed_on(engine_kind):
+    """The client requested a stream from the engine itself, also if its driver never requests one for a chat call."""
+    choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop", "token_ids": [5], "prompt_token_ids": [6]}
+    whole = {"id": "c", "object": "text_completion", "created": 1, "model": "sim", "choices": [choice]}
+    async with proxied(SimulatedEngine(derenders=True), engine_kind=engine_kind) as rig:
+        rig.engine.faults.append(Fault.answer(200, json.dumps(whole), path=TEXT))
+        body = {"model": "sim", "prompt": "Once", "stream": True}
+        async with rig.http.post(rig.url + TEXT, json=body, headers={HEADER: "s"}) as said:
+            assert json.loads(await said.read())["choices"][0]["text"] == "a"
+
+
+async def test_a_turn_names_its_harness(rig):
+    headers = {HEADER: "s", "X-Tokencache-Harness": "codex"}
+    async with rig.http.post(rig.url + TEXT, json={"model": "sim", "prompt": "Once", "max_tokens": 3}, headers=headers) as said:
+        assert said.status == 200, await said.text()
+    assert [turn["harness"] for turn in await rig.turns()] == ["codex"]
 
 
 @pytest.mark.parametrize("why", [{"echo": True}, {"use_beam_search": True}])

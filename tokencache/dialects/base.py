@@ -3,7 +3,9 @@
 vLLM returns token ids only for chat completions. So a dialect translates each request into a chat request, and the chat
 reply back into its own format, event by event while it streams:
 
-    request ──parse──▶ ModelCall(chat body, encoder) ──▶ engine ──▶ chat chunks ──ReplyEncoder──▶ the dialect's events
+    request ──parse──▶ ParsedCall ──read──▶ ChatCall ──▶ engine ──▶ chat chunks ──ReplyEncoder──▶ the dialect's events
+
+Chat and text completions are dialects, too, but nothing is translated (`untranslated`).
 
 A dialect does no I/O. What it has to look up (served models, documents it stored) comes from functions in `DialectRequest`.
 
@@ -14,16 +16,23 @@ still compared field by field.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tokencache.dialects.gym import ReturnedIdFragments
+from tokencache.dialects import gym_request
+from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.dialects.chat.reply import WrittenReply, write_completion
+from tokencache.dialects.chat.request import ChatCall, read_chat
+from tokencache.dialects.chat.routes import CHAT
+from tokencache.dialects.chat.sampling import is_search
+from tokencache.dialects.gym import ReturnedIdFragments, prefix_of
+from tokencache.dialects.reply_encoder import EVENT_STREAM, ReplyEncoder
+from tokencache.errors import HarnessError
 
 AUTHORIZATION = "Authorization"
 """The credential header of OpenAI's clients: `Bearer <key>`."""
-EVENT_STREAM = "text/event-stream"
 HANDLE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -63,50 +72,74 @@ class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
 
 
-class ReplyEncoder(Protocol):
-    """Encodes the reply to one call. `chunk` is called once for each chunk, in order. Subclass it to get the defaults."""
+class CallReader(NamedTuple):
+    """What is needed to read the calls of one session in one dialect.
 
-    def whole(self, data: bytes) -> bytes:
-        """Encode a whole chat completion (JSON) as a response body."""
+    Attributes:
+        parser: remembers parsed bodies.
+        known_as: its key of the earlier body that this one may continue; `""` if none is remembered.
+        served: maps the client's model name to a served model.
+    """
 
-    def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
-        """Encode one chat chunk as framed events; `b""` if the client gets nothing for it yet.
+    parser: IncrementalParser
+    known_as: str
+    served: Callable[[str], str] = str
+
+
+class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A model call, as its dialect parsed it.
+
+    Attributes:
+        body: the JSON that `read` reads: the client's own, or a chat request.
+        media_type: of a streamed reply.
+        reminds: whether system messages after the first one become reminders for a template that refuses them.
+    """
+
+    body: bytes
+    media_type: str = EVENT_STREAM
+    reminds: bool = False
+
+    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+        """Read the call.
 
         Args:
-            event: the bytes that the engine sent.
-            data: the chunk's JSON, possibly without the prompt's ids. `{"error": …}` is an engine's error within its stream.
-            prompt_tokens: the length of the prompt, 0 while unknown (known from the first chunk on).
+            request: the client's request.
+            body: `self.body`, maybe with fetched images or other messages.
+            reader: remembers bodies, and knows the served models.
+
+        Raises:
+            HarnessError: a member cannot be read.
         """
+        raise NotImplementedError
 
-    @property
-    def chunk_unparsed(self) -> Callable[[bytes], bytes | None] | None:
-        """A function that encodes most events without parsing them, or `None` if this reply needs every event parsed.
+    def reply_encoder(self, call: ChatCall) -> ReplyEncoder:
+        """Return what encodes the reply to a call that `read` returned."""
+        raise NotImplementedError
 
-        It takes an event after the first chunk. It returns what `chunk` would return, which may be `b""`; or `None`, and then the
-        event has to go through `chunk`.
+    def unrecorded(self, call: ChatCall) -> str:
+        """Describe a call that is only relayed, because its reply cannot be recorded truthfully; `""` for all others.
+
+        Raises:
+            HarnessError: it cannot be relayed either.
         """
-        return None
+        raise NotImplementedError
 
-    def rest(self) -> bytes:
-        """Return events that `chunk` kept back, if the engine's stream ended without `[DONE]`; none by default."""
-        return b""
+    def engine_body(self, call: ChatCall) -> bytes:
+        """Write the request for the engine; `b""` if the engine's driver writes it."""
+        raise NotImplementedError
 
-    def end(self) -> bytes:
-        """Encode the end of the stream, after the engine's `[DONE]`."""
+    def address(self, path: str, headers: MutableMapping[str, str], credential_headers: Sequence[str]) -> str:
+        """Return path and query of the engine's route, and change the client's headers for the engine in place.
 
-    def keep_alive(self) -> bytes:
-        """Encode an event without content, to keep a silent connection open; by default a comment, which clients ignore."""
-        return b": keep-alive\n\n"
-
-    def error(self, status: int, message: str) -> bytes:
-        """Encode an error within a stream that has begun, framed, with everything up to the end of the stream."""
-
-    def documents(self) -> dict[str, bytes]:
-        """Documents to store in the session with this reply, by name; none by default. Called after the reply is complete."""
-        return {}
+        Args:
+            path: the client's path and query.
+            headers: case-insensitive.
+            credential_headers: the headers in which clients of any dialect send an API key.
+        """
+        raise NotImplementedError
 
 
-class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
+class ModelCall(ParsedCall, frozen=True, kw_only=True):
     """A model call, translated into a chat request.
 
     Attributes:
@@ -115,15 +148,45 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         handles: index of an assistant message in `messages` → the handle that the client sent back with it.
         echoes: index of a message in `messages` → the token ids that the client sent back with it.
         left_out: names of rules of the dialect by which parts of the request were left out (`core.rules`).
-        media_type: of a streamed reply.
     """
 
-    body: bytes
     encoder: ReplyEncoder
     handles: Mapping[int, str] = {}
     echoes: Mapping[int, ReturnedIdFragments] = {}
     left_out: tuple[str, ...] = ()
-    media_type: str = EVENT_STREAM
+    reminds: bool = True
+
+    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+        """See `ParsedCall.read`."""
+        call = read_translated(request, body, reader)
+        call.handle, call.handles, call.echoes, call.left_out = request.handle, self.handles, self.echoes, self.left_out
+        call.required_prefix = prefix_of(request.body)
+        return call
+
+    def reply_encoder(self, call: ChatCall) -> ReplyEncoder:
+        """See `ParsedCall.reply_encoder`."""
+        del call
+        return self.encoder
+
+    def unrecorded(self, call: ChatCall) -> str:
+        """See `ParsedCall.unrecorded`."""
+        if is_search(call.fields):
+            raise HarnessError("'use_beam_search' is not supported here: its reply cannot be recorded", param="use_beam_search")
+        return ""
+
+    def engine_body(self, call: ChatCall) -> bytes:
+        """See `ParsedCall.engine_body`."""
+        del call
+        return b""
+
+    def address(self, path: str, headers: MutableMapping[str, str], credential_headers: Sequence[str]) -> str:
+        """See `ParsedCall.address`: the engine gets a chat request. It reads an API key in `Authorization`."""
+        del path
+        keys = [headers.pop(name) for name in credential_headers if name != AUTHORIZATION and name in headers]
+        if keys:
+            headers.setdefault(AUTHORIZATION, f"Bearer {keys[0]}")
+        headers["Content-Type"] = "application/json"
+        return CHAT
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +194,17 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
     body: bytes
     write: Callable[[int], bytes]
+    reminds: bool = True
+
+    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+        """See `ParsedCall.read`."""
+        return read_translated(request, body, reader)
+
+
+def read_translated(request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    """Read a chat request that a dialect has written; arguments and errors as `ParsedCall.read`."""
+    rewrite = gym_request.translated_members if request.token_ids else None
+    return read_chat(body, reader.parser, reader.known_as, served=reader.served, rewrite=rewrite)
 
 
 class DirectReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +214,7 @@ class DirectReply(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 200
 
 
-ParsedRequest = ModelCall | TokenCount | DirectReply
+ParsedRequest = ParsedCall | TokenCount | DirectReply
 
 
 class Dialect(Protocol):
@@ -150,18 +224,13 @@ class Dialect(Protocol):
         name: recorded with every turn; a label of the metrics.
         credential_headers: headers in which clients send an API key.
         credential_parameters: query parameters in which they may send it.
+        carries_ids: whether the messages of its replies can carry token ids (`gym`).
     """
 
     name: str
     credential_headers: tuple[str, ...] = (AUTHORIZATION,)
     credential_parameters: tuple[str, ...] = ()
-
-    def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
-        """Write the body of an error response; `kind` is OpenAI's `type`, which the dialect maps to its own."""
-
-
-class TranslatedDialect(Dialect, Protocol):
-    """A dialect whose requests become chat requests."""
+    carries_ids: bool = True
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
         """Whether a request is in this dialect; `path` without its query."""
@@ -173,6 +242,24 @@ class TranslatedDialect(Dialect, Protocol):
             HarnessError: the request cannot be served; the message names the member, in the dialect's terms.
             StoreError: a document could not be read.
         """
+
+    def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
+        """Write the body of an error response; `kind` is OpenAI's `type`, which the dialect maps to its own."""
+
+    def engine_error(self, status: int, body: bytes) -> bytes:
+        """Write the body of a response for an engine's error (HTTP status and body)."""
+
+    def completion(self, reply: WrittenReply) -> bytes:
+        """Write a reply that the proxy makes itself, in the format that the dialect's `ReplyEncoder` reads."""
+        return write_completion(reply)
+
+
+class TranslatedDialect(Dialect, Protocol):
+    """A dialect whose requests become chat requests."""
+
+    def engine_error(self, status: int, body: bytes) -> bytes:
+        """See `Dialect.engine_error`."""
+        return self.error(status, *parse_engine_error(status, body))
 
 
 def parse_engine_error(status: int, body: bytes) -> tuple[str, str, str | None]:

@@ -28,6 +28,7 @@ import msgspec
 
 from tokencache.dialects.gym import PREFIX
 from tokencache.dialects.json_io import entries_of, fields_of, member
+from tokencache.dialects.members import OF_STREAMS
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -52,8 +53,7 @@ _RESPONSES_MEMBERS = frozenset({
 })  # fmt: skip
 """`NeMoGymResponseCreateParamsNonStreaming`."""
 
-_STREAM = frozenset({"stream", "stream_options"})
-_OWN = _STREAM | {PREFIX}
+_OWN = frozenset({*OF_STREAMS, PREFIX})
 """Members that the proxy reads itself."""
 _AUDIO = ("audio_data", "audio_path", "audio_paths")
 _THINK = re.compile(r"(\s*+)<think>(.*?)</think>", re.DOTALL)
@@ -193,7 +193,7 @@ def _from_metadata(fields: Fields) -> Fields:
         return dict(fields)
     metadata = member(fields, "metadata", (dict,), {})
     arguments, extra = (_members_in(metadata, name) for name in ("chat_template_kwargs", "extra_body"))
-    for name in ("model", *_STREAM):  # Gym's server sets these itself
+    for name in ("model", *OF_STREAMS):  # Gym's server sets these itself
         extra.pop(name, None)
     if arguments:
         own = {**_FIELDS.decode(fields.get("chat_template_kwargs", b"{}")), **arguments}

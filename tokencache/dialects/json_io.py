@@ -22,6 +22,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import msgspec
@@ -196,6 +197,11 @@ def member(fields: dict[str, Raw], name: str, kinds: tuple[type, ...], default: 
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise HarnessError(f"{name!r} must be of type {wanted}, not {type(value).__name__}", param=name)
     return value
+
+
+def read_members(fields: dict[str, Raw], wanted: Mapping[str, tuple[tuple[type, ...], Any]]) -> dict[str, Any]:
+    """Decode several members; `wanted` maps each name to its types and default. Raises the errors of `member`."""
+    return {name: member(fields, name, *wanted[name]) if name in fields else wanted[name][1] for name in wanted}
 
 
 def dotted(position: Position) -> str:

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import msgspec
 
 from tokencache.dialects.base import DialectRequest, DirectReply, ParsedRequest, ServedModel
-from tokencache.dialects.chat.routes import ChatDialect
+from tokencache.dialects.untranslated import UntranslatedDialect
 from tokencache.errors import HarnessError
 
 _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
@@ -29,20 +29,20 @@ _OTHERS = frozenset({"/api/show", "/api/tags", "/api/version", "/api/ps", "/api/
 _NOT_FOUND = 404
 
 
-class ProbeDialect(ChatDialect):
+class ProbeDialect(UntranslatedDialect):
     """Requests that any client may send, answered without a model call; credentials and errors are those of chat completions."""
 
     name = "probe"
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `TranslatedDialect.matches`."""
+        """See `Dialect.matches`."""
         del headers
         if path in _OTHERS:
             return True
         return (method == "HEAD" and path in _ALIVE) or (method in {"GET", "HEAD"} and _MODEL.fullmatch(path) is not None)
 
     async def parse(self, request: DialectRequest) -> ParsedRequest:
-        """See `TranslatedDialect.parse`.
+        """See `Dialect.parse`.
 
         Raises:
             HarnessError: 404, no such model.

@@ -4,7 +4,7 @@ Nothing is translated or spliced: the prompt is a text, or ids from the client. 
 removes them from the client's reply. A request may have several prompts; choice `i` then answers prompt `i // n` (vLLM 0.32,
 `completion/serving.py`), and each choice has its own prompt's ids.
 
-A request that cannot be recorded truthfully is passed on unchanged and leaves a hole (`TextCompletionCall.unrecorded`):
+A request that cannot be recorded truthfully is passed on unchanged and leaves a hole (`unrecorded`):
 
 * `echo`: vLLM echoes the prompt as text only if no ids are requested, and returns the log probabilities of prompt and reply as one list.
   So requesting ids would change the reply (vLLM 0.32, `needs_detokenization`);
@@ -15,13 +15,13 @@ A request that cannot be recorded truthfully is passed on unchanged and leaves a
 the engine still returns the ids of the prompt.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import render_args
-from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenChoice
+from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenReply
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import settle
@@ -39,54 +39,11 @@ _ENCODER = msgspec.json.Encoder()
 _NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
 
 
-class TextCompletionCall(msgspec.Struct, frozen=True):
-    """A request for text completions.
+def read(body: bytes, *, served: Callable[[str], str] = str) -> ChatCall:
+    """Parse a request's body as a chat call whose history is not matched; `served` maps the client's model name to a served model.
 
-    Attributes:
-        fields: the members of the body, raw.
-        choices: the number of choices in its reply, `n` for each prompt.
-        shows_ids, shows_logprobs: whether the client gets ids and log probabilities.
-        unrecorded: why its reply cannot be recorded, or `""`.
-    """
-
-    fields: dict[str, Raw]
-    model: str
-    stream: bool
-    choices: int
-    shows_ids: bool
-    shows_logprobs: bool
-    unrecorded: str = ""
-
-    def as_chat(self) -> ChatCall:
-        """Return this call as a chat call for the recorder, with a history that is not matched."""
-        return ChatCall(
-            fields=self.fields,
-            raw_messages=[],
-            conversation=None,
-            args=render_args({}, None),
-            model=self.model,
-            stream=self.stream,
-            n=self.choices,
-            shows_ids=self.shows_ids,
-            shows_logprobs=self.shows_logprobs,
-            shows_reasoning=True,
-            plain=Reason.TEXT_COMPLETION,
-            dialect="completions",
-        )
-
-    def for_engine(self) -> bytes:
-        """Write the request for the engine; it asks for ids and log probabilities unless that would change the reply."""
-        if self.unrecorded:
-            return _ENCODER.encode(self.fields)
-        asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
-        if not self.shows_logprobs and not value_of(self.fields.get("logprob_token_ids", _NULL)):
-            asked["logprobs"] = _ZERO  # otherwise leave it to the engine to refuse `logprob_token_ids` without `logprobs`
-        fields = {**self.fields, **asked}
-        return _ENCODER.encode(with_usage(fields) if self.stream else fields)
-
-
-def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCall:
-    """Parse a request's body; `served` maps the client's model name to a served model.
+    Returns:
+        The call. Its number of choices is `n` for each prompt.
 
     Raises:
         HarnessError: it is not a JSON object, or a member that is used here has the wrong type or an unclear value (`chat.scalars`).
@@ -94,20 +51,42 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> TextCompletionCa
     fields = fields_of(body)
     settle(fields, chat=False)
     model = resolve_model(fields, served)
+    return ChatCall(
+        fields=fields,
+        raw_messages=[],
+        conversation=None,
+        args=render_args({}, None),
+        model=model,
+        stream=member(fields, "stream", (bool,), False),
+        n=member(fields, "n", (int,), 1) * _number_of_prompts(fields),
+        shows_ids=member(fields, "return_token_ids", (bool,), False),
+        shows_logprobs=member(fields, "logprobs", (int,), None) is not None,
+        shows_reasoning=True,
+        plain=Reason.TEXT_COMPLETION,
+    )
+
+
+def unrecorded(fields: dict[str, Raw]) -> str:
+    """Return why the reply to a request (its raw members) cannot be recorded, or `""`.
+
+    Raises:
+        HarnessError: a member has the wrong type.
+    """
     causes = {
         "echo": member(fields, "echo", (bool,), False),
         BEAM_SEARCH: is_search(fields),
         "prompt-embeds": member(fields, "prompt_embeds", (str, list), None) is not None,
     }
-    return TextCompletionCall(
-        fields=fields,
-        model=model,
-        stream=member(fields, "stream", (bool,), False),
-        choices=member(fields, "n", (int,), 1) * _number_of_prompts(fields),
-        shows_ids=member(fields, "return_token_ids", (bool,), False),
-        shows_logprobs=member(fields, "logprobs", (int,), None) is not None,
-        unrecorded=next((name for name, present in causes.items() if present), ""),
-    )
+    return next((name for name, present in causes.items() if present), "")
+
+
+def for_engine(call: ChatCall) -> bytes:
+    """Write the request for the engine; it asks for ids and log probabilities."""
+    asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
+    if not call.shows_logprobs and not value_of(call.fields.get("logprob_token_ids", _NULL)):
+        asked["logprobs"] = _ZERO  # otherwise leave it to the engine to refuse `logprob_token_ids` without `logprobs`
+    fields = {**call.fields, **asked}
+    return _ENCODER.encode(with_usage(fields) if call.stream else fields)
 
 
 def _number_of_prompts(fields: dict[str, Raw]) -> int:
@@ -127,10 +106,8 @@ def _number_of_prompts(fields: dict[str, Raw]) -> int:
     return len(prompts)
 
 
-def write_text_completion(
-    *, call: str, created: float, model: str, choices: Sequence[WrittenChoice], prompt_tokens: int, completion_tokens: int
-) -> bytes:
-    """Write a whole text completion (JSON) with the members that vLLM 0.32 writes; arguments as for `chat.reply.write_completion`."""
+def write_completion(reply: WrittenReply) -> bytes:
+    """Write a whole text completion (JSON) with the members that vLLM 0.32 writes."""
     written = [
         {
             "index": one.position,
@@ -139,11 +116,10 @@ def write_text_completion(
             "finish_reason": one.finish_reason,
             "stop_reason": one.stop_reason,
         }
-        for one in choices
+        for one in reply.choices
     ]
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
-    whole = {"id": f"cmpl-{call}", "object": "text_completion", "created": int(created), "model": model, "choices": written, "usage": usage}
-    return _ENCODER.encode(whole)
+    members = {"id": f"cmpl-{reply.call}", "object": "text_completion", "created": int(reply.created), "model": reply.model}
+    return _ENCODER.encode({**members, "choices": written, "usage": reply.usage})
 
 
 class TextReplyEncoder(PassthroughEncoder):
@@ -152,10 +128,10 @@ class TextReplyEncoder(PassthroughEncoder):
     Unlike in chat, no chunk exists only because ids were requested: vLLM sends a chunk for every step anyway (0.32).
     """
 
-    def __init__(self, call: TextCompletionCall) -> None:
-        super().__init__({} if call.unrecorded else call.fields)
+    def __init__(self, call: ChatCall) -> None:
+        super().__init__(call.fields)
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
-        self._hidden = () if call.unrecorded else (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
+        self._hidden = (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
         self._extras = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:

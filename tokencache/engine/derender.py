@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.dialects.members import OF_STREAMS
 from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import EngineError
 
@@ -22,7 +23,6 @@ Raw = msgspec.Raw
 
 DERENDER = "/v1/chat/completions/derender"
 RENDER = "/v1/chat/completions/render"
-_STREAM_MEMBERS = ("stream", "stream_options")
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 ANY_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
 """Messages in place of those of a request, where they do not matter: parsers read only the other members, and the ids of the prompt."""
@@ -166,7 +166,7 @@ class Derender:
 
     @staticmethod
     def _common(request: DerenderRequest, prompt: Raw) -> dict[str, Any]:
-        fields = {name: value for name, value in request.fields.items() if name not in _STREAM_MEMBERS}
+        fields = {name: value for name, value in request.fields.items() if name not in OF_STREAMS}
         return {
             "model": fields.get("model", _NULL),
             "prompt_token_ids": prompt,

@@ -29,8 +29,6 @@ from tokencache.errors import NOT_NOW, EngineError
 
 Part = Literal["stream", "grammar", "budget", "whole"]
 PARTS: tuple[Part, ...] = ("stream", "grammar", "budget", "whole")
-PARSER_MEMBERS = ("chat_template_kwargs", "reasoning_effort")
-"""The members of a chat request that vLLM (0.32) gives to the parser: some read thoughts only if the template is told to think."""
 _TEXT = "One"
 _CHOICE = ("two", " two")
 """The texts that the grammar allows: a tokenizer may write a space before the first word."""
@@ -97,7 +95,7 @@ async def find_earlier_thoughts(
     Args:
         ask: sends a chat request.
         client: sends other requests.
-        members: the members of all requests: the model, and what the parser reads (`PARSER_MEMBERS`).
+        members: the members of all requests: the model, and what the parser reads (`dialects.members.PARSED`).
         plain: packed ids of any prompt that ends with a generation prompt.
         supply: returns the members of a chat request whose prompt has, or begins with, the given ids.
         streams: whether the driver requests streams.

@@ -16,11 +16,10 @@ from collections.abc import Mapping
 import msgspec
 
 from tokencache.dialects.json_io import value_of
+from tokencache.dialects.members import LIMITS
 from tokencache.engine.model import Model
 from tokencache.engine.reply import Choice
 
-_LIMITS = ("max_completion_tokens", "max_tokens")
-"""The members with the limit; the first that is a number counts (vLLM 0.32, `chat_completion/protocol.py`, `build_tok_params`)."""
 _BROKEN_OFF = frozenset({"length", "abort", "error"})
 
 
@@ -47,6 +46,6 @@ def finish_reason(choice: Choice, fields: Mapping[str, msgspec.Raw], prompt_toke
 
 def _limits(fields: Mapping[str, msgspec.Raw], prompt_tokens: int, model: Model) -> set[int]:
     """Return the numbers of tokens at which an engine cuts the reply."""
-    asked = [value for name in _LIMITS if name in fields and isinstance(value := value_of(fields[name]), int)]
+    asked = [value for name in LIMITS if name in fields and isinstance(value := value_of(fields[name]), int)]
     room = model.capability.max_model_len
     return {*asked[:1], *([room - prompt_tokens] if room else ())}

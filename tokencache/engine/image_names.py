@@ -23,6 +23,7 @@ from cachetools import LRUCache
 
 from tokencache.core.chain import keyed_hash
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.members import SHAPING_MEDIA
 
 Raw = msgspec.Raw
 
@@ -30,7 +31,6 @@ _MOST_HELD = 65_536
 """Images, of all engines, that are remembered as held."""
 _MOST_MISSES = 3
 """An engine that does not have the images that it got, so many times in a row, keeps none (`--mm-processor-cache-gb 0`)."""
-_OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -61,7 +61,7 @@ class ImageNames:
             engine: the base URL of the engine.
             salt: the salt of the request's prefix cache; it depends on tenant and policy version.
         """
-        options = [bytes(call.fields.get(name, b"")) for name in ("model", *_OPTIONS)]
+        options = [bytes(call.fields.get(name, b"")) for name in ("model", *SHAPING_MEDIA)]
         digests = [part.sha256 for part in call.media_parts()]
         names = {one: keyed_hash(self._secret(), msgspec.msgpack.encode(("image", salt, options, one))).hex() for one in {*digests}}
         keeps = self._misses.get(engine, 0) < _MOST_MISSES

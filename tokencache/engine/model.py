@@ -31,8 +31,9 @@ import msgspec
 from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.chat.rendering import RenderArgs
+from tokencache.dialects.members import PARSED
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.earlier_thoughts import NO_EFFECT, PARSER_MEMBERS, EarlierThoughts, find_earlier_thoughts
+from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.logprob_kind import NONE
 from tokencache.engine.probe import LEVELS, NO_END, PLAIN_ARGS, REPLY, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
@@ -129,10 +130,10 @@ class Model:
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        members = {name: fields[name] for name in PARSER_MEMBERS if bytes(fields.get(name, b"null")) != b"null"}
+        members = {name: fields[name] for name in PARSED if bytes(fields.get(name, b"null")) != b"null"}
         if not members:
             return self.capability.earlier_thoughts
-        key = b"\0".join([bytes(members.get(name, b"")) for name in PARSER_MEMBERS])
+        key = b"\0".join([bytes(members.get(name, b"")) for name in PARSED])
         if key not in self._earlier_thoughts:
             async with self._lock:
                 if key not in self._earlier_thoughts:

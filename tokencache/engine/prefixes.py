@@ -25,6 +25,7 @@ from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.members import UNNAMED
 from tokencache.engine.derender import ANY_MESSAGES
 from tokencache.engine.reply import Reply
 from tokencache.engine.upstream import AskChat, EngineResponse
@@ -43,8 +44,6 @@ _TRY_EVERY = 16
 """Of the prompts for such an engine, one is named in spite of that, to learn whether it has them again."""
 _MOST_STATES = 16_384
 """Prompts whose state of the hash is kept, some 400 bytes each."""
-_UNUSABLE = ("echo", "truncate_prompt_tokens")
-"""Members with which the plugin refuses a named prompt."""
 
 
 class PromptName(NamedTuple):
@@ -154,9 +153,9 @@ class PrefixUse:
 
 def can_be_named(call: ChatCall) -> bool:
     """Whether the plugin accepts the prompt of a call, and the call's reply does not depend on its last message."""
-    if call.media or bytes(call.fields.get("add_generation_prompt", b"true")) != b"true":
+    if call.media or not call.raw_messages or bytes(call.fields.get("add_generation_prompt", b"true")) != b"true":
         return False
-    return all(bytes(call.fields.get(name, b"null")) in {b"null", b"false"} for name in _UNUSABLE)
+    return all(bytes(call.fields.get(name, b"null")) in {b"null", b"false"} for name in UNNAMED)
 
 
 def is_miss(answer: Mapping[str, str]) -> bool:

@@ -29,8 +29,8 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn
-from tokencache.dialects.base import EVENT_STREAM
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.images import read_places
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import EngineError, HarnessError
@@ -384,7 +384,7 @@ class CallAttempt:
         deliver = response, answer, dispatch.driver, self._outcome, self.shown
         again = self._may_resample
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
-            streams = dispatch.driver.streams and not dispatch.whole and dispatch.sender.request.parse is None
+            streams = dispatch.sender.streams and not dispatch.whole
             return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams, may_resample=again)
         if dispatch.gathers:
             stream = Continued(answer, outcome, dispatch, response, with_prompt=False, with_words=False)
@@ -431,7 +431,7 @@ class CallAttempt:
         number = self._ledger.count_over_budget(self._session)
         log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
         await self.close([self._outcome.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
-        return await self._response.send(budget_reply(self._chat, self.id), self._reply)
+        return await self._response.send(budget_reply(self._exchange.dialect, self._chat, self.id), self._reply)
 
     # Forward the engine's answer
 

@@ -10,8 +10,8 @@ Only the ids of a continuation are the engine's own. Its text is not: parsers be
 for text (vLLM 0.32). So all text after a cut is made by derender from the ids of the whole reply, and the client gets the difference to
 what it has received.
 
-A request is continued only if each of its members is known to leave the distribution of the next token as it is (`reason_against`, measured
-on vLLM 0.32). Penalties of the output, stop strings, words that must not appear and grammars begin anew with a request.
+A request is continued only if each of its members is known to leave the distribution of the next token as it is (`dialects.members`,
+measured on vLLM 0.32). Penalties of the output, stop strings, words that must not appear and grammars begin anew with a request.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from tokencache.core.media import Places, PlacesDifferError, place_media
 from tokencache.core.turn import ReplyPiece
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.members import HARMLESS, LIMITS, SURVIVING
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
@@ -45,48 +46,15 @@ WORDS_SECONDS = 1.0
 AbortedPolicy = Literal["continue", "again", "pass"]
 """What happens to a reply that an engine broke off: it is continued, sampled anew if the client received nothing of it, or passed on."""
 
-_LIMITS = ("max_tokens", "max_completion_tokens")
-_KEPT = frozenset({
-    "model", "messages", "tools", "temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "repetition_penalty",
-    "thinking_token_budget", "stop_token_ids", "ignore_eos", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "stream",
-    "stream_options", "logprobs", "top_logprobs", "return_token_ids", "return_weight_versions", "return_prompt_text", "include_reasoning",
-    "parallel_tool_calls", "reasoning_effort", "chat_template", "chat_template_kwargs", "documents", "add_generation_prompt",
-    "cache_salt", "kv_transfer_params", "request_id", "priority", "user", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "skip_special_tokens", "spaces_between_special_tokens", "verbosity", "vllm_xargs",
-    "stream_interval", "include_stop_str_in_output",
-})  # fmt: skip
-"""Members that leave the distribution of the next token as it is, or that are reduced by what was sampled (limits, seed)."""
-
-
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "bad_words": (None, []),
-    "stop": (None, [], ""),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "tool_choice": (None, "auto", "none"),
-    "functions": (None, []),
-    "function_call": (None,),
-    "use_beam_search": (None, False),
-    "prompt_logprobs": (None,),
-    "echo": (None, False),
-    "continue_final_message": (None, False),
-    "repetition_detection": (None,),
-    "logits_processors": (None, []),
-    "length_penalty": (None, 1),
-}
-"""Members that survive a cut only with some values."""
-
 
 def reason_against(fields: Mapping[str, Raw]) -> str:
     """Return why a request (its raw members) cannot be continued after a cut: the member that does not survive it; `""` if all do."""
+    if "messages" not in fields:
+        return "text completions are not continued"
     for name, raw in fields.items():
-        if name in _KEPT:
+        if name in SURVIVING:
             continue
-        harmless = _HARMLESS.get(name)
+        harmless = HARMLESS.get(name)
         if harmless is None:
             return f"{name} is not known to survive a cut"
         if value_of(raw) not in harmless:
@@ -130,7 +98,7 @@ def remaining_fields(fields: Mapping[str, Raw], sampled: int, piece: int, own_li
 
 def limits_of(fields: Mapping[str, Raw]) -> dict[str, int]:
     """Return the limits for the reply in a request's members, in tokens."""
-    found = {name: value_of(fields[name]) for name in _LIMITS if name in fields}
+    found = {name: value_of(fields[name]) for name in LIMITS if name in fields}
     return {name: limit for name, limit in found.items() if isinstance(limit, int)}
 
 

@@ -17,8 +17,8 @@ import aiohttp
 from aiohttp import web
 
 from tokencache.core.turn import TurnMark
-from tokencache.dialects.base import EVENT_STREAM, parse_engine_error
-from tokencache.dialects.registry import CHAT as CHAT_DIALECT
+from tokencache.dialects.base import parse_engine_error
+from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
 from tokencache.errors import EngineError
@@ -95,7 +95,7 @@ class ReplyDelivery(ABC):
         if end.error is not None:
             raise end.error
         if end.kind is EndKind.OVERFLOW:
-            return await self._response.send(overflow_reply(self._chat, self._call_id), self._reply)
+            return await self._response.send(overflow_reply(self._exchange.dialect, self._chat, self._call_id), self._reply)
         return await self._answer_reply(end)
 
     @abstractmethod
@@ -143,9 +143,9 @@ class WholeDelivery(ReplyDelivery):
             end = end._replace(kind=received if body else EndKind.BROKEN)
         if end.kind is not EndKind.FINISHED:
             return end
-        if self._reply.unreadable and self._exchange.refuse is not None:  # an incomplete body cannot be translated
+        if self._reply.unreadable and not self._exchange.encoder.verbatim:  # an incomplete body cannot be translated
             return End(EndKind.UNPARSED, error=EngineError("the engine's reply cannot be read"))
-        self._as_events = self._chat.stream and not (self._streams or self._orphaned or self._chat.dialect == "completions")
+        self._as_events = self._chat.stream and not (self._streams or self._orphaned)
         write = self._response.as_events if self._as_events else self._response.as_body
         try:
             self._written = write(body, self._reply)
@@ -176,14 +176,9 @@ class WholeDelivery(ReplyDelivery):
 
     async def _refuse(self, end: End) -> web.StreamResponse:
         """Send an engine's error, in the client's dialect."""
-        words = parse_engine_error(end.status, end.body)
         if not may_answer_with_status(self._response.client.state):
-            return await self._response.fail(end.status, words[0])
-        body = end.body
-        if self._exchange.refuse is not None:
-            body = self._exchange.refuse(end.status, body)
-        elif body.lstrip()[:1] == b"<":  # HTML, so it is not the engine's, but a gateway's
-            body = CHAT_DIALECT.error(end.status, *words)
+            return await self._response.fail(end.status, parse_engine_error(end.status, end.body)[0])
+        body = self._exchange.dialect.engine_error(end.status, end.body)
         response = whole_response(self._answer, body, made=body is not end.body or self._in_stream)
         if self._in_stream:
             response.set_status(end.status)
@@ -199,7 +194,7 @@ class StreamDelivery(ReplyDelivery):
         self._source = source
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
-        self._as_is = self._exchange.refuse is None
+        self._as_is = self._encoder.verbatim
         self._held = bytearray()  # what waits for the store
         self._silent = True  # nothing was sent since the last keep-alive interval
         self._pending: list[tuple[bytes, bytes]] = []  # chunks that wait for the first sampled token
@@ -259,12 +254,12 @@ class StreamDelivery(ReplyDelivery):
         if self._token_ids and (self._late or _FINISH in data):
             self._late.append(data)
             return b""
-        return self._encoder.chunk(event, data, self._response.prompt_tokens(self._reply))
+        return self._encoder.chunk(event, data, self._reply.prompt.tokens)
 
     def _rest(self) -> bytes:
         """Return what waited for the end of the stream."""
         late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], []
-        count = self._response.prompt_tokens(self._reply)
+        count = self._reply.prompt.tokens
         return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
 
     def _pass_directly(self, event: bytes) -> bool:

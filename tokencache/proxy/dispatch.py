@@ -27,9 +27,9 @@ from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
-from tokencache.dialects.base import EVENT_STREAM
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import as_stream, as_whole
+from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
 from tokencache.engine.drivers.base import Driver, ExactPrompt
 from tokencache.engine.image_names import ImageNames
@@ -321,9 +321,7 @@ class Dispatch:
         outcome, model = self._outcome, self._outcome.model
         if self._services.aborted != "continue" or model is None:
             return False
-        if self._exchange.body is not None:
-            outcome.again = "text completions are not continued"
-        elif not model.capability.derenders:
+        if not model.capability.derenders:
             outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
         elif self._chat.media and (model.capability.images != "plugin" or media_reason(self._chat, model)):
             outcome.again = NO_EXACT_IMAGES

@@ -1,10 +1,10 @@
 """Serves the requests of sessions: model calls in every dialect, token counts, lists of models, and the engine's other routes.
 
-A model call is parsed in its dialect, converted to a chat request, and passed to `dedup.in_flight`.
+A model call is parsed in its dialect, read as a chat call, and passed to `dedup.in_flight`.
 """
 
 import logging
-import secrets
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,26 +23,15 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import Leniency
 from tokencache.core.session import History, SessionSettings
 from tokencache.core.tool_names import ToolNames
-from tokencache.dialects import gym_request, text_completions
-from tokencache.dialects.base import (
-    DialectRequest,
-    DirectReply,
-    ModelCall,
-    ReplyEncoder,
-    ServedModel,
-    TokenCount,
-    TranslatedDialect,
-    parse_engine_error,
-)
+from tokencache.dialects import gym_request
+from tokencache.dialects.base import CallReader, Dialect, DialectRequest, DirectReply, ParsedCall, ServedModel, TokenCount
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.chat.request import ChatCall, read_chat, read_tokenize, with_messages
-from tokencache.dialects.chat.routes import CHAT, COMPLETIONS, TOKENIZE
-from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
+from tokencache.dialects.chat.request import ChatCall, read_tokenize, with_messages
+from tokencache.dialects.chat.routes import TOKENIZE
 from tokencache.dialects.chat.vocabulary import as_reminders, pin
-from tokencache.dialects.gym import prefix_of
 from tokencache.dialects.probes import model_list
-from tokencache.dialects.registry import credential_headers, use_bearer
+from tokencache.dialects.registry import credential_headers
+from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.routes import SAMPLES_NOTHING
@@ -152,14 +141,9 @@ class Endpoints:
         self._bodies, self._profiles, self._aliases, self._options = bodies, profiles, aliases, options
         self._media = media
         self._settings = SettingsCache(ledger.store)
-        self._served_here = {CHAT: self._chat, COMPLETIONS: self._complete_text, TOKENIZE: self._tokenize}
-        self._rewrite_chat = gym_request.chat_members if options.token_ids else None
-        self._rewrite_translated = gym_request.translated_members if options.token_ids else None
         self._dropped_with_own_key = options.dropped_headers | {name.lower() for name in credential_headers()}
 
-    async def serve(
-        self, request: web.Request, session: str, origin: Origin, route: str, dialect: TranslatedDialect | None
-    ) -> web.StreamResponse:
+    async def serve(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
         """Serve a request of a session. Routes of the engine that are not served here are relayed.
 
         Raises:
@@ -183,7 +167,7 @@ class Endpoints:
         origin: Origin,
         settings: SessionSettings,
         route: str,
-        dialect: TranslatedDialect | None,
+        dialect: Dialect | None,
     ) -> web.StreamResponse:
         """Serve a request by the given settings.
 
@@ -199,11 +183,9 @@ class Endpoints:
         harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
         asked = SessionRequest(request, session, origin, settings, route, headers, harness, self._profiles.leniency(harness))
         if dialect is not None:
-            use_bearer(headers)
-            headers["Content-Type"] = "application/json"
-            return await self._translate(asked, dialect)
-        if request.method == "POST" and (serve := self._served_here.get(route)) is not None:
-            return await serve(asked)
+            return await self._serve_dialect(asked, dialect)
+        if request.method == "POST" and route == TOKENIZE:
+            return await self._tokenize(asked)
         await self._check_settings(asked)
         method_and_route = request.method, route
         if settings.tenant and method_and_route not in _FOR_TENANTS:
@@ -231,83 +213,54 @@ class Endpoints:
         asked.headers.popall("Content-Encoding", None)
         return body
 
-    async def _chat(self, asked: SessionRequest) -> web.StreamResponse:
-        body = await self._body(asked)
-        own = await self._with_media(asked, body)
-        call = read_chat(own, self._bodies, asked.session, served=self._served(asked), rewrite=self._rewrite_chat)
-        self._apply(asked, call)
-        call.replaced = self._pin(asked, call.fields)
-        if is_search(call.fields):
-            await self._check_settings(asked)
-            return await self._relay_unrecorded(
-                asked, f"a chat completion with {BEAM_SEARCH}", body=msgspec.json.encode(call.safe_fields())
-            )
-        options = self._options
-        exchange = Exchange(asked.path, asked.headers, ChatReplyEncoder(call), options.keep_alive, token_ids=options.token_ids)
-        return await self._run(asked, call, exchange, body)
-
-    async def _complete_text(self, asked: SessionRequest) -> web.StreamResponse:
-        """Serve a text completion in its own format. It is only relayed if it cannot be recorded correctly."""
-        body = await self._body(asked)
-        completion = text_completions.read(body, served=self._served(asked))
-        replaced = self._pin(asked, completion.fields)
-        if completion.unrecorded:
-            await self._check_settings(asked)
-            what = f"a text completion with {completion.unrecorded}"
-            return await self._relay_unrecorded(asked, what, body=completion.for_engine())
-        encoder = text_completions.TextReplyEncoder(completion)
-        exchange = Exchange(asked.path, asked.headers, encoder, self._options.keep_alive, body=completion.for_engine())
-        call = completion.as_chat()
-        call.replaced = replaced
-        return await self._run(asked, call, exchange, body)
-
-    async def _translate(self, asked: SessionRequest, dialect: TranslatedDialect) -> web.StreamResponse:
-        """Serve a request in a dialect that is translated to chat."""
+    async def _serve_dialect(self, asked: SessionRequest, dialect: Dialect) -> web.StreamResponse:
+        """Serve a request in a dialect. A call that cannot be recorded truthfully is only relayed."""
         request = self._dialect_request(asked, await self._body(asked))
-        if asked.request.method != "POST":  # it may have an effect, so it is not served again
+        if request.method != "POST":  # it may have an effect, so it is not served again
             await self._check_settings(asked)
         parsed = await dialect.parse(request)
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
         if isinstance(parsed, TokenCount):
             await self._check_settings(asked)
-            call = await self._read_translated(asked, parsed.body, "")
+            call = await self._read(asked, request, parsed, "")
             return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
-        call = await self._read_translated(asked, parsed.body, f"{asked.session}\0{dialect.name}")
-        call.dialect, call.handle = dialect.name, request.handle
+        call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
+        call.dialect = dialect.name
         call.replaced = self._pin(asked, call.fields)
-        call.handles, call.echoes, call.left_out = parsed.handles, parsed.echoes, parsed.left_out
-        call.required_prefix = prefix_of(request.body)
-
-        def refuse(status: int, body: bytes) -> bytes:
-            return dialect.error(status, *parse_engine_error(status, body))
+        if what := parsed.unrecorded(call):
+            await self._check_settings(asked)
+            return await self._relay_unrecorded(asked, what, body=msgspec.json.encode(call.safe_fields()))
+        encoder = parsed.reply_encoder(call)
 
         async def encoder_for(handle: str) -> ReplyEncoder:
             again = await dialect.parse(msgspec.structs.replace(request, handle=handle))
-            return again.encoder if isinstance(again, ModelCall) else parsed.encoder
+            return again.reply_encoder(call) if isinstance(again, ParsedCall) else encoder
 
         exchange = Exchange(
-            CHAT,
-            asked.headers,
-            parsed.encoder,
-            self._options.keep_alive,
-            refuse=refuse,
-            media_type=parsed.media_type,
-            token_ids=self._options.token_ids,
+            path=parsed.address(asked.path, asked.headers, credential_headers()),
+            headers=asked.headers,
+            dialect=dialect,
+            encoder=encoder,
             encoder_for=encoder_for,
+            keep_alive=self._options.keep_alive,
+            media_type=parsed.media_type,
+            token_ids=self._options.token_ids and dialect.carries_ids,
+            body=parsed.engine_body(call),
         )
         return await self._run(asked, call, exchange, request.body)
 
-    async def _read_translated(self, asked: SessionRequest, body: bytes, known_as: str) -> ChatCall:
-        """Read a chat request that a dialect has written. If the template accepts no later system messages, they become reminders.
+    async def _read(self, asked: SessionRequest, request: DialectRequest, parsed: ParsedCall | TokenCount, known_as: str) -> ChatCall:
+        """Read a call. If the template accepts no later system messages, they may become reminders.
 
         `known_as` is the incremental parser's key of the earlier body that this one may continue.
         """
-        body = await self._with_media(asked, body)
-        call = read_chat(body, self._bodies, known_as, served=self._served(asked), rewrite=self._rewrite_translated)
-        if any(message.role == "system" for message in call.messages[1:]) and not await self._takes_later_system(asked, call):
+        body = await self._with_media(asked, parsed.body)
+        call = parsed.read(request, body, CallReader(self._bodies, known_as, self._served(asked)))
+        later = parsed.reminds and any(message.role == "system" for message in call.messages[1:])
+        if later and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
-            call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self._bodies, known_as)
+            call = parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._bodies, known_as))
         self._apply(asked, call)
         return call
 
@@ -340,7 +293,8 @@ class Endpoints:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
         await self._check_settings(asked)
         body = await self._with_media(asked, await self._body(asked))
-        call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=self._rewrite_chat)
+        rewrite = gym_request.chat_members if self._options.token_ids else None
+        call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=rewrite)
         if call is not None:
             self._apply(asked, call)
             if (found := await self._planner.next_prompt(asked.session, call)) is not None:
@@ -462,7 +416,7 @@ class Endpoints:
             query=dict(asked.request.query),
             headers=asked.request.headers,
             body=body,
-            handle=secrets.token_hex(16),
+            handle=os.urandom(16).hex(),
             served=partial(self._served_models, asked),
             documents=lambda names: store.documents(session, names),
             forget=lambda name: store.delete_document(session, name),

@@ -41,6 +41,7 @@ class EngineSender:
     Attributes:
         request: the request that was posted last.
         posted: its id.
+        streams: whether it asks for a stream if the client requested one.
         proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
     """
 
@@ -57,7 +58,7 @@ class EngineSender:
         self._outcome, self._exchange, self._images, self._prefixes, self._experts = outcome, exchange, images, prefixes, experts
         self.request: EngineRequest
         self.posted = ""
-        self.proven = False
+        self.streams = self.proven = False
         self._posts = 0
 
     def target(self, engine: Engine) -> Target:
@@ -99,7 +100,7 @@ class EngineSender:
         The prompt of a piece of a reply is not named: what was sampled of a reply that was broken off is not kept.
         """
         model = self._outcome.model
-        if model is None or not model.capability.prefixes or self._exchange.body is not None or not can_be_named(chat):
+        if model is None or not model.capability.prefixes or not can_be_named(chat):
             return None
         if exact is None:
             return PromptName(experts=self._experts)
@@ -177,6 +178,7 @@ class EngineSender:
     async def _write_and_post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
         self.request = await self._write(engine, exact, chat, target)
         self._outcome.late_grammar = self.request.late_grammar
+        self.streams = bool(self._exchange.body) or (engine.driver.streams and self.request.parse is None)
         self._posts += 1
         headers = with_request_id(self._exchange.headers, self._outcome.call_id, self._posts)
         self.posted = headers[REQUEST_ID]
@@ -185,7 +187,7 @@ class EngineSender:
     async def _write(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
         """Write a request, with the salt."""
         salt = self._outcome.weights.salt
-        if self._exchange.body is not None:
+        if self._exchange.body:
             return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
         chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
         if self._experts:

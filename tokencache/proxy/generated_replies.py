@@ -14,22 +14,21 @@ Source: nemo-gym 0.7.0, `responses_api_models/vllm_model/app.py` (`chat_completi
 import time
 
 from tokencache.core.messages import Message
-from tokencache.dialects.chat.reply import repeated_choice, write_completion
+from tokencache.dialects.base import Dialect
+from tokencache.dialects.chat.reply import WrittenReply, repeated_choice
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.text_completions import write_text_completion
 
 LAST_WORDS = "The budget of this session is used up."
 OVERFLOW_DETAIL = "answered with an empty completion, finish reason 'length'"
 
 
-def budget_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat or text completion (JSON) that ends an episode; all its choices are the same."""
-    write = write_text_completion if call.dialect == "completions" else write_completion
+def budget_reply(dialect: Dialect, call: ChatCall, call_id: str) -> bytes:
+    """Write the completion (JSON) that ends an episode; all its choices are the same."""
     choices = repeated_choice(call.n, Message("assistant", LAST_WORDS), "stop")
-    return write(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
+    return dialect.completion(WrittenReply(call_id, time.time(), call.model, choices))
 
 
-def overflow_reply(call: ChatCall, call_id: str) -> bytes:
-    """Write the chat completion (JSON) for a prompt that is too long (`Driver.is_overflow`)."""
+def overflow_reply(dialect: Dialect, call: ChatCall, call_id: str) -> bytes:
+    """Write the completion (JSON) for a prompt that is too long (`Driver.is_overflow`)."""
     choices = repeated_choice(call.n, Message("assistant"), "length")
-    return write_completion(call=call_id, created=time.time(), model=call.model, choices=choices, prompt_tokens=0, completion_tokens=0)
+    return dialect.completion(WrittenReply(call_id, time.time(), call.model, choices))

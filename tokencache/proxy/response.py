@@ -19,8 +19,9 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache.dialects import gym
-from tokencache.dialects.base import EVENT_STREAM, ReplyEncoder
+from tokencache.dialects.base import Dialect
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.reply_encoder import EVENT_STREAM, ReplyEncoder
 from tokencache.dialects.sse import event_of
 from tokencache.engine.chunks import as_chunks
 from tokencache.engine.figures import certain_choices
@@ -46,24 +47,24 @@ class Exchange(NamedTuple):
     Attributes:
         path: path and query of the engine's route.
         headers: headers for the engine.
-        encoder: writes the reply in the client's dialect.
+        dialect: the client's dialect.
+        encoder: writes the reply in it.
+        encoder_for: makes such an encoder for another handle.
         keep_alive: seconds for which a stream may be silent.
-        refuse: writes an engine's error (status, body) in the client's dialect; `None` if the client receives the engine's own bytes.
         media_type: content type of a streamed reply.
         token_ids: whether messages of the reply contain their token ids (`dialects.gym`).
-        encoder_for: makes an encoder for another handle; `None` if the dialect has no handles.
-        body: the engine's request body; `None` if the driver writes it.
+        body: the engine's request body; `b""` if the driver writes it.
     """
 
     path: str
     headers: CIMultiDict[str]
+    dialect: Dialect
     encoder: ReplyEncoder
+    encoder_for: Callable[[str], Awaitable[ReplyEncoder]]
     keep_alive: float
-    refuse: Callable[[int, bytes], bytes] | None = None
-    media_type: str = EVENT_STREAM
-    token_ids: bool = False
-    encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None = None
-    body: bytes | None = None
+    media_type: str
+    token_ids: bool
+    body: bytes
 
 
 class KeepAlive:
@@ -242,7 +243,7 @@ class Response:
 
     def as_events(self, body: bytes, reply: Reply, prompt_tokens: int = 0) -> bytes:
         """Write a whole chat completion as a stream in the client's dialect; write an error if it is not a chat completion."""
-        encoder, counted = self.exchange.encoder, prompt_tokens or self.prompt_tokens(reply)
+        encoder, counted = self.exchange.encoder, prompt_tokens or reply.prompt.tokens
         try:
             chunks = [self.with_token_ids(chunk, reply) for chunk in as_chunks(body, self.chat.fields)]
         except ValueError as why:
@@ -252,7 +253,3 @@ class Response:
     def with_token_ids(self, data: bytes, reply: Reply) -> bytes:
         """Add token ids to the messages of a chunk or a body, if this client receives them."""
         return gym.with_tokens(data, reply.prompt.raw, partial(certain_choices, reply)) if self.exchange.token_ids else data
-
-    def prompt_tokens(self, reply: Reply) -> int:
-        """Count the prompt's tokens, for dialects that report them; 0 for chat, where the engine's own bytes contain the count."""
-        return 0 if self.exchange.refuse is None else reply.prompt.tokens

@@ -10,8 +10,8 @@ from http import HTTPStatus
 from aiohttp import web
 
 from tokencache.config import Settings
-from tokencache.dialects.base import TranslatedDialect
-from tokencache.dialects.chat.routes import CHAT
+from tokencache.dialects.base import Dialect
+from tokencache.dialects.chat.routes import CHAT, TOKENIZE
 from tokencache.dialects.chat.routes import ROUTES as CHAT_ROUTES
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.registry import dialect_of
@@ -26,7 +26,7 @@ from tokencache.session_url import route_of, spellings
 
 log = logging.getLogger(__name__)
 
-_DIALECT = web.RequestKey("dialect", TranslatedDialect)
+_DIALECT = web.RequestKey("dialect", Dialect)
 
 
 class RequestRouter:
@@ -46,7 +46,7 @@ class RequestRouter:
         if dialect is not None:
             request[_DIALECT] = dialect  # from here on, errors have its form
         check_head(request, self._session_headers)
-        calls_model = request.method == "POST" and (dialect is not None or route in CHAT_ROUTES)
+        calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
         in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
         origin = await self._sessions.find(path, request.headers, in_body and in_body.session)
         check_path(origin.path)
@@ -81,14 +81,13 @@ class RequestRouter:
         )
 
 
-def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[str, TranslatedDialect | None]:
+def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[str, Dialect | None]:
     """Return the route in the spelling in which it is served here, and its dialect; percent-decoded if it is not served here."""
-    if route == CHAT:  # looking for a dialect costs 10 µs
-        return route, None
+    if route == CHAT and method == "POST":  # looking for a dialect costs 10 µs
+        return route, CHAT_DIALECT
     for spelling in spellings(route):
-        if spelling in CHAT_ROUTES:
-            return spelling, None
-        if (dialect := dialect_of(method, spelling, headers)) is not None:
+        dialect = dialect_of(method, spelling, headers)
+        if dialect is not None or spelling in CHAT_ROUTES:
             return spelling, dialect
     return spelling, None
 

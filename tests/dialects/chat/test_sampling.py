@@ -7,7 +7,6 @@ import pytest
 from tests.proxy.kit import CHAT, HEADER, TOOLS, proxied, user
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
-from tokencache.dialects.chat.sampling import OTHERS, RECORDED
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
 BENDS = {
@@ -19,11 +18,6 @@ BENDS = {
 
 def sampling_of(**more):
     return read_chat(json.dumps({"model": "m", "messages": [user("hi")], **more}).encode(), IncrementalParser()).sampling
-
-
-def test_each_member_is_decided_once():
-    decided = [*RECORDED, *(name for names in OTHERS.values() for name in names)]
-    assert len(decided) == len(set(decided))
 
 
 @pytest.mark.parametrize("name", BENDS)

@@ -25,10 +25,9 @@ from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
 from tokencache.core.rules import Leniency
 from tokencache.core.tool_names import ToolNames
-from tokencache.dialects.base import DialectRequest, ModelCall, ReplyEncoder
+from tokencache.dialects.base import CallReader, DialectRequest, ParsedCall
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.chat.request import ChatCall, read_chat, with_messages
+from tokencache.dialects.chat.request import ChatCall, with_messages
 from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
@@ -50,9 +49,11 @@ if TYPE_CHECKING:
     from tokencache.core.session import History
     from tokencache.core.turn import Turn
     from tokencache.dialects.chat.rendering import RenderArgs
+    from tokencache.dialects.reply_encoder import ReplyEncoder
     from tokencache.proxy.plan import Plan
 
 PATHS = {
+    "chat": "/v1/chat/completions",
     "messages": "/v1/messages",
     "responses": "/v1/responses",
     "gemini": f"/v1beta/models/{MODEL}:generateContent",
@@ -239,10 +240,6 @@ class Stack:
         self.engine.ground_truth = [one for one in self.engine.ground_truth if one.session != session]
 
     async def _read(self, session: str, body: bytes, dialect: str, handle: str) -> tuple[ChatCall, ReplyEncoder, str]:
-        if dialect == "chat":
-            call = read_chat(body, self.bodies, session)
-            return call, ChatReplyEncoder(call), ""
-
         async def nothing() -> list[Any]:
             return []
 
@@ -252,7 +249,7 @@ class Stack:
             query={},
             headers=CIMultiDict(),
             body=body,
-            handle=handle or f"{self.rng.getrandbits(128):032x}",
+            handle=handle or (f"{self.rng.getrandbits(128):032x}" if dialect != "chat" else ""),
             served=nothing,
             documents=lambda names: self.store.documents(session, names),
             forget=lambda name: self.store.delete_document(session, name),
@@ -260,15 +257,15 @@ class Stack:
         codec = dialect_of("POST", asked.path, asked.headers)
         assert codec is not None
         meant = await codec.parse(asked)
-        assert isinstance(meant, ModelCall)
+        assert isinstance(meant, ParsedCall)
         known_as = f"{session}\0{codec.name}"
-        call = read_chat(meant.body, self.bodies, known_as)
-        later = any(message.role == "system" for message in call.messages[1:])
+        call = meant.read(asked, meant.body, CallReader(self.bodies, known_as))
+        later = meant.reminds and any(message.role == "system" for message in call.messages[1:])
         if later and not (await self.model()).capability.later_system:
-            call = read_chat(with_messages(call, as_reminders(call.raw_messages)), self.bodies, f"{known_as}\0reminders")
-        call.dialect, call.handle = codec.name, asked.handle
-        call.handles, call.echoes, call.left_out = meant.handles, meant.echoes, meant.left_out
-        return call, meant.encoder, asked.handle
+            reminders = CallReader(self.bodies, f"{known_as}\0reminders")
+            call = meant.read(asked, with_messages(call, as_reminders(call.raw_messages)), reminders)
+        call.dialect = codec.name
+        return call, meant.reply_encoder(call), call.handle
 
 
 _USER: Message = {"role": "user", "content": "What?"}

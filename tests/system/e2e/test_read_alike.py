@@ -70,8 +70,10 @@ class Taken:
     def _read(self):
         path, body = self.odd.path, self.odd.body
         if path == COMPLETIONS:
-            self.text = text_completions.read(body)
-            self.sent = [Odd(COMPLETIONS, self.text.for_engine(), self.odd.kind)]
+            text = text_completions.read(body)
+            text_completions.unrecorded(text.fields)  # may refuse it, too
+            self.text = text
+            self.sent = [Odd(COMPLETIONS, text_completions.for_engine(self.text), self.odd.kind)]
             return
         if path == TOKENIZE:
             self.call = read_tokenize(body, IncrementalParser())
@@ -272,10 +274,13 @@ def text_facts(text, held):
     facts = {
         "model": (text.model, held["model"] or ""),
         "stream": (text.stream, bool(held["stream"])),
-        "choices": (text.choices, held["n"] * held["prompts"]),
+        "choices": (text.n, held["n"] * held["prompts"]),
         "ids": (text.shows_ids, bool(held["return_token_ids"])),
         "logprobs": (text.shows_logprobs, held["logprobs"] is not None),
-        "unrecorded": (bool(text.unrecorded), bool(held["echo"] or held["use_beam_search"] or held["prompt_embeds"] is not None)),
+        "unrecorded": (
+            bool(text_completions.unrecorded(text.fields)),
+            bool(held["echo"] or held["use_beam_search"] or held["prompt_embeds"] is not None),
+        ),
         "hides usage": (
             HiddenUsage(text.fields)._hides,
             bool(held["stream"]) and not (held["stream_options"] or {}).get("include_usage"),
@@ -283,7 +288,7 @@ def text_facts(text, held):
     }
     if held["prompt_embeds"] == []:  # vLLM ignores it; the proxy does not record it
         del facts["unrecorded"]
-    return facts | sampled_facts(text.fields, text.as_chat().sampling, held)
+    return facts | sampled_facts(text.fields, text.sampling, held)
 
 
 def tokenize_facts(call, held):
@@ -364,7 +369,11 @@ def test_both_read_the_same(readings, path):
 
 
 def test_the_engine_reads_in_the_proxys_request_what_it_would_read_in_the_clients(readings):
-    both = [one for one in accepted(readings, CHAT, COMPLETIONS) if one.taken.text is None or not one.taken.text.unrecorded]
+    both = [
+        one
+        for one in accepted(readings, CHAT, COMPLETIONS)
+        if one.taken.text is None or not text_completions.unrecorded(one.taken.text.fields)
+    ]
     found = [(one.taken.odd, unlike) for one in both for sent in one.sent if (unlike := changes(one.held, sent))]
     assert not found, shown(found)
 

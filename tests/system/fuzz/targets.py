@@ -93,7 +93,7 @@ def chat(data: bytes) -> None:
 
 def text_completion(data: bytes) -> None:
     with contextlib.suppress(HarnessError):
-        text_completions.read(data).for_engine()
+        text_completions.for_engine(text_completions.read(data))
 
 
 def message(data: bytes) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.vocabulary import ending, error_members, is_json, usage_of, wrapped
-from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
+from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 

@@ -43,13 +43,13 @@ class AnthropicDialect(TranslatedDialect):
     credential_headers = ("x-api-key", AUTHORIZATION)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `TranslatedDialect.matches`: a call, a token count, or a list of models for an Anthropic client."""
+        """See `Dialect.matches`: a call, a token count, or a list of models for an Anthropic client."""
         if method == "POST":
             return path in {_CALL, _COUNT}
         return method == "GET" and (path == _MODELS or path.startswith(_MODELS + "/")) and _VERSION in headers
 
     async def parse(self, request: DialectRequest) -> ParsedRequest:
-        """See `TranslatedDialect.parse`.
+        """See `Dialect.parse`.
 
         Raises:
             HarnessError: chat has no equivalent, or the requested model does not exist.

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import STRICT_TOOLS, recorded
 from tokencache.dialects.json_io import value_of
 
@@ -29,11 +28,6 @@ def is_bound(fields: Mapping[str, msgspec.Raw]) -> bool:
 def may_be_bound(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether a grammar may bind the reply: the request has one, or offers tools."""
     return is_bound(fields) or bool(value_of(fields.get("tools", _NULL)) and value_of(fields.get("tool_choice", _NULL)) != "none")
-
-
-def may_start_at_once(call: ChatCall) -> bool:
-    """Whether a grammar may bind the reply to a direct call from its first token: the call hides its reasoning."""
-    return not call.shows_reasoning and may_be_bound(call.fields)
 
 
 def _has_format(found: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,16 +10,19 @@ import xxhash
 from cachetools import LRUCache
 
 from tokencache.core.messages import exact_json
-from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.json_io import read_members, value_of
+from tokencache.dialects.members import RENDERED_BY_BOTH, RENDERED_BY_CHAT
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
 _NULL = Raw(b"null")
-_RENDERED_BY_BOTH = ("chat_template", "add_special_tokens", "mm_processor_kwargs")
-_RENDERED_BY_CHAT = ("chat_template_kwargs", "reasoning_effort", "documents")
-"""`_RENDERED_BY_BOTH` and `_RENDERED_BY_CHAT` are the members, besides messages and tools, that change what vLLM 0.32 renders
-(`chat_completion/protocol.py`, `ChatParams`). `/tokenize` accepts the former as they are, and the latter only as template arguments."""
+_ARGUMENTS: Mapping[str, tuple[tuple[type, ...], Any]] = {
+    "chat_template_kwargs": ((dict,), {}),
+    "reasoning_effort": ((str,), None),
+    "documents": ((list,), None),
+}
+"""Members that become arguments of the template: their types and defaults."""
 
 
 class RenderArgs(msgspec.Struct, frozen=True):
@@ -47,31 +51,30 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     Raises:
         HarnessError: one of them has the wrong type or cannot be read.
     """
-    kwargs = dict(member(fields, "chat_template_kwargs", (dict,), {}))
-    effort = member(fields, "reasoning_effort", (str,), None)
-    documents = member(fields, "documents", (list,), None)
+    found = read_members(fields, _ARGUMENTS)
+    kwargs, effort, documents = dict(found["chat_template_kwargs"]), found["reasoning_effort"], found["documents"]
     if documents is not None:
         kwargs["documents"] = documents
     if effort is not None:  # /tokenize ignores the member itself (vLLM 0.32)
         kwargs["reasoning_effort"] = effort
         kwargs.setdefault("enable_thinking", effort != "none")
-    members: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_BOTH if name in fields}
+    both: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_BOTH if name in fields}
     offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
-    chat: dict[str, Raw] = {name: fields[name] for name in _RENDERED_BY_CHAT if name in fields}
+    chat: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_CHAT if name in fields}
     if offered is not None and value_of(fields.get("tool_choice", _NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
-        template = exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in members.items()}])
+        template = exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}])
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
     digest = _hash(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
-    return RenderArgs(digest, _hash(template), members, chat, kwargs, offered)
+    return RenderArgs(digest, _hash(template), both, chat, kwargs, offered)
 
 
 def scope_of(model: str, fields: dict[str, Raw]) -> bytes:
     """Digest everything that shapes a prompt besides its messages (16 bytes): the prompt context of a chain."""
     h = hashlib.sha256(model.encode("utf-8", "surrogatepass") + b"\0")
-    for name in ("tools", *_RENDERED_BY_BOTH, *_RENDERED_BY_CHAT):
+    for name in ("tools", *RENDERED_BY_BOTH, *RENDERED_BY_CHAT):
         raw = fields.get(name)
         if raw is not None and bytes(raw) not in {b"null", b"[]", b"{}"}:
             h.update(name.encode() + b"=" + _canonical_member(bytes(raw)))

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core.messages import Message
-from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import PACKED, hide_tokens
+from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.dialects.stream_usage import HiddenUsage
 
@@ -57,6 +57,8 @@ class HiddenMembers:
 
 class PassthroughEncoder(ReplyEncoder):
     """Base of the reply encoders of chat and text completions; `fields` are the members of the client's request."""
+
+    verbatim = True
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._usage = HiddenUsage(fields)
@@ -180,12 +182,10 @@ def repeated_choice(choices: int, message: Message, finish_reason: str) -> list[
     return [WrittenChoice(position, message, finish_reason) for position in range(min(max(choices, 1), _MOST_CHOICES))]
 
 
-def write_completion(
-    *, call: str, created: float, model: str, choices: Sequence[WrittenChoice], prompt_tokens: int, completion_tokens: int
-) -> bytes:
-    """Write a whole chat completion (JSON) with the members that vLLM 0.32 writes; other dialects and streams are made from it.
+class WrittenReply(NamedTuple):
+    """A reply that the proxy writes.
 
-    Args:
+    Attributes:
         call: the call's id, from which the completion's id is made.
         created: Unix time in seconds.
         model: the model's name.
@@ -193,9 +193,25 @@ def write_completion(
         prompt_tokens: length of the prompt.
         completion_tokens: length of all choices.
     """
-    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + completion_tokens, "completion_tokens": completion_tokens}
-    members = {"id": f"chatcmpl-{call}", "created": int(created), "model": model}
-    return msgspec.json.encode(whole_completion([_choice(one) for one in choices], usage, members))
+
+    call: str
+    created: float
+    model: str
+    choices: Sequence[WrittenChoice]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The usage of a completion."""
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+def write_completion(reply: WrittenReply) -> bytes:
+    """Write a whole chat completion (JSON) with the members that vLLM 0.32 writes; other dialects and streams are made from it."""
+    members = {"id": f"chatcmpl-{reply.call}", "created": int(reply.created), "model": reply.model}
+    return msgspec.json.encode(whole_completion([_choice(one) for one in reply.choices], reply.usage, members))
 
 
 def _choice(one: WrittenChoice) -> dict[str, Any]:

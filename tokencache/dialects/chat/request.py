@@ -21,7 +21,8 @@ from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
-from tokencache.dialects.json_io import entries_of, fields_of, member, refuse_repeated, value_of
+from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
+from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -29,8 +30,14 @@ Raw = msgspec.Raw
 _EXTRAS = ("kv_transfer_params", "vllm_xargs")
 _EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix", gym.PREFIX)
 """Members of `_EXTRAS` that replace the prompt: vLLM's, those of the plugin for images and for prefixes by hash, and its exact prefix."""
-_READ_INSIDE = (*_EXTRAS, "stream_options", "chat_template_kwargs")
-"""Members whose own members the proxy reads, and that the engine gets as they are written."""
+_ASKED: Mapping[str, tuple[tuple[type, ...], Any]] = {
+    "stream": ((bool,), False),
+    "n": ((int,), 1),
+    "return_token_ids": ((bool,), False),
+    "logprobs": ((bool,), False),
+    "include_reasoning": ((bool,), True),
+}
+"""Members that say which reply the client gets: their types and defaults."""
 
 
 class ChatCall(msgspec.Struct):
@@ -196,17 +203,18 @@ def read_chat(
     _refuse_prompts(fields)
     settle(fields)
     model = resolve_model(fields, served)
+    args, asked = render_args(fields, tools), read_members(fields, _ASKED)
     call = ChatCall(
         fields=fields,
         raw_messages=raw_messages,
         conversation=None,
-        args=render_args(fields, tools),
+        args=args,
         model=model,
-        stream=member(fields, "stream", (bool,), False),
-        n=member(fields, "n", (int,), 1),
-        shows_ids=member(fields, "return_token_ids", (bool,), False),
-        shows_logprobs=member(fields, "logprobs", (bool,), False),
-        shows_reasoning=member(fields, "include_reasoning", (bool,), True),
+        stream=asked["stream"],
+        n=asked["n"],
+        shows_ids=asked["return_token_ids"],
+        shows_logprobs=asked["logprobs"],
+        shows_reasoning=asked["include_reasoning"],
         echoes=echoes,
         required_prefix=required_prefix,
     )
@@ -230,8 +238,9 @@ def read_chat(
     call.media = {**known.media, **media} if known is not None and known.media else media
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
-    call.continues = _continues(call)
-    call.plain = _plain_reason(call)
+    shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
+    call.continues = shaped and _continues(call)
+    call.plain = _plain_reason(call) if shaped else ""
     parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
 
@@ -242,10 +251,12 @@ def _refuse_prompts(fields: dict[str, Raw]) -> None:
     Raises:
         HarnessError: it has ids, or gives a member twice.
     """
-    for name in _READ_INSIDE:
+    for name in READ_INSIDE:
         if name in fields:
             refuse_repeated(bytes(fields[name]))
     for extras in _EXTRAS:
+        if extras not in fields:
+            continue
         given = member(fields, extras, (dict,), {})
         if (prompt := next((name for name in _EXACT_PROMPTS if given.get(name) is not None), None)) is not None:
             place = f"{extras}.{prompt}"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tokencache.dialects.members import KINDS, Kind
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -73,8 +74,8 @@ def _options(value: Any) -> dict[str, Any] | None:
     return value if all(meant[name] is given[name] for name in given) else value | meant
 
 
-class _Kind(NamedTuple):
-    """A kind of member.
+class _Reader(NamedTuple):
+    """How the values of a kind are read.
 
     Attributes:
         words: what its values are, for an error message.
@@ -88,32 +89,29 @@ class _Kind(NamedTuple):
 
 
 _INTEGERS = re.compile(rb"null|0|-?[1-9]\d{0,17}")
-_WHOLE = _Kind("a whole number", _INTEGERS, _whole)
-_COUNT = _Kind("a whole number", _INTEGERS, _count)
-_INTEGER = _Kind("a whole number", _INTEGERS, _integer)
-_NUMBER = _Kind("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number)
-_TRUTH = _Kind("true or false", re.compile(rb"null|true|false"), _truth)
-_IDS = _Kind("a list of token ids", re.compile(rb"null|\[\]"), _ids)
-_BIASES = _Kind("an object of numbers", re.compile(rb"null|\{\}"), _biases)
-_OPTIONS = _Kind(
+_WHOLE = _Reader("a whole number", _INTEGERS, _whole)
+_COUNT = _Reader("a whole number", _INTEGERS, _count)
+_INTEGER = _Reader("a whole number", _INTEGERS, _integer)
+_NUMBER = _Reader("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number)
+_TRUTH = _Reader("true or false", re.compile(rb"null|true|false"), _truth)
+_IDS = _Reader("a list of token ids", re.compile(rb"null|\[\]"), _ids)
+_BIASES = _Reader("an object of numbers", re.compile(rb"null|\{\}"), _biases)
+_OPTIONS = _Reader(
     f"an object, and its {_USAGE!r} and {_CONTINUOUS!r} true or false", re.compile(rb'null|\{"include_usage": ?(true|false)\}'), _options
 )
 
-_KINDS = {
-    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens", "min_tokens", "seed", "top_k", "truncate_prompt_tokens"), _WHOLE),
-    "thinking_token_budget": _INTEGER,
-    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _COUNT),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), _NUMBER),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "repetition_penalty"), _NUMBER),
-    **dict.fromkeys(("stream", "logprobs", "return_token_ids", "include_reasoning", "echo", "use_beam_search", "ignore_eos"), _TRUTH),
-    **dict.fromkeys(("continue_final_message", "add_generation_prompt", "add_special_tokens", "parallel_tool_calls"), _TRUTH),
-    **dict.fromkeys(("include_stop_str_in_output", "return_prompt_text", "return_weight_versions"), _TRUTH),
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), _IDS),
-    "logit_bias": _BIASES,
-    "stream_options": _OPTIONS,
+_READERS = {
+    Kind.WHOLE: _WHOLE,
+    Kind.COUNT: _COUNT,
+    Kind.INTEGER: _INTEGER,
+    Kind.NUMBER: _NUMBER,
+    Kind.TRUTH: _TRUTH,
+    Kind.IDS: _IDS,
+    Kind.BIASES: _BIASES,
+    Kind.OPTIONS: _OPTIONS,
 }
-"""The members that the proxy reads or records, besides texts and those that shape the prompt."""
-_TEXT_KINDS = {**_KINDS, "logprobs": _COUNT}
+_MEMBERS = {name: _READERS[kind] for name, kind in KINDS.items()}
+_TEXT_MEMBERS = {**_MEMBERS, "logprobs": _COUNT}
 
 
 def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
@@ -122,18 +120,18 @@ def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
     Raises:
         HarnessError: a value is not clear.
     """
-    kinds = _KINDS if chat else _TEXT_KINDS
+    readers = _MEMBERS if chat else _TEXT_MEMBERS
     for name, raw in list(fields.items()):
-        kind = kinds.get(name)
-        if kind is None or kind.plain.fullmatch(raw) is not None:
+        reader = readers.get(name)
+        if reader is None or reader.plain.fullmatch(raw) is not None:
             continue
         try:
             value = _DECODER.decode(raw)
-            meant = kind.read(value)
+            meant = reader.read(value)
         except (ValueError, RecursionError):  # NaN, a lone surrogate, or a number out of range
             meant = None
         if meant is None:
             shown = bytes(raw)[:80].decode(errors="replace")
-            raise HarnessError(f"{name!r} must be {kind.words}, not {shown}", param=name)
+            raise HarnessError(f"{name!r} must be {reader.words}, not {shown}", param=name)
         if meant is not value:
             fields[name] = Raw(_ENCODER.encode(meant))

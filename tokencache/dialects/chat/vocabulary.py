@@ -12,7 +12,7 @@ name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import xxhash
@@ -21,6 +21,7 @@ from cachetools import LRUCache
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
 from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
 
 Raw = msgspec.Raw
 
@@ -323,33 +324,6 @@ def resolve_model(fields: dict[str, Raw], served: Callable[[str], str]) -> str:
     return model
 
 
-_MAX_COMPLETION_TOKENS = "max_completion_tokens"
-"""OpenAI's current name for `max_tokens`. vLLM uses this one if a request has both (0.32)."""
-
-
-class _Rule(NamedTuple):
-    kinds: tuple[type, ...]
-    accepts: Callable[[Any], bool]
-    description: str
-
-
-_NUMBER, _INTEGER = (int, float), (int,)
-_PENALTY = _Rule(_NUMBER, lambda v: -2 <= v <= 2, "a number from -2 to 2")  # noqa: PLR2004
-
-PINNED: Mapping[str, _Rule] = {
-    "temperature": _Rule(_NUMBER, lambda v: 0 <= v <= 2, "a number from 0 to 2"),  # noqa: PLR2004
-    "top_p": _Rule(_NUMBER, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
-    "top_k": _Rule(_INTEGER, lambda v: v >= -1, "a whole number; 0 or -1 for all"),
-    "min_p": _Rule(_NUMBER, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-    "max_tokens": _Rule(_INTEGER, lambda v: v >= 1, "a whole number from 1"),
-    "seed": _Rule(_INTEGER, lambda v: -(2**63) <= v < 2**63, "a whole number of 64 bits"),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "repetition_penalty": _Rule(_NUMBER, lambda v: 0 < v < float("inf"), "a number above 0"),
-}
-"""Parameters that can be pinned, with the values that vLLM 0.32 accepts (`sampling_params.py`, `SamplingParams._verify_args`)."""
-
-
 def check_policy(policy: Mapping[str, Any]) -> None:
     """Check the names and values of a sampling policy.
 
@@ -357,11 +331,12 @@ def check_policy(policy: Mapping[str, Any]) -> None:
         ValueError: a name or value is not allowed. The message lists the allowed ones.
     """
     for name, value in policy.items():
-        rule = PINNED.get(name)
+        rule = PINS.get(name)
         if rule is None:
-            raise ValueError(f"{name[:80]!r} cannot be pinned; these can: {', '.join(PINNED)}")
-        if not isinstance(value, rule.kinds) or isinstance(value, bool) or not rule.accepts(value):
-            raise ValueError(f"{name!r} must be {rule.description}, not {str(value)[:80]}")
+            raise ValueError(f"{name[:80]!r} cannot be pinned; these can: {', '.join(PINS)}")
+        kinds = (int,) if KINDS[name] is Kind.WHOLE else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not rule.accepts(value):
+            raise ValueError(f"{name!r} must be {rule.words}, not {str(value)[:80]}")
 
 
 def pin(fields: dict[str, Raw], policy: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,12 +352,12 @@ def pin(fields: dict[str, Raw], policy: Mapping[str, Any]) -> dict[str, Any]:
             replaced[name] = requested
         fields[name] = Raw(msgspec.json.encode(value))
     if "max_tokens" in policy:
-        fields.pop(_MAX_COMPLETION_TOKENS, None)
+        fields.pop("max_completion_tokens", None)
     return replaced
 
 
 def _requested(fields: Mapping[str, Raw], name: str) -> Any:
-    for spelling in (_MAX_COMPLETION_TOKENS, name) if name == "max_tokens" else (name,):
+    for spelling in LIMITS if name == "max_tokens" else (name,):
         raw = fields.get(spelling)
         if raw is not None and bytes(raw) != b"null":
             return value_of(raw)

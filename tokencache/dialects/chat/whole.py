@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.members import OF_STREAMS
 
 Raw = msgspec.Raw
 
-STREAM_MEMBERS = ("stream", "stream_options")
-"""Members that only streaming requests have."""
 _MESSAGE = ("content", "refusal", "annotations", "audio", "function_call")
 _CHOICE = ("logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
 _NULLABLE = (
@@ -29,7 +28,7 @@ def whole_members(fields: Mapping[str, Raw]) -> dict[str, Raw]:
 
     `stream_options` without `stream` stays: vLLM refuses that, and does so for a direct client.
     """
-    dropped = STREAM_MEMBERS if bytes(fields.get("stream", Raw())) == b"true" else STREAM_MEMBERS[:1]
+    dropped = OF_STREAMS if bytes(fields.get("stream", Raw())) == b"true" else ("stream",)
     return {name: raw for name, raw in fields.items() if name not in dropped}
 
 

@@ -15,9 +15,9 @@ replies do, or with `MAX_TOKENS` if it was cut off.
 from typing import Any
 
 from tokencache.dialects import json_io
-from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
 from tokencache.dialects.gemini.vocabulary import error_of, finish_reason_of, object_of, usage_of
+from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import Thinking, signed
 

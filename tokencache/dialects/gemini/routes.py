@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 from tokencache.dialects import json_io
 from tokencache.dialects.base import (
-    EVENT_STREAM,
     DialectRequest,
     DirectReply,
     ModelCall,
@@ -28,6 +27,7 @@ from tokencache.dialects.base import (
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 from tokencache.dialects.gemini.request import Contents, chat_settings
 from tokencache.dialects.gemini.vocabulary import RequestObject, entry, error_of
+from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.errors import HarnessError
 
 _METHOD = re.compile(r"/v1(?:beta|alpha)?/(?:models|tunedModels)/(.+):(\w+)")
@@ -44,14 +44,14 @@ class GeminiDialect(TranslatedDialect):
     credential_parameters = ("key",)
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `TranslatedDialect.matches`."""
+        """See `Dialect.matches`."""
         if method == "POST":
             return _METHOD.fullmatch(unquote(path)) is not None
         listed = _MODELS.fullmatch(path) if method == "GET" else None
         return listed is not None and (listed[1] is not None or "x-goog-api-key" in headers or "x-goog-api-client" in headers)
 
     async def parse(self, request: DialectRequest) -> ParsedRequest:
-        """See `TranslatedDialect.parse`."""
+        """See `Dialect.parse`."""
         called = _METHOD.fullmatch(unquote(request.path)) if request.method == "POST" else None
         if called is None:
             return await _models(request)

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from tokencache.core.finish import FinishReason
-from tokencache.dialects.base import ReplyEncoder
 from tokencache.dialects.completion_reader import ChoicePart, CompletionChunk, ToolCallPart, Usage, text_piece
+from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, FreeformInput, ToolName, item_id
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import CLOSED, Thinking, signed

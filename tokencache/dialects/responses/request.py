@@ -25,7 +25,7 @@ import msgspec
 
 from tokencache.dialects import json_io
 from tokencache.dialects.gym import TAKEN, ReturnedIdFragments, take_all
-from tokencache.dialects.json_io import Position, bracketed, entries_of, fields_of, member
+from tokencache.dialects.json_io import Position, bracketed, entries_of, fields_of, member, read_members
 from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Item, ToolSelection, flat_name, handle_of, own_id
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
@@ -282,7 +282,7 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
     Raises:
         HarnessError: one of them has the wrong type.
     """
-    return {name: member(fields, name, kinds, default) for name, (kinds, default) in _SHOWN.items()}
+    return read_members(fields, _SHOWN)
 
 
 def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, ReturnedIdFragments]]:

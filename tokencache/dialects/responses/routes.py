@@ -83,12 +83,12 @@ class ResponsesDialect(TranslatedDialect):
     name = "responses"
 
     def matches(self, method: str, path: str, headers: Mapping[str, str]) -> bool:
-        """See `TranslatedDialect.matches`: everything under `/v1/responses` except vLLM's rendering, which samples nothing."""
+        """See `Dialect.matches`: everything under `/v1/responses` except vLLM's rendering, which samples nothing."""
         del method, headers
         return path == _ROOT or (path.startswith(f"{_ROOT}/") and path != _RENDER)
 
     async def parse(self, request: DialectRequest) -> ParsedRequest:
-        """See `TranslatedDialect.parse`."""
+        """See `Dialect.parse`."""
         if request.path == _ROOT and request.method == "POST":
             return await _call(request)
         if request.path == f"{_ROOT}/input_tokens" and request.method == "POST":

@@ -17,16 +17,16 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.chat.whole import STREAM_MEMBERS
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.dialects.gym_request import CHAT_MEMBERS
+from tokencache.dialects.members import OF_STREAMS
 from tokencache.dialects.thinking import in_text
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.drivers.nemo_rl import NemoDriver
 
 Raw = msgspec.Raw
 
-_NEVER_SENT = frozenset({*STREAM_MEMBERS, PREFIX, "kv_transfer_params"})
+_NEVER_SENT = frozenset({*OF_STREAMS, PREFIX, "kv_transfer_params"})
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _ENCODER = msgspec.json.Encoder()
 

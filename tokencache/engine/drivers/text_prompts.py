@@ -28,6 +28,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
+from tokencache.dialects.members import CHAT_ONLY, GUIDING, LIMITS
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
@@ -47,23 +48,6 @@ UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 _NULL, _TRUE = Raw(b"null"), Raw(b"true")
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _PROMPT = "prompt_token_ids"
-_NOT_FOR_COMPLETIONS = frozenset({
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning", "echo",
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs", "documents",
-    "media_io_kwargs", "mm_processor_kwargs", "return_prompt_text", "logprobs", "top_logprobs", "max_tokens",
-    "max_completion_tokens", "response_format", "structured_outputs", "functions", "function_call",
-})  # fmt: skip
-"""Members of a chat request that text completions do not have, or that have another meaning there."""
-_GUIDING = (
-    "tools",
-    "tool_choice",
-    "response_format",
-    "structured_outputs",
-    "parallel_tool_calls",
-    "reasoning_effort",
-    "chat_template_kwargs",
-)
-_LIMITS = ("max_completion_tokens", "max_tokens")
 _NOT_EVERYWHERE = ("bad_words",)
 """Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
 _CHECK = Raw(b"[" + EPISODE[0] + b"]")
@@ -124,7 +108,7 @@ class TextPrompts(Vllm):
         if bytes(fields.get("logprobs", _NULL)) != b"true" or any(_has(fields, name) for name in _NOT_EVERYWHERE):
             return None
         constrained = any(_has(fields, name) for name in ("tools", "response_format", "structured_outputs"))
-        if not constrained and any(_has(fields, name) for name in _LIMITS):
+        if not constrained and any(_has(fields, name) for name in LIMITS):
             return text_completion(fields, prompt.fragment, Guidance())
         guidance = await self._guidance_for(fields, target)
         if guidance is None:
@@ -134,7 +118,7 @@ class TextPrompts(Vllm):
         return text_completion(fields, prompt.fragment, guidance._replace(limit=limit))
 
     async def _guidance_for(self, fields: Mapping[str, Raw], target: Target) -> Guidance | None:
-        body = _ENCODER.encode({name: fields[name] for name in ("model", *_GUIDING) if name in fields} | {"messages": ANY_MESSAGES})
+        body = _ENCODER.encode({name: fields[name] for name in ("model", *GUIDING) if name in fields} | {"messages": ANY_MESSAGES})
         key = hashlib.blake2b(body, digest_size=16).digest()
         found = self._guidance.get(key)
         if found is None:
@@ -223,8 +207,8 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: G
 
     A call without a limit gets the guidance's limit, because the default of text completions is 16 tokens, even for `null`.
     """
-    body: dict[str, Any] = {name: value for name, value in whole_members(fields).items() if name not in _NOT_FOR_COMPLETIONS}
-    body["max_tokens"] = next((fields[name] for name in _LIMITS if _has(fields, name)), guidance.limit)
+    body: dict[str, Any] = {name: value for name, value in whole_members(fields).items() if name not in CHAT_ONLY}
+    body["max_tokens"] = next((fields[name] for name in LIMITS if _has(fields, name)), guidance.limit)
     if bytes(fields.get("logprobs", _NULL)) == b"true":
         most = fields.get("top_logprobs", _NULL)
         body["logprobs"] = most if bytes(most) != b"null" else 0

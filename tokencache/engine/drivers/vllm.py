@@ -16,7 +16,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
-from tokencache.dialects.chat.grammar import is_bound, may_start_at_once
+from tokencache.dialects.chat.grammar import is_bound, may_be_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import value_of
@@ -61,7 +61,7 @@ class Vllm(Driver):
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
-        if target.generates and not call.media and may_start_at_once(call):
+        if target.generates and not (call.media or call.shows_reasoning) and may_be_bound(call.fields):
             try:
                 bound = await self._bound_replies.request(call, whole_members(members_with_ids(call)), prompt, target)
             except EngineError as why:

@@ -30,6 +30,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import Turn
+from tokencache.dialects.members import UNRECORDED
 from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
@@ -45,8 +46,6 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two checks of a call that another replica serves."""
-_NOT_RECORDED = ("prompt_logprobs", "echo", "return_weight_versions", "return_prompt_text")
-"""Members of a request that ask for values that are not recorded with a turn."""
 _OFF = frozenset({b"null", b"false"})
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
@@ -301,5 +300,5 @@ async def _log_failure(task: _Task) -> None:
 def _can_be_replayed(response: Response) -> bool:
     """Whether everything that the client requests is recorded with a turn."""
     chat = response.chat
-    more = any(bytes(chat.fields[name]) not in _OFF for name in _NOT_RECORDED if name in chat.fields)
+    more = any(bytes(chat.fields[name]) not in _OFF for name in UNRECORDED if name in chat.fields)
     return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from tokencache.core.turn import Turn, TurnMark
-from tokencache.dialects.chat.reply import WrittenChoice, write_completion
+from tokencache.dialects.chat.reply import WrittenChoice, WrittenReply
 from tokencache.dialects.json_io import member
-from tokencache.dialects.text_completions import write_text_completion
 from tokencache.engine.reply import Reply
 from tokencache.proxy.call import undelivered
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
@@ -69,12 +68,10 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
     """Send a recorded reply in the form that the client requested; `turns` are its choices."""
     first, chat, exchange = turns[0], response.chat, response.exchange
-    if exchange.encoder_for is not None:
-        response.exchange = exchange._replace(encoder=await exchange.encoder_for(first.handle))
+    response.exchange = exchange._replace(encoder=await exchange.encoder_for(first.handle))
     per_prompt = max(1, member(chat.fields, "n", (int,), 1))
     prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several prompts
-    write = write_text_completion if chat.dialect == "completions" else write_completion
-    body = write(
+    reply = WrittenReply(
         call=with_request_id(exchange.headers, first.call)[REQUEST_ID],
         created=first.created,
         model=first.model,
@@ -82,4 +79,4 @@ async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamRes
         prompt_tokens=prompt,
         completion_tokens=sum(turn.completion_tokens for turn in turns),
     )
-    return await response.send(body, Reply(chat.n), first.prompt_tokens)
+    return await response.send(exchange.dialect.completion(reply), Reply(chat.n), first.prompt_tokens)
