@@ -11,7 +11,7 @@ A source adds what it reads to its `reply`. When it has ended, its `end` says ho
 import asyncio
 import contextlib
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -109,7 +109,7 @@ class ReplySource:
         """Add what is still missing in the record, because the client left while the reply was read."""
 
 
-class WholeSource(ReplySource):
+class WholeSource(ReplySource, ABC):
     """A source of one whole reply."""
 
     @abstractmethod
