@@ -10,10 +10,13 @@ from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tokencache.core.context import unpack_context, whole_context
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
+from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
+from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
 from tokencache.proxy.plan import Plan
+from tokencache.proxy.policy_version import UNREAD
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.recorder import Outcome
+from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
 
 
@@ -71,9 +74,10 @@ def test_of_images_only_references_are_stored_with_the_messages():
     reply = Reply()
     choice = {"message": {"content": "A cat."}, "finish_reason": "stop", "token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
     reply.add(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
-    plan = Plan(match="plain", reason=call.plain)
-    outcome = Outcome(session="s", epoch="l", call_id="c", call=call, plan=plan, reply=reply, model=None, started=0.0)
-    recorded = outcome.record(PrefixCache(MemoryStore(), max_bytes=1000))
+    planned = PlannedCall(engine=None, model=None, plan=Plan(match="plain", reason=call.plain), weights=UNREAD)
+    begun = BegunCall(id="c", session="s", chat=call, started=0.0)
+    facts = CallFacts(call=begun, epoch="l", planned=planned, reply=reply, judged=judge_reply(reply), ended=1.0)
+    recorded = turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000))
     (entry,), (held,) = recorded.entries, recorded.prefixes
     assert entry.turn.marks == ("media",)
     assert entry.keys == ()  # the engine did not say where the image is, so no call continues from here

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, events, proxied, results, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, user
 from tests.support.waiting import until
-from tokencache.testing import Fault
+from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
 BROKEN = (aiohttp.ClientError, ConnectionError)
@@ -194,3 +195,34 @@ async def until_closed(rig, session="s"):
         return not (await rig.info(session))["open_calls"]
 
     await until(closed)
+
+
+COMPLETIONS, DERENDER = "/v1/completions", CHAT + "/derender"
+SPOKEN = [("user", "EPISODE:talk"), ("assistant", "One, two, three, four, five, six, seven — naïve."), ("user", "go on")]
+WRITTEN = [{"role": role, "content": text} for role, text in SPOKEN]
+CONTENTS = [{"role": role.replace("assistant", "model"), "parts": [{"text": text}]} for role, text in SPOKEN]
+TALKS = {  # path, the member with the messages, all messages, other members, and some of the error that a client of this dialect gets
+    "chat": (CHAT, "messages", WRITTEN, {}, {"type": "upstream_error", "code": 502}),
+    "chat stream": (CHAT, "messages", WRITTEN, {"stream": True}, {"type": "upstream_error", "code": 502}),
+    "messages": ("/v1/messages", "messages", WRITTEN, {"model": "sim", "max_tokens": 99}, {"type": "api_error"}),
+    "responses": ("/v1/responses", "input", WRITTEN, {"model": "sim"}, {"type": "upstream_error"}),
+    "gemini": ("/v1beta/models/sim:generateContent", "contents", CONTENTS, {}, {"code": 502, "status": "UNAVAILABLE"}),
+}
+
+
+@pytest.mark.parametrize("dialect", TALKS)
+async def test_an_aborted_reply_without_its_text_is_an_error(dialect):
+    """Where the call cannot be made again: the client gets no reply without text, and the engine is probed again."""
+    path, member, messages, more, error = TALKS[dialect]
+    engine = SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True)
+    async with proxied(engine, engine_kind="completions", aborted="pass") as rig:
+        await rig.post("s", path, **{member: messages[:1]}, **more)
+        rig.engine.faults += [replace(Fault.abort(4), path=COMPLETIONS), Fault.answer(500, "no parser today", path=DERENDER)]
+        status, said = await rig.post("s", path, **{member: messages}, **more)
+        assert status == 502
+        assert "no parser today" in said["error"]["message"]
+        assert error.items() <= said["error"].items()
+        turn = (await rig.turns())[1]
+        assert (turn["match"], turn["completion_tokens"], turn["finish_reason"]) == ("continue", 4, "abort")
+        assert {"engine-aborted", "engine-error"} <= {*turn["marks"]}
+        assert not (await rig.readiness())["engine"]["models"]

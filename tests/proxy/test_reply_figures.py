@@ -12,8 +12,8 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, assembled, echo, events, proxied, user
 from tests.proxy.spoiling import SpoilingGateway, changed, unproven
 from tests.support.pairwise import each
+from tokencache.engine import figures
 from tokencache.engine.figures import Finding
-from tokencache.proxy import recorder
 from tokencache.testing import Fault, SimulatedEngine
 
 TEXT = "<think>\nr\n</think>\n\nGo, then say so."
@@ -474,8 +474,8 @@ async def test_the_check_sees_what_is_trusted(monkeypatch):
     def trust(reply, *_, **__):
         return {index: Finding(len(choice.ids)) for index, choice in reply.choices.items()}
 
-    monkeypatch.setattr(recorder, "judge", trust)
-    monkeypatch.setattr(recorder, "wrong_prompt", lambda _: "")
+    monkeypatch.setattr(figures, "judge", trust)
+    monkeypatch.setattr(figures, "wrong_prompt", lambda _: "")
     async with spoilt() as (rig, gateway):
         found, _ = await attacked(rig, gateway, random.Random(1), 60)
     assert len(found) > 5

@@ -6,7 +6,7 @@ from tests.support.waiting import PATIENCE
 from tokencache.api import routes
 from tokencache.api.viewer import tokens
 from tokencache.engine import health, upstream
-from tokencache.proxy import call, continuation, policy_version
+from tokencache.proxy import continuation, dispatch, policy_version
 from tokencache.server import drain
 
 
@@ -22,7 +22,7 @@ def patient(monkeypatch):
         (upstream, "CONNECT_SECONDS"),
         (routes, "DRIFT_TIMEOUT"),
         (tokens, "_TIMEOUT"),
-        (call, "_PLACES_SECONDS"),
+        (dispatch, "_PLACES_SECONDS"),
         (continuation, "WORDS_SECONDS"),
         (policy_version, "_SECONDS"),
         (drain, "CANCEL_SECONDS"),

@@ -25,6 +25,7 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tokencache.core.incidents import IncidentKind
@@ -50,6 +51,30 @@ class Finding(NamedTuple):
     hole: IncidentKind | None = None
     detail: str = ""
     no_logprobs: str = ""
+
+
+class Judgement(NamedTuple):
+    """What the figures of a reply prove.
+
+    Attributes:
+        found: the same for each choice.
+        wrong_prompt: why the reported prompts are not certain, in words; `""` if they are.
+        uncertain: whether ids of the reply are in doubt.
+        whole: whether the reply is complete, and all its ids are certain.
+    """
+
+    found: Mapping[int, Finding]
+    wrong_prompt: str
+    uncertain: bool
+    whole: bool
+
+
+def judge_reply(reply: Reply, *, broken_off: bool = False) -> Judgement:
+    """Judge a reply that has ended; `broken_off` is whether its end is missing although it may look complete."""
+    complete = not (broken_off or reply.error or reply.unreadable)
+    found, wrong = judge(reply, whole=complete), wrong_prompt(reply)
+    uncertain = bool(wrong) or any(finding.hole is not None for finding in found.values())
+    return Judgement(found, wrong, uncertain, complete and not uncertain)
 
 
 def judge(reply: Reply, *, whole: bool = False) -> dict[int, Finding]:

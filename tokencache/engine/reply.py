@@ -21,7 +21,7 @@ counts:
 A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -30,6 +30,9 @@ from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.engine import long_values
 from tokencache.engine.prompt_echo import PromptEcho, non_null
+
+if TYPE_CHECKING:
+    from tokencache.core.media import Places
 
 Raw = msgspec.Raw
 
@@ -325,6 +328,7 @@ class Reply:
         vocabulary: the number of ids that the model has, 0 if unknown; set by the caller.
         must_count: whether the engine counts the tokens of all its replies; set by the caller.
         version: the weight version in the reply's header, `""` if there is none.
+        places: the placeholders of media in the prompt, as the engine reports them; `None` if it reports none. Set by the caller.
     """
 
     def __init__(self, choices: int = 1) -> None:
@@ -338,6 +342,7 @@ class Reply:
         self.vocabulary, self.must_count = 0, False
         self._continued = False
         self.version = ""
+        self.places: Places | None = None
         self._choices: dict[int, Choice] = {}
         self._deferred: list[bytes] = []
         self._metadata: _WeightMetadata | None = None

@@ -30,7 +30,8 @@ In the order of a call:
 `delivery`           what the client receives of the reply, and when
 `response`           writes the HTTP response
 `generated_replies`  writes replies without an engine: for a used-up budget, and for a prompt that is too long
-`recorder`           makes turns from a reply
+`facts`              what is known of a call: from its beginning on, as it is planned, and at its end
+`recorder`           makes turns from these facts
 `policy_version`     finds out which policy version sampled each token
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails

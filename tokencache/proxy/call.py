@@ -26,11 +26,11 @@ from tokencache import metrics
 from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
-from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.reply_encoder import EVENT_STREAM
+from tokencache.engine.figures import judge_reply
 from tokencache.engine.images import read_places
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import EngineError, HarnessError
@@ -53,20 +53,18 @@ from tokencache.proxy.call_states import (
 from tokencache.proxy.client_ids import compare
 from tokencache.proxy.delivery import CLIENT_LEFT, ReplyDelivery, StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch, Services
+from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.gathered_reply import Gathered
-from tokencache.proxy.generated_replies import budget_reply
-from tokencache.proxy.plan import Plan
+from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
-from tokencache.proxy.recorder import ABORTED, DROPPED, Outcome, Recorded
-from tokencache.proxy.reply_source import Body, Continued, End, EndKind, Stream
+from tokencache.proxy.recorder import turns_of
+from tokencache.proxy.reply_source import Body, Continued, End, EndKind, ReplySource, Stream, WholeSource
 from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult, Join, OpenCall
 
 log = logging.getLogger(__name__)
 
 _OK = 200
-_PLACES_SECONDS = 10.0
-"""Seconds to wait for the places of the images in a prompt."""
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
@@ -115,18 +113,16 @@ class CallAttempt:
         self.engine = Party(REQUEST, RequestState.IDLE)
         self.client = asked.response.client
         self.shown = Party(SHOWN, ShownState.NOTHING)
-        self._session, self._chat, self._response, self._fingerprint, self._settings = asked
-        self._exchange = asked.response.exchange
+        self._call = BegunCall(id=self.id, session=asked.session, chat=asked.chat, fingerprint=asked.fingerprint, started=time.time())
+        self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange
         self._services, self._ledger = services, services.ledger
         self._budget, self._may_resample = budget, may_resample
         self._keys = keys_wanted(asked.chat)
-        self._reply = Reply(asked.chat.n)
         self._begun: BeginResult | None = None
-        self._outcome: Outcome
         self._dispatch: Dispatch
-        self._delivery: ReplyDelivery | None = None
+        self._source = ReplySource(Reply(asked.chat.n))
+        self._second = ""
         self._documents: dict[str, bytes] = {}
-        self._started = time.time()
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -170,13 +166,13 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
             CancelledError: the client left meanwhile.
         """
-        first = [request_key(self._fingerprint)] if self._fingerprint else []  # the look-up ends at the first known `c` key
+        first = [request_key(self._call.fingerprint)] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
         self.record.advance(RecordEvent.OPEN)
         begun = None
         opened = False
         try:
             begun = await self._ledger.begin(
-                self._session, self.id, [*first, *self._keys], fingerprint=self._fingerprint, join=join, settings=self._settings
+                self._call.session, self.id, [*first, *self._keys], fingerprint=self._call.fingerprint, join=join, settings=self._settings
             )
             opened = begun is None or begun.duplicate is None
         finally:
@@ -186,18 +182,7 @@ class CallAttempt:
                 self._end(RecordEvent.NOT_OPENED)
         if begun is not None and opened:
             self._begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
-        self._outcome = Outcome(
-            session=self._session,
-            epoch=begun.epoch if begun is not None else "",
-            call_id=self.id,
-            call=self._chat,
-            plan=Plan(match="plain"),
-            reply=self._reply,
-            model=None,
-            started=self._started,
-            asked=self._fingerprint,
-        )
-        self._dispatch = Dispatch(self._outcome, self._exchange, self._services, self._keys, self._begun, request=self.engine)
+        self._dispatch = Dispatch(self._call, self._exchange, self._services, self._keys, self._begun, request=self.engine)
         if self.client.state is ClientState.LEFT:
             raise asyncio.CancelledError
         if begun is None:
@@ -210,7 +195,7 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        await self._store(self._ledger.settle(self._begun, self._session, self.id, incidents, documents=self._documents))
+        await self._store(self._ledger.settle(self._begun, self._call.session, self.id, incidents, documents=self._documents))
 
     @property
     def ended(self) -> bool:
@@ -240,7 +225,6 @@ class CallAttempt:
     def orphan(self) -> None:
         """Continue without the client, or for another grace period."""
         self.client.advance(ClientEvent.ORPHAN)
-        self._outcome.unanswered = True
 
     async def _store(self, work: Awaitable[None]) -> None:
         """Write the end of the call, and finish the write even if the client leaves meanwhile.
@@ -261,72 +245,76 @@ class CallAttempt:
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
         """End a call without a turn, and record an incident. Raises the errors of `close`."""
-        metrics.CALLS.labels(self._chat.dialect, kind).inc()
-        incident = self._outcome.incident(kind, detail, hole=hole)
+        metrics.CALLS.labels(self._call.chat.dialect, kind).inc()
+        incident = self._call.incident(kind, detail, hole=hole)
         self._log(incident)
         await self.close([incident])
 
-    async def _record(self) -> None:
-        """End a call with the turns of its reply. Raises the errors of `close`."""
-        await self._store(self._write_turns())
-
     async def _write_cancelled_turns(self) -> None:
-        if self._delivery is not None:
-            await self._delivery.receive_for_record()
-        self._outcome.broke, self._outcome.detail = ABORTED, CLIENT_LEFT
-        await self._write_turns()
+        await self._source.read_for_record()
+        await self._write_turns(TurnMark.ABORTED, CLIENT_LEFT)
 
-    async def _write_turns(self) -> None:
-        outcome, ended = self._outcome, time.time()
-        await outcome.weights.end()
-        if self._chat.media and outcome.places is None:
-            outcome.places = await self._find_places()
-        await self._ledger.keep_experts(outcome)
-        await self._ledger.keep_media(self._begun, outcome)
+    async def _write_turns(self, mark: str, detail: str) -> None:
+        """Write the turns of the reply; `mark` and `detail` as in `CallFacts`."""
+        call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.time()
+        unanswered, media_kept = self.client.state is ClientState.ORPHANED, True
+        await weights.end()
+        if call.chat.media:
+            if reply.places is None:
+                reply.places = await self._dispatch.find_places(reply.prompt.packed)
+            media_kept = not reply.choices or await self._ledger.keep_media(self._begun, call)
         try:
-            recorded = outcome.record(self._ledger.prefixes)
+            facts = await self._ledger.keep_experts(self._facts(mark, detail, unanswered=unanswered, media_kept=media_kept))
+            recorded = turns_of(facts, self._ledger.prefixes)
         except Exception as why:  # a bug in tokencache: the client gets its reply, and the trainer an incident
-            log.exception("session %s call %s: no turn could be made of the reply", self._session, self.id)
-            recorded = Recorded([], [], [outcome.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")])
-        self._doubt_engine({incident.kind for incident in recorded.incidents})
-        documents = {**outcome.weights.salt.documents, **(self._exchange.encoder.documents() if outcome.whole else {})}
-        if outcome.whole and outcome.unanswered:
-            documents |= {undelivered(self.id): b"1"}
-        await self._ledger.end(self._begun, outcome, recorded, documents)
+            log.exception("session %s call %s: no turn could be made of the reply", call.session, call.id)
+            incidents = [call.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")]
+            await self._ledger.settle(self._begun, call.session, call.id, incidents)
+        else:
+            incidents = recorded.incidents
+            self._dispatch.check({incident.kind for incident in incidents})
+            documents = {**weights.salt.documents, **(self._exchange.encoder.documents() if facts.judged.whole else {})}
+            if facts.judged.whole and unanswered:
+                documents |= {undelivered(self.id): b"1"}
+            await self._ledger.end(self._begun, facts, recorded, documents)
+            if log.isEnabledFor(logging.DEBUG):
+                for turn in (entry.turn for entry in recorded.entries):
+                    words = f"{turn.match} {turn.reason}, {turn.prompt_tokens} + {turn.completion_tokens} tokens, {turn.finish_reason}"
+                    log.debug("session %s turn %s: %s", call.session, turn.id, words)
         metrics.AFTER.observe(time.time() - ended)
-        metrics.counter(metrics.CALLS, outcome.call.dialect, outcome.broke or ("error" if outcome.reply.error else "answered")).inc()
-        if log.isEnabledFor(logging.DEBUG):
-            for turn in (entry.turn for entry in recorded.entries):
-                counts = f"{turn.prompt_tokens} + {turn.completion_tokens} tokens"
-                log.debug("session %s turn %s: %s %s, %s, %s", self._session, turn.id, turn.match, turn.reason, counts, turn.finish_reason)
-        for incident in recorded.incidents:
+        metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).inc()
+        for incident in incidents:
             self._log(incident)
 
-    async def _find_places(self) -> Places | None:
-        """Ask the engine where the images of a prompt are that it rendered; `None` if it cannot say."""
-        prompt = self._reply.prompt.packed
-        if prompt is None or self._outcome.plan.exact is not None:
-            return None
-        try:
-            async with asyncio.timeout(_PLACES_SECONDS):
-                dispatch = self._dispatch
-                return await dispatch.driver.places(self._chat, prompt, dispatch.sender.target(dispatch.engine))
-        except (EngineError, TimeoutError) as why:
-            log.warning("session %s call %s: the places of its images are not known: %s", self._session, self.id, why)
-            return None
+    def _facts(self, mark: str, detail: str, *, unanswered: bool, media_kept: bool) -> CallFacts:
+        """Collect what the parties know at the end of the call, and learn from a reply that is certain."""
+        source, reply, dispatch, model = self._source, self._source.reply, self._dispatch, self._dispatch.planned.model
+        judged = judge_reply(reply, broken_off=bool(mark))
+        if judged.whole and model is not None:
+            for choice in reply.choices.values():
+                model.observe(choice)
+        return CallFacts(
+            call=self._call,
+            epoch=dispatch.epoch,
+            second=self._second,
+            planned=dispatch.planned,
+            request=dispatch.sender.posted,
+            late_grammar=dispatch.sender.request.late_grammar,
+            reply=reply,
+            pieces=source.pieces,
+            again=source.gave_up or dispatch.planned.again,
+            mark=mark,
+            detail=detail,
+            judged=judged,
+            unanswered=unanswered,
+            media_kept=media_kept,
+            ended=time.time(),
+        )
 
     def _log(self, incident: Incident) -> None:
         """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
-        log.warning("session %s call %s: %s", self._session, self.id, incident.kind)
-        log.debug("session %s call %s: %s: %s", self._session, self.id, incident.kind, incident.detail)
-
-    def _doubt_engine(self, kinds: set[str]) -> None:
-        """Probe the engine again if its behaviour contradicts the probe: another engine may run at its URL now."""
-        model = self._outcome.model
-        if IncidentKind.ENGINE_DISAGREES in kinds:
-            self._dispatch.engine.doubt("it used other ids than were sent")
-        elif IncidentKind.NO_TOKEN_IDS in kinds and model is not None and model.capability.level != "relay":
-            self._dispatch.engine.doubt("it no longer says which ids it used")
+        log.warning("session %s call %s: %s", self._call.session, self.id, incident.kind)
+        log.debug("session %s call %s: %s: %s", self._call.session, self.id, incident.kind, incident.detail)
 
     # Plan and send
 
@@ -345,68 +333,74 @@ class CallAttempt:
             HarnessError: the prompt would not begin with the ids that the client requires.
             StoreError: the store failed and the policy is strict.
         """
-        self._outcome.second = second
-        self._documents = dict(documents)
+        self._second, self._documents = second, dict(documents)
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
             async with self._response.keep_alive():
-                answer = await self._dispatch.accepted(self._dispatch.post_call)
+                answer = await self._dispatch.accepted()
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
             await self._conclude(End(EndKind.ABORTED))  # the engine died before it answered: nothing that it sampled is known
             return None
         try:
-            await self._note_answer(answer)
-            self._delivery = self._delivery_of(answer)
-            end = await self._delivery.receive()
+            delivery = self._delivery_of(answer)
+            if self._call.chat.echoes:
+                await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
+            end = await delivery.receive()
             async with self._response.keep_alive():
                 await self._conclude(end)
-            return None if end.kind is EndKind.ABORTED else await self._delivery.answer(end)
+            if end.kind is EndKind.OVERFLOW:
+                return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
+            return None if end.kind is EndKind.ABORTED else await delivery.answer(end)
         finally:
             answer.close()
 
-    async def _note_answer(self, answer: aiohttp.ClientResponse) -> None:
-        """Note what the head of the engine's answer says."""
-        self._reply.prompt.sent = self._outcome.plan.sent
+    def _reply_of(self, answer: aiohttp.ClientResponse) -> Reply:
+        """Begin the reply with what is known before it arrives: from the plan, and from the head of the engine's answer."""
+        planned, reply = self._dispatch.planned, self._source.reply
+        if planned.model is not None:
+            reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
+        reply.prompt.sent = planned.plan.sent
         if self._dispatch.sender.proven:
-            self._reply.prompt.confirm()
-        if self._chat.media:
-            self._outcome.places = read_places(answer.headers)
-        self._reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
-        if self._chat.echoes:
-            await self._compare_returned_ids()
+            reply.prompt.confirm()
+        if self._call.chat.media:
+            reply.places = read_places(answer.headers)
+        reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
+        return reply
 
     def _delivery_of(self, answer: aiohttp.ClientResponse) -> ReplyDelivery:
         """Choose how the engine's answer is read, and how the client receives it."""
-        dispatch, response, outcome = self._dispatch, self._response, self._outcome
-        deliver = response, answer, dispatch.driver, self._outcome, self.shown
-        again = self._may_resample
+        dispatch, planned, response, call = self._dispatch, self._dispatch.planned, self._response, self._call
+        reply, driver, streams = self._reply_of(answer), planned.engine.driver, False
+        source: WholeSource | Stream
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
-            streams = dispatch.sender.streams and not dispatch.whole
-            return WholeDelivery(Body(answer, outcome, dispatch, response.holding), *deliver, streams=streams, may_resample=again)
-        if dispatch.gathers:
-            stream = Continued(answer, outcome, dispatch, response, with_prompt=False, with_words=False)
-            return WholeDelivery(Gathered(stream, outcome, dispatch, response.holding), *deliver, streams=False, may_resample=again)
-        if dispatch.continues:
-            stream = Continued(answer, outcome, dispatch, response, with_prompt=self._chat.shows_ids, with_words=True)
-            return StreamDelivery(stream, *deliver, may_resample=again)
-        return StreamDelivery(Stream(answer, outcome, with_prompt=self._chat.shows_ids), *deliver, may_resample=again)
+            source = Body(answer, reply, call.chat, dispatch, response.holding)
+            streams = dispatch.sender.streams and not planned.whole
+        elif planned.continues is None:
+            source = Stream(answer, reply, with_prompt=call.chat.shows_ids)
+        else:
+            words = not planned.gathers
+            asked = {"with_prompt": call.chat.shows_ids and words, "with_words": words}
+            stream = Continued(answer, reply, call, dispatch, planned.continues, response=response, **asked)
+            source = stream if words else Gathered(stream, call, dispatch, response.holding)
+        self._source = source
+        deliver = response, answer, driver, self.shown
+        if isinstance(source, Stream):
+            return StreamDelivery(source, *deliver, may_resample=self._may_resample)
+        return WholeDelivery(source, *deliver, streams=streams, may_resample=self._may_resample)
 
     async def _conclude(self, end: End) -> None:
         """End the call in the store. Raises the errors of `close`."""
-        outcome = self._outcome
         if end.kind is EndKind.ABORTED:
-            outcome.broke, outcome.detail = DROPPED, _ASKED_AGAIN
-            await self._record()
+            await self._store(self._write_turns(TurnMark.ENGINE_ABORTED, _ASKED_AGAIN))
         elif end.incident is not None:
             await self._settle(end.incident, end.detail)
         else:
             if end.kind is EndKind.UNPARSED and end.detail:
-                self._dispatch.engine.doubt(end.detail)
-            outcome.broke, outcome.detail = end.mark, end.detail
-            await self._record()
+                self._dispatch.planned.engine.doubt(end.detail)
+            await self._store(self._write_turns(end.mark, end.detail))
 
     @property
     def _may_be_made_again(self) -> bool:
@@ -415,8 +409,9 @@ class CallAttempt:
         It may if its reply would have been continued, or if the engine was dying already when the call was planned: then the probe has
         found nothing.
         """
-        dying = self._outcome.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
-        return self._may_resample and (self._dispatch.continues or dying)
+        planned = self._dispatch.planned
+        dying = planned.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
+        return self._may_resample and (planned.continues is not None or dying)
 
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
@@ -427,27 +422,11 @@ class CallAttempt:
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""
-        metrics.CALLS.labels(self._chat.dialect, IncidentKind.BUDGET_SPENT).inc()
-        number = self._ledger.count_over_budget(self._session)
-        log.info("session %s call %s: %s: %s", self._session, self.id, IncidentKind.BUDGET_SPENT, spent)
-        await self.close([self._outcome.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
-        return await self._response.send(budget_reply(self._exchange.dialect, self._chat, self.id), self._reply)
-
-    # Forward the engine's answer
-
-    async def _compare_returned_ids(self) -> None:
-        """Add incidents where token ids that the client sent back differ from the record."""
-        plan = self._outcome.plan
-        differences = await compare(
-            self._session,
-            self._chat,
-            parent=plan.parent,
-            parent_messages=plan.basis.messages,
-            used=plan.client_places,
-            prefixes=self._ledger.prefixes,
-            store=self._ledger.store,
-        )
-        self._outcome.noted += [self._outcome.incident(kind, detail) for kind, detail in differences]
+        metrics.CALLS.labels(self._call.chat.dialect, IncidentKind.BUDGET_SPENT).inc()
+        number = self._ledger.count_over_budget(self._call.session)
+        log.info("session %s call %s: %s: %s", self._call.session, self.id, IncidentKind.BUDGET_SPENT, spent)
+        await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
+        return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
 
 
 def undelivered(call: str) -> str:

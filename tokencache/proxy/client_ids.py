@@ -47,6 +47,8 @@ from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import TailRefusedError
 from tokencache.engine.template.shapes import TailRequest
 from tokencache.errors import HarnessError
+from tokencache.proxy.facts import BegunCall
+from tokencache.proxy.plan import Plan
 from tokencache.proxy.prefix_cache import CachedPrefix, PrefixCache
 from tokencache.store.base import Store, StoreError
 
@@ -309,65 +311,43 @@ def _plain(text: str, message: Message) -> str:
 # --- differences between returned and recorded ids ---
 
 
-async def compare(
-    session: str,
-    call: ChatCall,
-    *,
-    parent: str | None,
-    parent_messages: int,
-    used: Sequence[int],
-    prefixes: PrefixCache,
-    store: Store,
-) -> list[tuple[IncidentKind, str]]:
-    """Compare the ids that a client sent back with a call with the recorded ids.
+async def compare(call: BegunCall, plan: Plan, prefixes: PrefixCache, store: Store) -> None:
+    """Compare the ids that a client sent back with a call with the recorded ids, and note incidents where they differ.
 
     In a lineage each turn's ids are a beginning of the next turn's prompt. So the returned ids are compared, as text, with the cached
-    prefix that the call continues. Only ids that are not a beginning of it are looked up among the session's turns.
-
-    Args:
-        session: the session's name.
-        call: the call.
-        parent: the id of the turn that the call continues; `None` if there is none.
-        parent_messages: the number of its messages that are those of the parent's request.
-        used: the places of replies with returned ids that the prompt uses.
-        prefixes: the cached prefixes.
-        store: the store.
-
-    Returns:
-        Kinds of incidents with details; empty if nothing differs, or if the store does not answer.
+    prefix that the call continues. Only ids that are not a beginning of it are looked up among the session's turns. If the store does not
+    answer, nothing is compared.
     """
-    echoes = _echoes_of_replies(call)
-    if not echoes or call.conversation is None:
-        return []
+    echoes, conversation, used = _echoes_of_replies(call.chat), call.chat.conversation, plan.client_places
+    if not echoes or conversation is None:
+        return
     try:
-        if parent is not None and parent_messages:
-            prefix = await prefixes.get(session, parent)
+        if plan.parent is not None and plan.basis.messages:
+            prefix = await prefixes.get(call.session, plan.parent)
             beginning = bytes(prefix.fragment)
             # The division of an older reply was checked when it was the last one.
             echoes = {
                 place: echo
                 for place, echo in echoes.items()
-                if not (_is_prefix(echo, prefix) if place == parent_messages else beginning.startswith(echo.whole + b","))
+                if not (_is_prefix(echo, prefix) if place == plan.basis.messages else beginning.startswith(echo.whole + b","))
             }
-        known = await store.turns(session) if echoes else []
+        known = await store.turns(call.session) if echoes else []
     except (StoreError, KeyError, ValueError) as why:
-        log.debug("session %s: returned token ids are not compared: %s", session, why)
-        return []
-    digests = call.conversation.digests
+        log.debug("session %s: returned token ids are not compared: %s", call.session, why)
+        return
+    digests = conversation.digests
     turns = {place: _turns_with(echo, known) for place, echo in echoes.items()}
     wrong = [place for place, found in turns.items() if digests[place] not in {digest(turn.served) for turn in found}]
     recorded_words = {digest(turn.served) for turn in known}
     differs = [place for place in wrong if (digests[place] in recorded_words or turns[place]) and place not in used]
     unrecorded = [place for place in wrong if place not in differs]
-    found = []
     if differs:
         detail = f"{_listed(differs)}: these words and these token ids were not recorded together; the ids are not used"
-        found.append((IncidentKind.ECHO_DIFFERS, detail))
+        call.note(IncidentKind.ECHO_DIFFERS, detail)
     if unrecorded:
         use = "the prompt begins with them" if used else "they are not used"
         words = "the client sent token ids that are not recorded here (the store was restarted, or another proxy recorded them)"
-        found.append((IncidentKind.ECHO_UNRECORDED, f"{_listed(unrecorded)}: {words}; {use}"))
-    return found
+        call.note(IncidentKind.ECHO_UNRECORDED, f"{_listed(unrecorded)}: {words}; {use}")
 
 
 def _listed(places: Sequence[int]) -> str:

@@ -34,6 +34,7 @@ from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.figures import judge, wrong_prompt
 from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice, Reply
+from tokencache.proxy.facts import EndedPiece, PlannedCall
 
 Raw = msgspec.Raw
 
@@ -134,12 +135,11 @@ class Continuation:
     """A reply in pieces.
 
     Attributes:
-        pieces: the pieces that have ended.
         differs: whether the client received other words than those of the reply's tokens.
         broke: how the last piece that `chunks` read was broken off (`ReplyPiece.ended`); `""` if it was not.
     """
 
-    def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes, places: Places | None = None) -> None:
+    def __init__(self, call: ChatCall, reply: Reply, derender: Derender, first: bytes, pieces: list[EndedPiece]) -> None:
         """Begin when the first piece has ended.
 
         Args:
@@ -147,12 +147,10 @@ class Continuation:
             reply: what was sampled so far.
             derender: makes the words.
             first: the first chunk of the stream (JSON).
-            places: the places of the images in the prompt, as the engine reports them.
+            pieces: receives the pieces that have ended.
         """
-        self._call, self._reply, self._derender, self._places = call, reply, derender, places
+        self._call, self._reply, self._derender, self._pieces = call, reply, derender, pieces
         self._head = {name: value for name, value in _FIELDS.decode(first or b"{}").items() if name in _HEAD}
-        self.pieces: list[ReplyPiece] = []
-        self._request = self._engine = ""
         self._own_limit: int | None = None
         self.differs = False
         self.broke = ""
@@ -162,15 +160,17 @@ class Continuation:
         """The ids that were sampled so far."""
         return self._reply.choices[0].ids
 
-    def begin_piece(self, request: str, engine: str) -> None:
-        """Note that a request was sent for the next piece: its id, and the base URL of the engine."""
-        self._request, self._engine = request, engine
+    def end_piece(self, planned: PlannedCall, request: str, ended: str) -> None:
+        """Note that a piece has ended.
 
-    def end_piece(self, ended: str) -> ReplyPiece:
-        """Note how the piece has ended (`ReplyPiece.ended`)."""
-        start = self.pieces[-1].end if self.pieces else 0
-        self.pieces.append(ReplyPiece(self._request, self._engine, start, len(self.sampled), ended))
-        return self.pieces[-1]
+        Args:
+            planned: its engine, and the readings of its policy version, which have ended too.
+            request: the id of its request.
+            ended: how it ended (`ReplyPiece.ended`).
+        """
+        start, end = self._pieces[-1].piece.end if self._pieces else 0, len(self.sampled)
+        versions = planned.weights.versions(self._reply.versions(0), end - start)
+        self._pieces.append(EndedPiece(ReplyPiece(request, planned.engine.upstream.url, start, end, ended), versions))
 
     def check(self) -> None:
         """Check that the reply can go on.
@@ -188,7 +188,7 @@ class Continuation:
             raise ContinuationError(f"not all of its ids are certain: {finding.detail or finding.hole}")
         if finding.no_logprobs:
             raise ContinuationError("the engine returned no log probabilities")
-        if len(self.pieces) >= MOST_PIECES:
+        if len(self._pieces) >= MOST_PIECES:
             raise ContinuationError(f"it was broken off {MOST_PIECES} times")
 
     async def find_own_limit(self, request: DerenderRequest, max_model_len: int) -> None:
@@ -229,7 +229,7 @@ class Continuation:
         if capability.images != "plugin":
             raise ContinuationError(NO_EXACT_IMAGES)
         try:
-            media = place_media(parts, self._places or {}, self._reply.prompt.tokens)
+            media = place_media(parts, self._reply.places or {}, self._reply.prompt.tokens)
         except PlacesDifferError as why:
             raise ContinuationError(str(why)) from why
         inside = {place for medium in media for place in range(medium.start, medium.end)}
@@ -242,13 +242,13 @@ class Continuation:
         Raises:
             ContinuationError: they are others than before.
         """
-        if self._call.media and places != self._places:
+        if self._call.media and places != self._reply.places:
             raise ContinuationError("the engine reports other places of the images")
 
     @property
     def call(self) -> ChatCall:
         """The request for the next piece."""
-        fields = remaining_fields(self._call.fields, len(self.sampled), len(self.pieces), self._own_limit or 0)
+        fields = remaining_fields(self._call.fields, len(self.sampled), len(self._pieces), self._own_limit or 0)
         return msgspec.structs.replace(self._call, fields=fields, stream=True)
 
     async def chunks(self, answer: aiohttp.ClientResponse | None, request: DerenderRequest) -> AsyncGenerator[bytes, None]:

@@ -23,9 +23,8 @@ from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
 from tokencache.errors import EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
-from tokencache.proxy.generated_replies import OVERFLOW_DETAIL, overflow_reply
-from tokencache.proxy.recorder import ABORTED, BROKE, Outcome
-from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, Stream, WholeSource, refusal
+from tokencache.proxy.generated_replies import OVERFLOW_DETAIL
+from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, ReplySource, Stream, WholeSource, refusal
 from tokencache.proxy.response import KeepAlive, Response, whole_response
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _MAX_UNSENT = 64 * 1024
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
 """The JSON in an event that contains only one line of data."""
 _FINISH = b'"finish_reason":"'
-_LEFT = End(EndKind.BROKEN, CLIENT_LEFT, ABORTED, cut=True)
+_LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
 
 def _as_overflow(refused: End) -> End:
@@ -53,10 +52,10 @@ class ReplyDelivery(ABC):
 
     def __init__(
         self,
+        source: ReplySource,
         response: Response,
         answer: aiohttp.ClientResponse,
         driver: Driver,
-        outcome: Outcome,
         shown: Party[ShownState, ShownEvent],
         *,
         may_resample: bool,
@@ -64,16 +63,15 @@ class ReplyDelivery(ABC):
         """Prepare to deliver.
 
         Args:
+            source: the reply.
             response: the response to the client.
             answer: the engine's answer.
             driver: the engine's driver.
-            outcome: the call.
             shown: what the client has received of the reply.
             may_resample: whether the call may be made again if the client received nothing of the reply.
         """
         self._response, self._answer, self._driver, self._shown, self._may_resample = response, answer, driver, shown, may_resample
-        self._call_id, self._reply = outcome.call_id, outcome.reply
-        self._chat, self._exchange = response.chat, response.exchange
+        self._reply, self._chat, self._exchange = source.reply, response.chat, response.exchange
 
     @abstractmethod
     async def receive(self) -> End:
@@ -83,9 +81,6 @@ class ReplyDelivery(ABC):
             How the reply ended; `ABORTED` only if the call must be made again.
         """
 
-    async def receive_for_record(self) -> None:  # noqa: B027 - only a reply that another request parses lacks something
-        """Take what is still missing in the record, because the client left during `receive`."""
-
     async def answer(self, end: End) -> web.StreamResponse:
         """Send the rest, after the turn is stored.
 
@@ -94,8 +89,6 @@ class ReplyDelivery(ABC):
         """
         if end.error is not None:
             raise end.error
-        if end.kind is EndKind.OVERFLOW:
-            return await self._response.send(overflow_reply(self._exchange.dialect, self._chat, self._call_id), self._reply)
         return await self._answer_reply(end)
 
     @abstractmethod
@@ -124,7 +117,7 @@ class WholeDelivery(ReplyDelivery):
             streams: whether the engine was asked for a stream if the client requested one.
             may_resample: see `ReplyDelivery`.
         """
-        super().__init__(*prepared, may_resample=may_resample)
+        super().__init__(source, *prepared, may_resample=may_resample)
         self._source, self._streams = source, streams
         self._written: bytes | None = None
         self._as_events = False
@@ -152,10 +145,6 @@ class WholeDelivery(ReplyDelivery):
         except Exception as why:  # noqa: BLE001 - the reply is recorded even if it cannot be written for the client
             return end._replace(error=why)
         return end
-
-    async def receive_for_record(self) -> None:
-        """See `ReplyDelivery.receive_for_record`."""
-        await self._source.read_for_record()
 
     async def _answer_reply(self, end: End) -> web.StreamResponse:
         if end.kind is EndKind.REFUSED:
@@ -190,7 +179,7 @@ class StreamDelivery(ReplyDelivery):
 
     def __init__(self, source: Stream, *prepared: Any, may_resample: bool) -> None:
         """Prepare to deliver: the reply, and what `ReplyDelivery` needs."""
-        super().__init__(*prepared, may_resample=may_resample)
+        super().__init__(source, *prepared, may_resample=may_resample)
         self._source = source
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
@@ -242,7 +231,7 @@ class StreamDelivery(ReplyDelivery):
     async def _answer_reply(self, end: End) -> web.StreamResponse:
         rest, cut = bytes(self._held), end.cut
         complete = self._source.done or self._reply.finished or bool(self._reply.error)
-        if end.mark == BROKE and not (self._as_is or complete):
+        if end.mark == TurnMark.UPSTREAM_BROKE and not (self._as_is or complete):
             rest += self._encoder.error(_BAD_GATEWAY, ENDED_EARLY)  # a translated stream must not look complete
             cut = False
         elif self._as_is and not self._source.done and not cut:

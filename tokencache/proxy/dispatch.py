@@ -17,21 +17,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from tokencache import metrics
 from tokencache.backoff import delays
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
-from tokencache.engine.drivers.base import Driver, ExactPrompt
+from tokencache.engine.drivers.base import ExactPrompt
 from tokencache.engine.image_names import ImageNames
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
@@ -44,12 +45,12 @@ from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
 from tokencache.proxy.earlier_thoughts import is_asked_whole
 from tokencache.proxy.engine_sender import REFUSED, EngineSender
+from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER, SaltedRequest
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.planner import media_reason
 from tokencache.proxy.policy_version import PolicyVersions
-from tokencache.proxy.recorder import Outcome
 from tokencache.proxy.response import Exchange
 from tokencache.store.base import BeginResult
 from tokencache.wakeup import wait_for
@@ -60,10 +61,9 @@ MAX_RESAMPLES = 4
 """Maximum number of times that an aborted call is made again: weights may change faster than a reply is sampled."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 """Seconds. Each pause is twice the one before, reduced at random by up to half."""
+_PLACES_SECONDS = 10.0
+"""Seconds to wait for the places of the images in a prompt."""
 _OK = 200
-
-Post = Callable[[Engine], Awaitable[aiohttp.ClientResponse]]
-"""Sends a request to an engine, and returns its answer. Raises `EngineError` if the engine cannot be reached, or cannot serve now."""
 
 
 class Services(NamedTuple):
@@ -127,17 +127,16 @@ class Dispatch:
     """Plans and posts the requests of one call.
 
     Attributes:
-        engine: the engine that was tried last; after `accepted`, the one that accepted the request.
-        driver: its driver.
+        planned: the call as it was planned for the engine that was tried last; after `accepted`, for the one that accepted the request.
         sender: writes the requests.
-        continues: whether the reply is continued if the engine breaks it off.
-        gathers: whether the request asks for a stream, and a whole reply is made from it.
-        whole: whether the request asks for a whole reply although the client requested a stream.
+        epoch: the session's epoch; `""` if the store failed.
     """
+
+    planned: PlannedCall
 
     def __init__(
         self,
-        outcome: Outcome,
+        call: BegunCall,
         exchange: Exchange,
         services: Services,
         keys: Sequence[bytes],
@@ -148,57 +147,56 @@ class Dispatch:
         """Prepare to send a call.
 
         Args:
-            outcome: the call. Each attempt writes its plan, its model and its weights.
+            call: the call.
             exchange: what its dialect sends.
             services: the engines, and what plans for them.
             keys: the look-up keys of the call (`planner.keys_wanted`).
             begun: what the store found under them; `None` if the store failed.
             request: the state of the request.
         """
-        self._outcome, self._exchange, self._services = outcome, exchange, services
-        self._chat, self._keys, self._begun, self._request = outcome.call, keys, begun, request
+        self._call, self._chat, self._exchange, self._services = call, call.chat, exchange, services
+        self._keys, self._begun, self._request = keys, begun, request
+        self.epoch = begun.epoch if begun is not None else ""
         self._keeps_experts = services.ledger.keeps_experts
-        self.sender = EngineSender(outcome, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
-        self.engine: Engine
-        self.driver: Driver
-        self.continues = self.gathers = self.whole = False
-        self._since = outcome.started
+        self.sender = EngineSender(call, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
+        self._since = call.started
 
-    async def accepted(self, post: Post) -> aiohttp.ClientResponse:
-        """Send a request to the session's engines, until one accepts it or `Services.hold` seconds have passed.
-
-        Args:
-            post: sends the request to an engine.
+    async def accepted(self, continuation: Continuation | None = None) -> aiohttp.ClientResponse:
+        """Send the call, or the request for the next piece of its reply, until an engine accepts it or `Services.hold` seconds have passed.
 
         Returns:
             The engine's answer. If the time is over, the last answer that refuses the request.
 
         Raises:
-            EngineError: the time is over and no engine answered, or an engine failed after it may have begun to sample. Other errors of
-                `post` are raised, too.
+            EngineError: the time is over and no engine answered, or an engine failed after it may have begun to sample.
+            HarnessError: the prompt would not begin with the ids that the client requires.
+            ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
         pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
         while True:
             change = updates.next
-            for engine in self._services.pool.order(self._outcome.session):
+            for engine in self._services.pool.order(self._call.session):
                 if refused is not None:
                     refused.close()
-                self.engine = engine
                 try:
-                    answer = await post(engine)
+                    if continuation is not None:
+                        answer = await self._post_piece(continuation, engine)
+                    else:
+                        self.planned = await self._plan(engine)
+                        answer = await self._post_call()
                 except EngineError as why:
                     refused = self._failed(engine, why)
                 else:
                     metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
                     if answer.status not in NOT_NOW:
                         if refused is not None and refused_at:
-                            self._note_wait(time.monotonic() - refused_at, refused)
+                            self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
                         return answer
                     refused = _Refusal(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
                 self._since = 0.0
                 self._request.advance(RequestEvent.NOT_TAKEN)
-                log.info("session %s call %s: not accepted: %s", self._outcome.session, self._outcome.call_id, refused.words)
+                log.info("session %s call %s: not accepted: %s", self._call.session, self._call.id, refused.words)
             refused_at = refused_at or time.monotonic()
             left = self._services.hold - (time.monotonic() - refused_at)
             assert refused is not None  # noqa: S101 - `order` is never empty
@@ -217,57 +215,64 @@ class Dispatch:
             self._services.pool.mark_down(engine, why)
         return _Refusal(str(why), error=why)
 
-    def _note_wait(self, seconds: float, refused: _Refusal) -> None:
-        self._outcome.noted.append(self._outcome.incident(IncidentKind.HELD, f"{seconds:.1f} s: {refused.words}"))
-
-    async def post_call(self, engine: Engine) -> aiohttp.ClientResponse:
-        """Plan the call for an engine, and post it. If the engine refuses the exact prompt, post the call again as the client wrote it.
+    async def _plan(self, engine: Engine) -> PlannedCall:
+        """Plan the call for an engine.
 
         Raises:
             EngineError: the engine cannot be reached, or cannot serve now.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
-        await self._plan(engine)
+        chat, session, started = self._chat, self._call.session, self._since or time.time()
+        plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
+        thinking = await self._thinking_marks(model) if model is not None and budget_of(chat.fields) is not None else None
+        metrics.BEFORE.observe(time.time() - started)
+        if chat.required_prefix:
+            require_prefix(session, chat, plan.prompt, plan.reason)
+        weights = await self._services.versions.begin(engine, model, self._salted())
+        continues, again = None, ""
+        if self._services.aborted == "continue" and model is not None:
+            again = self._reason_against(model)
+            continues = None if again else engine.driver.derender
+        whole = bool(plan.changed) and is_asked_whole(chat, plan.changed)
+        streams = chat.stream and not whole
+        return PlannedCall(
+            engine=engine,
+            model=model,
+            plan=plan,
+            weights=weights,
+            thinking=thinking,
+            whole=whole,
+            gathers=continues is not None and not (streams or self._keeps_experts),  # streams have no routed experts
+            continues=continues,
+            again=again,
+        )
+
+    async def _post_call(self) -> aiohttp.ClientResponse:
+        """Post the planned call. If the engine refuses the exact prompt, post the call again as the client wrote it.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
         self._request.advance(RequestEvent.SEND)
-        outcome, plan = self._outcome, self._outcome.plan
-        chat = as_stream(self._chat) if self.gathers else as_whole(self._chat) if self.whole else self._chat
-        answer = await self._post(engine, plan.exact, chat)
+        call, planned = self._call, self.planned
+        chat = as_stream(call.chat) if planned.gathers else as_whole(call.chat) if planned.whole else call.chat
+        answer = await self._post(planned, planned.plan.exact, chat)
         if self.sender.request.not_exact:
-            plan = outcome.plan = plan.rendered(self.sender.request.not_exact)
-        if plan.exact is None or answer.status not in REFUSED:
+            self.planned = planned = planned.rendered(self.sender.request.not_exact)
+        if planned.plan.exact is None or answer.status not in REFUSED:
             return answer
         # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
         words = await answer.read()
-        if self._exchange.token_ids and self.driver.is_overflow(answer.status, words):
+        if self._exchange.token_ids and planned.engine.driver.is_overflow(answer.status, words):
             return answer  # a rendering may be shorter, but would not continue the rollout's ids
         answer.close()
-        log.warning("session %s call %s: the engine refused the spliced prompt with %d", outcome.session, outcome.call_id, answer.status)
-        log.debug("session %s call %s: the engine answered: %s", outcome.session, outcome.call_id, words[:300].decode(errors="replace"))
-        outcome.plan = plan.rendered(Reason.ENGINE_REFUSED_IDS)
-        answer = await self._post(engine, None, chat)
+        log.warning("session %s call %s: the engine refused the spliced prompt with %d", call.session, call.id, answer.status)
+        log.debug("session %s call %s: the engine answered: %s", call.session, call.id, words[:300].decode(errors="replace"))
+        self.planned = planned = planned.rendered(Reason.ENGINE_REFUSED_IDS)
+        answer = await self._post(planned, None, chat)
         if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
-            engine.doubt("it refused the ids that it was sent")
+            planned.engine.doubt("it refused the ids that it was sent")
         return answer
-
-    async def _plan(self, engine: Engine) -> None:
-        """Plan the call for an engine. Raises the errors of `post_call`."""
-        outcome, started = self._outcome, self._since or time.time()
-        outcome.plan, outcome.model = await self._services.plan(engine, outcome.session, self._chat, self._keys, self._begun)
-        outcome.budget = budget_of(self._chat.fields)
-        if outcome.model is not None:
-            if outcome.budget is not None:
-                outcome.thinking = await self._thinking_marks(outcome.model)
-            found = outcome.model.capability
-            outcome.reply.vocabulary, outcome.reply.must_count = found.vocabulary, found.counts
-        metrics.BEFORE.observe(time.time() - started)
-        if self._chat.required_prefix:
-            require_prefix(outcome.session, self._chat, outcome.plan.prompt, outcome.plan.reason)
-        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
-        self.driver = engine.driver
-        self.continues = self._may_continue()
-        self.whole = bool(outcome.plan.changed) and is_asked_whole(self._chat, outcome.plan.changed)
-        streams = self._chat.stream and not self.whole
-        self.gathers = self.continues and not (streams or self._keeps_experts)  # streams have no routed experts
 
     async def next_piece(self, continuation: Continuation) -> aiohttp.ClientResponse | None:
         """Send the request for the next piece of a broken reply; `None` if the limits of the request allow no more tokens.
@@ -277,9 +282,10 @@ class Dispatch:
             EngineError: no engine accepted it in time.
         """
         self._request.advance(RequestEvent.BREAK)
-        if not continuation.has_room(self._outcome.model.capability.max_model_len if self._outcome.model is not None else 0):
+        model = self.planned.model
+        if not continuation.has_room(model.capability.max_model_len if model is not None else 0):
             return None
-        answer = await self.accepted(partial(self._post_piece, continuation))
+        answer = await self.accepted(continuation)
         if answer.status != _OK or answer.content_type != EVENT_STREAM:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
@@ -292,42 +298,54 @@ class Dispatch:
 
         Raises:
             EngineError: the engine cannot be reached, or cannot serve now.
+            ContinuationError: the reply cannot be continued there.
         """
-        outcome = self._outcome
-        outcome.model = await engine.model(self._chat.model)
-        outcome.weights = await self._services.versions.begin(engine, outcome.model, self._salted())
-        self.driver = engine.driver
-        exact = continuation.exact(outcome.model.capability)
-        await continuation.find_own_limit(self.derender_request(), outcome.model.capability.max_model_len)
+        model = await engine.model(self._chat.model)
+        weights = await self._services.versions.begin(engine, model, self._salted())
+        self.planned = planned = msgspec.structs.replace(self.planned, engine=engine, model=model, weights=weights)
+        exact = continuation.exact(model.capability)
+        await continuation.find_own_limit(self.derender_request(b""), model.capability.max_model_len)
         self._request.advance(RequestEvent.SEND)
-        answer = await self._post(engine, exact, continuation.call)
-        continuation.begin_piece(self.sender.posted, engine.upstream.url)
-        return answer
+        return await self._post(planned, exact, continuation.call)
 
-    async def _post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
+    async def _post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
         try:
-            return await self.sender.post(engine, exact, chat)
+            return await self.sender.post(planned, exact, chat)
         except EngineError as why:
-            engine.forget(str(why))
+            planned.engine.forget(str(why))
             raise
 
-    def derender_request(self) -> DerenderRequest:
-        """Return what derender needs to make the words of this reply."""
+    def derender_request(self, prompt: bytes) -> DerenderRequest:
+        """Return what derender needs to make the words of a reply to a prompt (raw JSON list of its ids)."""
         fields = {**self._chat.fields, "messages": ANY_MESSAGES} if self._chat.media else self._chat.safe_fields()
-        return DerenderRequest(self.engine.upstream, fields, self._outcome.reply.prompt.raw, self._exchange.headers)
+        return DerenderRequest(self.planned.engine.upstream, fields, prompt, self._exchange.headers)
 
-    def _may_continue(self) -> bool:
-        """Whether the reply is continued if the engine breaks it off. If the request is the reason why not, the turn says so."""
-        outcome, model = self._outcome, self._outcome.model
-        if self._services.aborted != "continue" or model is None:
-            return False
+    async def find_places(self, prompt: bytes | None) -> Places | None:
+        """Ask the engine where the images of a prompt (packed ids) are that it rendered; `None` if it cannot say."""
+        if prompt is None or self.planned.plan.exact is not None:
+            return None
+        try:
+            async with asyncio.timeout(_PLACES_SECONDS):
+                return await self.planned.engine.driver.places(self._chat, prompt, self.sender.target(self.planned))
+        except (EngineError, TimeoutError) as why:
+            log.warning("session %s call %s: the places of its images are not known: %s", self._call.session, self._call.id, why)
+            return None
+
+    def check(self, found: set[str]) -> None:
+        """Probe the engine again if the incidents of its reply contradict the probe: another engine may run at its URL now."""
+        engine, model = self.planned.engine, self.planned.model
+        if IncidentKind.ENGINE_DISAGREES in found:
+            engine.doubt("it used other ids than were sent")
+        elif IncidentKind.NO_TOKEN_IDS in found and model is not None and model.capability.level != "relay":
+            engine.doubt("it no longer says which ids it used")
+
+    def _reason_against(self, model: Model) -> str:
+        """Return why a reply that the engine breaks off is not continued; `""` if it is."""
         if not model.capability.derenders:
-            outcome.again = "the engine has no derender (--enable-scale-out, or --derender)"
-        elif self._chat.media and (model.capability.images != "plugin" or media_reason(self._chat, model)):
-            outcome.again = NO_EXACT_IMAGES
-        else:
-            outcome.again = reason_against(self._chat.fields)
-        return not outcome.again
+            return "the engine has no derender (--enable-scale-out, or --derender)"
+        if self._chat.media and (model.capability.images != "plugin" or media_reason(self._chat, model)):
+            return NO_EXACT_IMAGES
+        return reason_against(self._chat.fields)
 
     async def _thinking_marks(self, model: Model) -> ThinkingMarks | None:
         """Return the ids around a thought; `None` if they are not known now. The call is made in any case."""
@@ -335,12 +353,12 @@ class Dispatch:
             return await model.thinking_marks()
         except EngineError as why:
             words = "session %s call %s: it is not known which ids a thinking budget forces: %s"
-            log.warning(words, self._outcome.session, self._outcome.call_id, why)
+            log.warning(words, self._call.session, self._call.id, why)
             return None
 
     def _salted(self) -> SaltedRequest:
         salt = bytes(self._chat.fields.get(MEMBER, b"null"))
-        return SaltedRequest(self._outcome.session, self._outcome.epoch, self._chat.model, salt)
+        return SaltedRequest(self._call.session, self.epoch, self._chat.model, salt)
 
 
 async def pause_before_resample() -> None:

@@ -20,9 +20,9 @@ from tokencache.engine.image_names import ImageNames, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.errors import NOT_NOW, is_error
+from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
-from tokencache.proxy.recorder import Outcome
 from tokencache.proxy.response import Exchange
 from tokencache.proxy.routed_experts import request_experts
 
@@ -39,67 +39,67 @@ class EngineSender:
     """Posts the requests of one call.
 
     Attributes:
-        request: the request that was posted last.
+        request: the request that was posted last; without a path before the first.
         posted: its id.
         streams: whether it asks for a stream if the client requested one.
         proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
     """
 
-    def __init__(self, outcome: Outcome, exchange: Exchange, images: ImageNames, prefixes: PrefixUse, *, experts: bool) -> None:
+    def __init__(self, call: BegunCall, exchange: Exchange, images: ImageNames, prefixes: PrefixUse, *, experts: bool) -> None:
         """Create a sender.
 
         Args:
-            outcome: the call.
+            call: the call.
             exchange: what its dialect sends.
             images: names the images.
             prefixes: names the prompts.
             experts: whether routed experts are requested.
         """
-        self._outcome, self._exchange, self._images, self._prefixes, self._experts = outcome, exchange, images, prefixes, experts
-        self.request: EngineRequest
+        self._call, self._exchange, self._images, self._prefixes, self._experts = call, exchange, images, prefixes, experts
+        self.request = EngineRequest("", b"")
         self.posted = ""
         self.streams = self.proven = False
         self._posts = 0
 
-    def target(self, engine: Engine) -> Target:
+    def target(self, planned: PlannedCall) -> Target:
         """Return where a request of this call is sent, with the names of its images."""
-        outcome, model = self._outcome, self._outcome.model
-        target = Target(engine.upstream, self._exchange.path, self._exchange.headers)
+        chat, model = self._call.chat, planned.model
+        target = Target(planned.engine.upstream, self._exchange.path, self._exchange.headers)
         if model is None:
             return target
         known = model.capability
         target = target._replace(max_model_len=known.max_model_len, images=known.image_support, generates=known.generates)
-        if not outcome.call.media or media_reason(outcome.call, model):
+        if not chat.media or media_reason(chat, model):
             return target
-        salt = outcome.weights.salt.text or bytes(outcome.call.fields.get(SALT, b"")).decode(errors="backslashreplace")
-        return target._replace(names=self._images.of_call(outcome.call, engine.upstream.url, salt))
+        salt = planned.weights.salt.text or bytes(chat.fields.get(SALT, b"")).decode(errors="backslashreplace")
+        return target._replace(names=self._images.of_call(chat, planned.engine.upstream.url, salt))
 
-    async def post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
+    async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
         """Post a request with an exact prompt; with `None` the engine renders.
 
         Args:
-            engine: the engine.
+            planned: the call as it is planned for an engine.
             exact: the exact prompt.
-            chat: the call as it is sent: it may request a stream for a client that did not, or a piece of the reply.
+            chat: the request for the engine: that of the plan, or of a piece of the reply.
 
         Raises:
             EngineError: the engine cannot be reached.
         """
         self.proven = False
-        target = self.target(engine)
+        target = self.target(planned)
         if target.names:
-            return await self._post_images(engine, exact, chat, target)
-        name = self._name(engine, exact, chat)
+            return await self._post_images(planned, exact, chat, target)
+        name = self._name(planned, exact, chat)
         if name is None:
-            return await self._write_and_post(engine, exact, chat, target)
-        return await self._post_named(engine, exact, chat, target, name)
+            return await self._write_and_post(planned, exact, chat, target)
+        return await self._post_named(planned, exact, chat, target, name)
 
-    def _name(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
+    def _name(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
         """Name the prompt, if the engine accepts that.
 
         The prompt of a piece of a reply is not named: what was sampled of a reply that was broken off is not kept.
         """
-        model = self._outcome.model
+        model = planned.model
         if model is None or not model.capability.prefixes or not can_be_named(chat):
             return None
         if exact is None:
@@ -107,24 +107,24 @@ class EngineSender:
         last = exact.last_reply
         if not last.end:
             return None
-        name = self._prefixes.name(engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
+        name = self._prefixes.name(planned.engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
         return name._replace(experts=self._experts)
 
     async def _post_named(
-        self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
+        self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
     ) -> aiohttp.ClientResponse:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
-        outcome = self._outcome
-        answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
+        call, engine = self._call, planned.engine
+        answer = await self._write_and_post(planned, exact, chat, target._replace(prompt=name))
         if not self.request.named:
             return answer
         if exact is not None and is_miss(answer.headers):
             answer.close()
             self._prefixes.noted(engine.upstream.url, hit=False)
             metrics.counter(metrics.PREFIXES, "missed").inc()
-            log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", outcome.session, outcome.call_id)
+            log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", call.session, call.id)
             name = name.whole(exact.ids)
-            answer = await self._write_and_post(engine, exact, chat, target._replace(prompt=name))
+            answer = await self._write_and_post(planned, exact, chat, target._replace(prompt=name))
         if answer.status == _OK and name.is_proven(answer.headers):
             if exact is not None:
                 self._note_proven(engine, exact, name)
@@ -132,16 +132,16 @@ class EngineSender:
         problem = await self._problem(answer)
         if not problem:
             return answer
-        log.warning("session %s call %s: %s; all ids are sent", outcome.session, outcome.call_id, problem)
+        log.warning("session %s call %s: %s; all ids are sent", call.session, call.id, problem)
         answer.close()
         engine.doubt(problem)
-        return await self._write_and_post(engine, exact, chat, target)
+        return await self._write_and_post(planned, exact, chat, target)
 
     async def _problem(self, answer: aiohttp.ClientResponse) -> str:
         """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
         if answer.status == _OK:
             problem = "the hash in the engine's answer is not that of the prompt"
-            self._outcome.noted.append(self._outcome.incident(IncidentKind.PREFIX_DIFFERS, problem))
+            self._call.note(IncidentKind.PREFIX_DIFFERS, problem)
             return problem
         if answer.status in REFUSED and MEMBER.encode() in (words := await answer.read()):
             return f"the plugin refuses a prompt by hash: {words[:300].decode(errors='replace')}"
@@ -156,16 +156,16 @@ class EngineSender:
         sent = len(name.tail) * 4 // 3  # base64
         metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
 
-    async def _post_images(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
+    async def _post_images(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
         """Post a request with named images. If the engine refuses it, it may not have one of them: post it again with all pixels."""
-        answer, url = await self._write_and_post(engine, exact, chat, target), engine.upstream.url
+        answer, url = await self._write_and_post(planned, exact, chat, target), planned.engine.upstream.url
         held = [image for image in target.names if image.held]
         if held and is_error(answer.status) and answer.status not in NOT_NOW:
             answer.close()
-            answer = await self._write_and_post(engine, exact, chat, target._replace(names=with_pixels(target.names)))
+            answer = await self._write_and_post(planned, exact, chat, target._replace(names=with_pixels(target.names)))
             if answer.status == _OK:
-                session, call = self._outcome.session, self._outcome.call_id
-                log.info("session %s call %s: the engine did not have %d images; they were sent again", session, call, len(held))
+                call, words = self._call, "session %s call %s: the engine did not have %d images; they were sent again"
+                log.info(words, call.session, call.id, len(held))
                 metrics.IMAGES.labels("missed").inc(len(held))
                 self._images.missed(url)
                 held = []
@@ -175,24 +175,25 @@ class EngineSender:
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
         return answer
 
-    async def _write_and_post(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
-        self.request = await self._write(engine, exact, chat, target)
-        self._outcome.late_grammar = self.request.late_grammar
-        self.streams = bool(self._exchange.body) or (engine.driver.streams and self.request.parse is None)
+    async def _write_and_post(
+        self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target
+    ) -> aiohttp.ClientResponse:
+        self.request = await self._write(planned, exact, chat, target)
+        self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
         self._posts += 1
-        headers = with_request_id(self._exchange.headers, self._outcome.call_id, self._posts)
+        headers = with_request_id(self._exchange.headers, self._call.id, self._posts)
         self.posted = headers[REQUEST_ID]
-        return await engine.upstream.send("POST", self.request.path, headers=headers, body=self.request.body)
+        return await planned.engine.upstream.send("POST", self.request.path, headers=headers, body=self.request.body)
 
-    async def _write(self, engine: Engine, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
+    async def _write(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
         """Write a request, with the salt."""
-        salt = self._outcome.weights.salt
+        salt, driver = planned.weights.salt, planned.engine.driver
         if self._exchange.body:
             return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
         chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
         if self._experts:
-            chat = request_experts(chat, self._outcome.plan.basis.routed if exact is not None and engine.driver.skips_experts else 0)
-        return await engine.driver.request(chat, exact, target)
+            chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)
+        return await driver.request(chat, exact, target)
 
 
 def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.turn import TurnMark
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.dialects.sse import DONE
@@ -20,8 +21,8 @@ from tokencache.engine.figures import judge
 from tokencache.engine.reply import Choice
 from tokencache.errors import EngineError, MemoryFullError
 from tokencache.proxy.dispatch import Dispatch
-from tokencache.proxy.recorder import BROKE, Outcome
-from tokencache.proxy.reply_source import ENDED_EARLY, Continued, End, EndKind, refusal
+from tokencache.proxy.facts import BegunCall
+from tokencache.proxy.reply_source import ENDED_EARLY, Continued, End, EndKind, WholeSource, refusal
 from tokencache.request_memory import Holding
 
 Raw = msgspec.Raw
@@ -40,18 +41,13 @@ class _Entries(msgspec.Struct):
 _ENTRIES = msgspec.json.Decoder(_Entries | None)
 
 
-class Gathered:
-    """A source of a whole reply that is read as a stream.
+class Gathered(WholeSource):
+    """A whole reply that is read as a stream."""
 
-    Attributes:
-        end: how it ended; known after `read`.
-    """
-
-    end: End
-
-    def __init__(self, stream: Continued, outcome: Outcome, dispatch: Dispatch, holding: Holding) -> None:
-        self._stream, self._outcome, self._dispatch, self._holding = stream, outcome, dispatch, holding
-        self._reply = outcome.reply
+    def __init__(self, stream: Continued, call: BegunCall, dispatch: Dispatch, holding: Holding) -> None:
+        super().__init__(stream.reply)
+        self._stream, self._call, self._dispatch, self._holding = stream, call, dispatch, holding
+        self.pieces = stream.pieces
         self._unreadable = 0
         self._logprobs: list[Raw] = []
         self._head: dict[str, Raw] = {}
@@ -65,8 +61,8 @@ class Gathered:
                     for event in events:
                         self._add(event)
         except MemoryFullError as why:  # what was read is recorded
-            self._outcome.noted.append(self._outcome.incident(IncidentKind.REPLY_NOT_READ, str(why)))
-            self.end = End(EndKind.BROKEN, str(why), BROKE, error=why)
+            self._call.note(IncidentKind.REPLY_NOT_READ, str(why))
+            self.end = End(EndKind.BROKEN, str(why), TurnMark.UPSTREAM_BROKE, error=why)
             return b""
         self.end = self._judged()
         if self.end.kind is not EndKind.FINISHED:
@@ -77,22 +73,19 @@ class Gathered:
             self.end = End(EndKind.UNPARSED, str(why), error=why)
             return b""
 
-    async def read_for_record(self) -> None:
-        """See `WholeSource.read_for_record`."""
-
     def _judged(self) -> End:
         """Return how the reply ended.
 
         If not all of its ids are certain, it counts as broken off, because its message would be made of them.
         """
-        reply = self._reply
+        reply = self.reply
         holes = [found.detail or found.hole for found in judge(reply, whole=True).values() if found.hole is not None]
         if reply.finished and not reply.aborted and not holes:
             return End(EndKind.FINISHED)
         if any(choice.ids for choice in reply.choices.values()):
-            why = self._outcome.again = self._stream.gave_up or f"not all of its ids are certain: {', '.join(holes)}"
+            why = self.gave_up = self._stream.gave_up or f"not all of its ids are certain: {', '.join(holes)}"
             error = EngineError("the engine broke off its reply, and it cannot be continued", private=why)
-            return End(EndKind.ABORTED, why, BROKE, error=error)
+            return End(EndKind.ABORTED, why, TurnMark.UPSTREAM_BROKE, error=error)
         if reply.error:
             return refusal(reply.error_code, reply.error)._replace(body=b'{"error":%s}' % reply.error)
         return End(EndKind.ABORTED, ENDED_EARLY, incident=IncidentKind.UPSTREAM_BROKE)
@@ -102,8 +95,8 @@ class Gathered:
         chunk = self._stream.read(event)
         if not chunk or chunk == DONE:
             return
-        if self._reply.unreadable > self._unreadable:
-            self._unreadable = self._reply.unreadable
+        if self.reply.unreadable > self._unreadable:
+            self._unreadable = self.reply.unreadable
             return
         fields = _FIELDS.decode(chunk)
         self._head |= {name: fields[name] for name in _HEAD if name in fields}
@@ -111,7 +104,7 @@ class Gathered:
         for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]"))):
             entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
-        for known in self._reply.choices.values():
+        for known in self.reply.choices.values():
             known.steps.clear()  # the client has received nothing of it
             known.call_steps.clear()
 
@@ -121,30 +114,29 @@ class Gathered:
         Raises:
             EngineError: derender did not answer.
         """
-        call, choice, derender = self._outcome.call, self._reply.choices[0], self._dispatch.driver.derender
-        assert derender is not None  # noqa: S101 - `Dispatch.continues` requires it
-        message = await _message(choice, derender, self._dispatch.derender_request())
+        chat, choice = self._call.chat, self.reply.choices[0]
+        message = await _message(choice, self._stream.derender, self._dispatch.derender_request(self.reply.prompt.raw))
         calls = message.get("tool_calls") or []
-        if calls and bytes(call.fields.get("parallel_tool_calls", _NULL)) == b"false":
+        if calls and bytes(chat.fields.get("parallel_tool_calls", _NULL)) == b"false":
             calls = message["tool_calls"] = calls[:1]
         if calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
         choice.replace_message(msgspec.convert(message, ReplyMessage))
-        prompt, sampled = self._reply.prompt.tokens, len(choice.ids)
+        prompt, sampled = self.reply.prompt.tokens, len(choice.ids)
         made = whole_choice(
             0,
             message,
             {
-                "logprobs": {"content": self._logprobs} if call.shows_logprobs else None,
+                "logprobs": {"content": self._logprobs} if chat.shows_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "token_ids": choice.ids,
             },
         )
         usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
-        if bytes(self._usage) != b"null" and self._outcome.continuation is None:
+        if bytes(self._usage) != b"null" and not self.pieces:
             usage = _FIELDS.decode(self._usage)  # the engine's own, which may have details
-        echo = Raw(self._reply.prompt.raw or b"null") if call.shows_ids else None
+        echo = Raw(self.reply.prompt.raw or b"null") if chat.shows_ids else None
         return msgspec.json.encode(whole_completion([made], usage, {**self._head, "prompt_token_ids": echo}))
 
 

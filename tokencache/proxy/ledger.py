@@ -15,15 +15,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from cachetools import LRUCache
 
 from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import TurnMark
+from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.recorder import Outcome, Recorded
+from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.routed_experts import RoutedExperts
 from tokencache.store.base import (
     BeginResult,
@@ -124,12 +126,13 @@ class Ledger:
             self._failed("begin", session, call, why)
             return None
 
-    async def end(self, begun: BeginResult | None, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
+    async def end(self, begun: BeginResult | None, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
         """Store the turns of a call and its documents; called before the last byte of the reply is sent.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
+        session, call = facts.call.session, facts.call.id
         for turn in (entry.turn for entry in recorded.entries):
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
@@ -138,36 +141,36 @@ class Ledger:
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
             for rule in turn.applied_rules:
                 metrics.APPLIED_RULES.labels(rule).inc()
-        for rule in outcome.call.left_out:
+        for rule in facts.call.chat.left_out:
             metrics.APPLIED_RULES.labels(rule).inc()
         _count(recorded.incidents)
         if begun is None:
-            self._lose(outcome, recorded)
+            self._lose(session, call, recorded.incidents)
             return
         try:
             if recorded.entries:
-                recorded = await self._commit(begun.epoch, outcome, recorded, documents)
+                recorded = await self._commit(begun.epoch, facts, recorded, documents)
             else:
-                await self.store.settle(outcome.session, begun.epoch, outcome.call_id, recorded.incidents)
+                await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
         except SessionGoneError:
             if self._experts is not None:
-                await self._experts.drop([path for path, _ in outcome.experts.values()])
-            await self._gone(outcome.session, outcome.call_id)
+                await self._experts.drop([path for path, _ in facts.experts.values()])
+            await self._gone(session, call)
             return
         except StoreError as why:
-            self._open.append((outcome.session, begun.epoch, outcome.call_id))
+            self._open.append((session, begun.epoch, call))
             metrics.UNSAVED.inc()
-            self._lose(outcome, recorded)
-            self._failed("commit", outcome.session, outcome.call_id, why)
+            self._lose(session, call, recorded.incidents)
+            self._failed("commit", session, call, why)
             return
-        parent = outcome.plan.parent
+        parent = facts.planned.plan.parent
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
             self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
 
-    async def _commit(self, epoch: str, outcome: Outcome, recorded: Recorded, documents: Mapping[str, bytes]) -> Recorded:
+    async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes]) -> Recorded:
         """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
-        session, call = outcome.session, outcome.call_id
+        session, call = facts.call.session, facts.call.id
         try:
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
         except TurnLostError:
@@ -175,7 +178,7 @@ class Ledger:
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
             _count([lost])
             self.prefixes.forget(epoch)
-            recorded = outcome.record(self.prefixes)
+            recorded = turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
         return recorded
@@ -259,24 +262,23 @@ class Ledger:
         """Whether routed experts are written."""
         return self._experts is not None
 
-    async def keep_experts(self, outcome: Outcome) -> None:
-        """Write the routed experts of a reply, before its turns are made."""
-        if self._experts is not None:
-            await self._experts.keep(outcome)
+    async def keep_experts(self, facts: CallFacts) -> CallFacts:
+        """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
+        return msgspec.structs.replace(facts, experts=await self._experts.keep(facts)) if self._experts is not None else facts
 
-    async def keep_media(self, begun: BeginResult | None, outcome: Outcome) -> None:
-        """Store the images and other media of a call with a reply, before its turns are made.
+    async def keep_media(self, begun: BeginResult | None, call: BegunCall) -> bool:
+        """Store the images and other media of a call with a reply, before its turns are made; false if some are certainly not stored.
 
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        if not outcome.call.media or not outcome.reply.choices or begun is None:
-            return
+        if begun is None:
+            return True
         try:
-            outcome.media_kept = await self._media.keep(outcome.session, begun.epoch, outcome.call)
+            return await self._media.keep(call.session, begun.epoch, call.chat)
         except StoreError as why:
-            outcome.media_kept = False
-            self._failed("put_media", outcome.session, outcome.call_id, why)
+            self._failed("put_media", call.session, call.id, why)
+            return False
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         """Delete a session and its files; false if the session does not exist. With `reuse` its name may be used again at once.
@@ -345,12 +347,12 @@ class Ledger:
         if self._strict:
             raise why
 
-    def _lose(self, outcome: Outcome, recorded: Recorded) -> None:
+    def _lose(self, session: str, call: str, incidents: Sequence[Incident]) -> None:
         """Keep the incidents of a call until the store answers again; its turns could not be stored."""
         detail = "the store failed; the turn of this call may not be recorded"
-        lost = IncidentKind.STORE_ERROR.incident(detail, call=outcome.call_id, at=time.time())
+        lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
-        self._save_later(outcome.session, [*recorded.incidents, lost])
+        self._save_later(session, [*incidents, lost])
 
     def _save_later(self, session: str, incidents: list[Incident]) -> None:
         self._unsaved.setdefault(session, []).extend(incidents)

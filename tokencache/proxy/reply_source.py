@@ -1,6 +1,6 @@
 """Reads the reply of an engine from its answer to its end.
 
-A source adds what it reads to the call's `Reply`. When it has ended, its `end` says how:
+A source adds what it reads to its `reply`. When it has ended, its `end` says how:
 
 `Body`        a whole reply; if the engine's route does not parse, a second request makes the chat completion
 `Stream`      a streamed reply
@@ -11,22 +11,27 @@ A source adds what it reads to the call's `Reply`. When it has ended, its `end` 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import aiohttp
 
 from tokencache import metrics
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.turn import TurnMark
+from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import split_cut
+from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.errors import EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
 from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
-from tokencache.proxy.recorder import BROKE, Outcome
+from tokencache.proxy.facts import BegunCall, EndedPiece
 from tokencache.proxy.response import Response
 from tokencache.request_memory import Holding, read_reply
 
@@ -59,7 +64,7 @@ class End(NamedTuple):
     Attributes:
         kind: how it ended.
         detail: the same in words, for the record.
-        mark: the mark of its turns (`Outcome.broke`); `""` if they are complete as far as the engine is concerned.
+        mark: the mark of its turns (`CallFacts.mark`); `""` if they are complete as far as the engine is concerned.
         incident: the incident with which the call ends if there is no turn to record; otherwise `None`.
         error: what the client receives in place of the reply; `None` if it receives the reply.
         cut: whether the connection to the engine broke, and not only the reply.
@@ -83,31 +88,41 @@ def refusal(status: int, body: bytes) -> End:
     return End(EndKind.REFUSED, detail, incident=IncidentKind.ENGINE_REFUSED, status=status, body=body)
 
 
-class WholeSource(Protocol):
-    """A source of one whole reply."""
-
-    @property
-    def end(self) -> End:
-        """How the reply ended; known after `read`."""
-
-    async def read(self) -> bytes:
-        """Return the chat or text completion (JSON) for the client; `b""` if there is none."""
-
-    async def read_for_record(self) -> None:
-        """Add what is still missing in the record, because the client left during `read`."""
-
-
-class Body:
-    """A whole reply, or an engine's error.
+class ReplySource:
+    """A source of a reply. This one has nothing: no engine has answered.
 
     Attributes:
-        end: how it ended; known after `read`.
+        reply: what was read of the reply.
+        end: how it ended; known when it was read.
+        pieces: the pieces that have ended, of a reply that an engine broke off.
+        gave_up: why a reply that was broken off is not continued; `""` if none was, or it is.
     """
 
     end: End
+    pieces: Sequence[EndedPiece] = ()
+    gave_up = ""
 
-    def __init__(self, answer: aiohttp.ClientResponse, outcome: Outcome, dispatch: Dispatch, holding: Holding) -> None:
-        self._answer, self._outcome, self._dispatch, self._holding = answer, outcome, dispatch, holding
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    async def read_for_record(self) -> None:
+        """Add what is still missing in the record, because the client left while the reply was read."""
+
+
+class WholeSource(ReplySource, ABC):
+    """A source of one whole reply."""
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """Return the chat or text completion (JSON) for the client; `b""` if there is none."""
+
+
+class Body(WholeSource):
+    """A whole reply, or an engine's error."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, reply: Reply, chat: ChatCall, dispatch: Dispatch, holding: Holding) -> None:
+        super().__init__(reply)
+        self._answer, self._chat, self._dispatch, self._holding = answer, chat, dispatch, holding
         self._parsing: asyncio.Future[ParsedCompletion] | None = None
 
     async def read(self) -> bytes:
@@ -132,24 +147,23 @@ class Body:
         return self._take_parsed(await asyncio.shield(self._parsing))
 
     async def read_for_record(self) -> None:
-        """See `WholeSource.read_for_record`."""
+        """See `ReplySource.read_for_record`."""
         if self._parsing is not None:
             self._take_parsed(await self._parsing)
 
     def _take_parsed(self, parsed: ParsedCompletion) -> bytes:
         body = self._take(parsed.body)
-        self._outcome.places = parsed.places
+        self.reply.places = parsed.places
         if parsed.error:
             kind = EndKind.UNPARSED if self.end.kind is EndKind.FINISHED else self.end.kind
             self.end = End(kind, parsed.error, error=EngineError(parsed.error))
         return body
 
     def _take(self, body: bytes) -> bytes:
-        call, reply = self._outcome.call, self._outcome.reply
-        body = self._dispatch.driver.read(reply.without_experts(body))
-        brief = reply.add(body, hide_logprobs=not call.shows_logprobs)
-        self.end = End(EndKind.ABORTED if reply.aborted else EndKind.FINISHED)
-        return body if call.shows_ids else brief
+        body = self._dispatch.planned.engine.driver.read(self.reply.without_experts(body))
+        brief = self.reply.add(body, hide_logprobs=not self._chat.shows_logprobs)
+        self.end = End(EndKind.ABORTED if self.reply.aborted else EndKind.FINISHED)
+        return body if self._chat.shows_ids else brief
 
     def _no_reply(self, status: int, body: bytes) -> End:
         if is_error(status):
@@ -160,28 +174,27 @@ class Body:
         return End(EndKind.BROKEN, str(unexpected), incident=kind, error=unexpected)
 
 
-class Stream:
+class Stream(ReplySource):
     """A streamed reply: an asynchronous iterator of the events that arrive together.
 
     Attributes:
-        end: how it ended; known when the iteration has ended.
         cut: how the engine broke off a reply that may be continued (`core.turn.ReplyPiece.ended`); otherwise `""`.
         done: whether the engine sent the end of its stream.
         head: the first chunk (JSON).
     """
 
-    end: End
     cut = ""
 
-    def __init__(self, answer: aiohttp.ClientResponse, outcome: Outcome, *, with_prompt: bool) -> None:
+    def __init__(self, answer: aiohttp.ClientResponse, reply: Reply, *, with_prompt: bool) -> None:
         """Prepare to read a stream.
 
         Args:
             answer: the engine's answer.
-            outcome: the call.
+            reply: receives what is read.
             with_prompt: whether chunks keep the ids of the prompt.
         """
-        self._answer, self._outcome, self._reply, self._with_prompt = answer, outcome, outcome.reply, with_prompt
+        super().__init__(reply)
+        self._answer, self._with_prompt = answer, with_prompt
         self._splitter = EventSplitter()
         self.done = False
         self.head = b""
@@ -215,12 +228,12 @@ class Stream:
     def _ending(self, lost: str = "") -> End:
         """Return how the reply ended; `lost` is why the connection broke, `""` if it did not."""
         if lost:
-            return End(EndKind.BROKEN, lost, BROKE, cut=True)
-        if self._reply.aborted:
+            return End(EndKind.BROKEN, lost, TurnMark.UPSTREAM_BROKE, cut=True)
+        if self.reply.aborted:
             return End(EndKind.ABORTED)
-        if self._reply.finished or self._reply.error:
+        if self.reply.finished or self.reply.error:
             return End(EndKind.FINISHED)
-        return End(EndKind.BROKEN, ENDED_EARLY, BROKE)
+        return End(EndKind.BROKEN, ENDED_EARLY, TurnMark.UPSTREAM_BROKE)
 
     def read(self, event: bytes) -> bytes | None:
         """Add an event to the reply.
@@ -237,26 +250,24 @@ class Stream:
         if data == DONE:
             self.done = True
             return data
-        data = self._reply.without_experts(data)
-        brief = self._reply.add(data)
+        data = self.reply.without_experts(data)
+        brief = self.reply.add(data)
         self.head = self.head or brief
         return data if self._with_prompt else brief
 
 
 class Continued(Stream):
-    """A streamed reply that may be continued.
-
-    Attributes:
-        gave_up: why a reply that was broken off is not continued; `""` if none was, or it is.
-    """
+    """A streamed reply that may be continued."""
 
     def __init__(
         self,
         answer: aiohttp.ClientResponse,
-        outcome: Outcome,
+        reply: Reply,
+        call: BegunCall,
         dispatch: Dispatch,
-        response: Response,
+        derender: Derender,
         *,
+        response: Response,
         with_prompt: bool,
         with_words: bool,
     ) -> None:
@@ -264,20 +275,23 @@ class Continued(Stream):
 
         Args:
             answer: the engine's answer.
-            outcome: the call.
+            reply: receives what is read.
+            call: the call.
             dispatch: requests the next pieces.
+            derender: makes their words.
             response: the response to the client, which may leave.
             with_prompt: see `Stream`.
             with_words: whether the chunks of the pieces have words.
         """
-        super().__init__(answer, outcome, with_prompt=with_prompt)
-        self._dispatch, self._response, self._with_words = dispatch, response, with_words
+        super().__init__(answer, reply, with_prompt=with_prompt)
+        self._call, self._dispatch, self._response, self._with_words = call, dispatch, response, with_words
+        self.derender = derender
+        self.pieces: list[EndedPiece] = []
         self._cut_off: list[bytes] = []  # the data of the events with which a reply that was broken off ended
-        self.gave_up = ""
 
     def _continuation(self) -> AsyncGenerator[Iterable[bytes], None] | None:
-        if not (self.cut or self.done or self._reply.finished or self._reply.error) and not self._response.gone:
-            if any(choice.ids for choice in self._reply.choices.values()):
+        if not (self.cut or self.done or self.reply.finished or self.reply.error) and not self._response.gone:
+            if any(choice.ids for choice in self.reply.choices.values()):
                 self.cut = "lost"
             else:
                 self.end = self.end._replace(kind=EndKind.ABORTED)  # nothing was sampled, as far as is known
@@ -290,8 +304,8 @@ class Continued(Stream):
                 async for chunk in pieces:
                     yield (event_of(chunk),)
         except (ContinuationError, EngineError) as why:
-            log.warning("session %s call %s: the reply cannot be continued: %s", self._outcome.session, self._outcome.call_id, why)
-            self._outcome.again = self.gave_up = str(why)
+            log.warning("session %s call %s: the reply cannot be continued: %s", self._call.session, self._call.id, why)
+            self.gave_up = str(why)
             self.cut = ""
             yield map(event_of, self._cut_off)
             self.end = self._ending(self.end.detail if self.end.cut else "")
@@ -302,20 +316,19 @@ class Continued(Stream):
         Raises:
             ContinuationError, EngineError: it cannot be continued.
         """
-        outcome, reply, dispatch = self._outcome, self._reply, self._dispatch
-        assert dispatch.driver.derender is not None  # noqa: S101 - `Dispatch.continues` requires it
-        outcome.continuation = continuation = Continuation(outcome.call, reply, dispatch.driver.derender, self.head, outcome.places)
-        continuation.begin_piece(dispatch.sender.posted, dispatch.engine.upstream.url)
+        call, reply, dispatch = self._call, self.reply, self._dispatch
+        continuation = Continuation(call.chat, reply, self.derender, self.head, self.pieces)
         while self.cut:
-            await outcome.end_piece(self.cut)
-            log.info("session %s call %s: the reply was broken off (%s), and is continued", outcome.session, outcome.call_id, self.cut)
+            await dispatch.planned.weights.end()
+            continuation.end_piece(dispatch.planned, dispatch.sender.posted, self.cut)
+            log.info("session %s call %s: the reply was broken off (%s), and is continued", call.session, call.id, self.cut)
             metrics.CONTINUED.labels(self.cut).inc()
             continuation.check()
             answer = await dispatch.next_piece(continuation)
             try:
                 reply.reopen()
                 self.cut, self._cut_off, self.end = "", [], self._ending()
-                request = dispatch.derender_request()
+                request = dispatch.derender_request(reply.prompt.raw)
                 chunks = continuation.chunks(answer, request) if self._with_words else continuation.chunks_without_words(answer)
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
@@ -328,18 +341,17 @@ class Continued(Stream):
             self.cut = self.cut or continuation.broke or ("" if reply.finished else "lost")
         self.end = End(EndKind.FINISHED)
         if continuation.differs:
-            detail = "the client received words that are not those of the reply's tokens"
-            outcome.noted.append(outcome.incident(IncidentKind.WORDS_DIFFER, detail))
+            call.note(IncidentKind.WORDS_DIFFER, "the client received words that are not those of the reply's tokens")
 
     def read(self, event: bytes) -> bytes | None:
         """See `Stream.read`. Of a chunk with which the engine broke the reply off, the client receives the tokens at most."""
         if self.cut or self.gave_up:
             return self._read_end(event)
         chunk = super().read(event)
-        if not chunk or chunk == DONE or not (cut := self._reply.cut):
+        if not chunk or chunk == DONE or not (cut := self.reply.cut):
             return chunk
         self.cut = cut
-        self._reply.take_back_message(chunk)
+        self.reply.take_back_message(chunk)
         tokens, end = split_cut(chunk)
         self._cut_off.append(end)
         return tokens
@@ -352,10 +364,10 @@ class Continued(Stream):
         if data == DONE and self.gave_up:
             self.done = True
         elif self.gave_up:
-            self._reply.give_back_message(data)
+            self.reply.give_back_message(data)
         else:
             self._cut_off.append(data)
             if data != DONE:
-                self._reply.add_after_end(data)
+                self.reply.add_after_end(data)
             return b""
         return data

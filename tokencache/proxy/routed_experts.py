@@ -27,7 +27,8 @@ from tokencache.core import experts
 from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.errors import extra_missing
-from tokencache.proxy.recorder import Outcome
+from tokencache.proxy.facts import CallFacts
+from tokencache.proxy.recorder import expert_rows
 
 log = logging.getLogger(__name__)
 
@@ -152,19 +153,20 @@ class RoutedExperts:
     def __init__(self, files: ExpertFiles) -> None:
         self._files = files
 
-    async def keep(self, outcome: Outcome) -> None:
-        """Write a reply's routed experts and set the paths for its turns; a failure becomes an incident of the call."""
-        for index, choice in sorted(outcome.reply.choices.items()):
+    async def keep(self, facts: CallFacts) -> dict[int, tuple[str, int]]:
+        """Write a reply's routed experts; a failure becomes an incident of the call. Returns what its turns say (`CallFacts.experts`)."""
+        call, written = facts.call, dict[int, tuple[str, int]]()
+        for index, choice in sorted(facts.reply.choices.items()):
             if not choice.experts:
                 continue
             piece, choice.experts = choice.experts, b""
-            tokens, asked = outcome.expert_rows(choice)
-            name = f"{outcome.session}/{outcome.call_id}-{index}"
+            tokens, asked = expert_rows(facts, choice)
             try:
-                outcome.experts[index] = await asyncio.to_thread(self._put, name, piece, tokens, asked)
+                written[index] = await asyncio.to_thread(self._put, f"{call.session}/{call.id}-{index}", piece, tokens, asked)
             except Exception as why:  # the medium may raise anything; the tokens are recorded in any case
-                log.exception("session %s call %s: routed experts cannot be written", outcome.session, outcome.call_id)
-                outcome.noted.append(outcome.incident(IncidentKind.EXPERTS_LOST, f"choice {index}: {type(why).__name__}: {why}"))
+                log.exception("session %s call %s: routed experts cannot be written", call.session, call.id)
+                call.note(IncidentKind.EXPERTS_LOST, f"choice {index}: {type(why).__name__}: {why}")
+        return written
 
     def _put(self, name: str, piece: bytes, tokens: int, asked: int) -> tuple[str, int]:
         """Write a file. Returns its path, and the first token that it has a row for (`Turn.experts_start`)."""

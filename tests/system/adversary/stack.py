@@ -25,22 +25,26 @@ from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
 from tokencache.core.rules import Leniency
 from tokencache.core.tool_names import ToolNames
+from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import CallReader, DialectRequest, ParsedCall
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall, with_messages
 from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
+from tokencache.engine.figures import judge_reply
 from tokencache.engine.model import Model
 from tokencache.engine.probe import NO_END, PLAIN_ARGS, Capability
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import stop_candidates
 from tokencache.engine.thinking import budget_of
 from tokencache.engine.upstream import Upstream
+from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner, keys_wanted
+from tokencache.proxy.policy_version import UNREAD
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.recorder import ABORTED, Outcome
+from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from tokencache.dialects.chat.rendering import RenderArgs
     from tokencache.dialects.reply_encoder import ReplyEncoder
     from tokencache.proxy.plan import Plan
+    from tokencache.store.base import BeginResult
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -221,18 +226,23 @@ class Stack:
             called.completion = generation.completion
         for chunk in chunks:
             heard.add(chunk)
-        outcome = Outcome(
-            session=session, epoch=begun.epoch if begun else "", call_id=name, call=call, plan=plan, reply=heard, model=model, started=0.0
-        )
-        outcome.budget = budget_of(call.fields)
-        outcome.thinking = self.engine.thinking_marks() if outcome.budget is not None else None
-        outcome.broke = ABORTED if broken else ""
-        recorded = outcome.record(self.ledger.prefixes)
+        facts = self._facts(BegunCall(id=name, session=session, chat=call, started=0.0), begun, plan, model, heard, broken=broken)
+        recorded = turns_of(facts, self.ledger.prefixes)
         called.answer = b"" if broken else encoder.whole(data)
-        await self.ledger.end(begun, outcome, recorded, encoder.documents())
+        await self.ledger.end(begun, facts, recorded, encoder.documents())
         called.turn = recorded.entries[0].turn if recorded.entries else None
         called.incidents = tuple(incident.kind for incident in recorded.incidents)
         return called
+
+    def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: bool) -> CallFacts:
+        thinking = self.engine.thinking_marks() if budget_of(call.chat.fields) is not None else None
+        planned = PlannedCall(engine=self, model=model, plan=plan, weights=UNREAD, thinking=thinking)  # type: ignore[arg-type]
+        judged, mark = judge_reply(heard, broken_off=broken), TurnMark.ABORTED if broken else ""
+        if judged.whole:
+            for choice in heard.choices.values():
+                model.observe(choice)
+        epoch = begun.epoch if begun else ""
+        return CallFacts(call=call, epoch=epoch, planned=planned, reply=heard, judged=judged, mark=mark, ended=0.0)
 
     async def forget(self, session: str) -> None:
         """Delete a session, and its part of the engine's ground-truth log."""

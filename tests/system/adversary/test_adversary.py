@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.engine.template.more_kinds import ALL_KINDS
-from tests.system.adversary import dialects
+from tests.system.adversary import dialects, stack
 from tests.system.adversary.observed import NEVER, Entry, Span, Tally
 from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
@@ -33,7 +33,7 @@ from tokencache.proxy import client_ids, partial_reply, recorder, resplice
 from tokencache.proxy import planner as planning
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.plan import Basis, Plan
-from tokencache.proxy.recorder import Outcome, Recorded
+from tokencache.proxy.recorder import Recorded, turns_of
 
 FEW, SEED = 250, 11
 USUAL = ("Qwen2.5",)
@@ -184,22 +184,22 @@ def test_it_finds_a_visible_part_that_begins_late(monkeypatch):
 
 
 def test_it_finds_a_recorder_that_drops_turns(monkeypatch):
-    record, rng = Outcome.record, random.Random(3)
+    rng = random.Random(3)
 
-    def careless(self, prefixes):
-        return record(self, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
+    def careless(facts, prefixes):
+        return turns_of(facts, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
 
-    monkeypatch.setattr(Outcome, "record", careless)
+    monkeypatch.setattr(stack, "turns_of", careless)
     assert finds("lost")
 
 
 def test_it_finds_a_ledger_that_records_twice(monkeypatch):
     end = Ledger.end
 
-    async def twice(self, begun, outcome, recorded, documents):
+    async def twice(self, begun, facts, recorded, documents):
         turns = [msgspec.structs.replace(entry.turn, id=f"{entry.turn.id}-2") for entry in recorded.entries]
         again = [msgspec.structs.replace(entry, turn=turn, keys=()) for entry, turn in zip(recorded.entries, turns, strict=True)]
-        await end(self, begun, outcome, Recorded([*recorded.entries, *again], recorded.prefixes * 2, []), documents)
+        await end(self, begun, facts, Recorded([*recorded.entries, *again], recorded.prefixes * 2, []), documents)
 
     monkeypatch.setattr(Ledger, "end", twice)
     assert finds("trained twice")

@@ -20,11 +20,12 @@ from tokencache.engine.reply import Reply
 from tokencache.proxy.call import undelivered
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.engine_sender import REQUEST_ID, with_request_id
-from tokencache.proxy.recorder import ABORTED, BROKE, DROPPED
 from tokencache.proxy.response import Response
 from tokencache.store.base import Store, StoreError
 
-_NOT_WHOLE = frozenset({ABORTED, BROKE, DROPPED, TurnMark.ENGINE_ERROR, TurnMark.UNCERTAIN})
+_NOT_WHOLE = frozenset({
+    TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED, TurnMark.ENGINE_ERROR, TurnMark.UNCERTAIN,
+})  # fmt: skip
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:

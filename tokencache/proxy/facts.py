@@ -1,0 +1,128 @@
+"""Defines what is known of a call: from its beginning on, when it is planned for an engine, and at its end.
+
+What arrives while a call runs stays with the party that knows it: the source has the reply and its pieces, the dispatch has the plan and
+the engine, the states say what the client did. At the end `CallAttempt` makes `CallFacts` of them, once, and `recorder.turns_of` makes the
+turns of these facts.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tokencache.core.forced import ThinkingMarks
+from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.turn import ReplyPiece
+from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.derender import Derender
+from tokencache.engine.figures import Judgement
+from tokencache.engine.model import Engine, Model
+from tokencache.engine.reply import Reply
+from tokencache.proxy.plan import Plan
+from tokencache.proxy.policy_version import PieceVersions, VersionReading
+
+
+class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a call from its beginning on.
+
+    Attributes:
+        id: the call's id.
+        session: the session's name.
+        chat: the request.
+        fingerprint: the request fingerprint; `b""` if retries are not deduplicated.
+        started: when the call began, Unix time in seconds.
+        noted: incidents that were found while it runs.
+    """
+
+    id: str
+    session: str
+    chat: ChatCall
+    fingerprint: bytes = b""
+    started: float
+    noted: list[Incident] = []
+
+    def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
+        """Make an incident of this call."""
+        return kind.incident(detail, call=self.id, hole=hole, at=time.time())
+
+    def note(self, kind: IncidentKind, detail: str) -> None:
+        """Keep an incident until the end of the call."""
+        self.noted.append(self.incident(kind, detail))
+
+
+class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call as it is planned for one engine.
+
+    Attributes:
+        engine: the engine.
+        model: the model; `None` if the engine could not be probed.
+        plan: how it is sent.
+        weights: the readings of the engine's policy version.
+        thinking: the ids around a thought; `None` if they are not known, or if the request has no thinking budget.
+        whole: whether the request asks for a whole reply although the client requested a stream.
+        gathers: whether the request asks for a stream, and a whole reply is made from it.
+        continues: makes the words of a reply that is continued because the engine broke it off; `None` if none is continued.
+        again: why not, if the request or the model is the reason.
+    """
+
+    engine: Engine
+    model: Model | None
+    plan: Plan
+    weights: VersionReading
+    thinking: ThinkingMarks | None = None
+    whole: bool = False
+    gathers: bool = False
+    continues: Derender | None = None
+    again: str = ""
+
+    def rendered(self, reason: str) -> "PlannedCall":
+        """Return the call as it is sent if the engine renders it, for a `reason`."""
+        return msgspec.structs.replace(self, plan=self.plan.rendered(reason))
+
+
+class EndedPiece(NamedTuple):
+    """A piece of a reply that an engine broke off, and the policy versions of its tokens."""
+
+    piece: ReplyPiece
+    versions: PieceVersions
+
+
+class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that has ended.
+
+    Attributes:
+        call: the call.
+        epoch: the session's epoch when the call began; `""` if the store did not answer.
+        planned: how it was planned for the engine that sampled last.
+        request: the id of the request that was sent last.
+        late_grammar: see `EngineRequest.late_grammar`.
+        reply: the engine's reply.
+        pieces: its pieces that were continued; empty if it has no others.
+        again: why a reply that an engine broke off was not continued.
+        mark: why the reply is incomplete: `aborted` (the client left), `upstream-broke`, `engine-aborted` (the client received nothing of
+            it), `internal-error`, or `""`. `detail` is the same in words.
+        judged: what the figures of the reply prove.
+        unanswered: whether the client had left before the reply was complete.
+        second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
+        experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
+        media_kept: whether the bytes of its media are stored, as far as they are known.
+        ended: when the reply ended, Unix time in seconds.
+    """
+
+    call: BegunCall
+    epoch: str
+    planned: PlannedCall
+    request: str = ""
+    late_grammar: bool = False
+    reply: Reply
+    pieces: Sequence[EndedPiece] = ()
+    again: str = ""
+    mark: str = ""
+    detail: str = ""
+    judged: Judgement
+    unanswered: bool = False
+    second: str = ""
+    experts: Mapping[int, tuple[str, int]] = {}
+    media_kept: bool = True
+    ended: float
