@@ -28,8 +28,8 @@ PACKAGES = (PACKAGE, Path(tokencache_vllm.__file__).parent)
 
 # --- The path of a call.
 
-WARM = {"product files": 79, "modules of proxy/": 20, "moves": 407, "frames above": 12}
-STREAMED = {"product files": 82, "modules of proxy/": 20, "moves": 582, "frames above": 12}  # moves depend on how the chunks arrive
+WARM = {"product files": 80, "modules of proxy/": 20, "moves": 408, "frames above": 12}
+STREAMED = {"product files": 83, "modules of proxy/": 20, "moves": 582, "frames above": 12}  # moves depend on how the chunks arrive
 
 
 @pytest.mark.parametrize(("stream", "limits"), [(False, WARM), (True, STREAMED)], ids=["whole", "stream"])
@@ -43,7 +43,7 @@ async def test_the_path_of_a_call_gets_no_longer(stream, limits):
     assert {name: figure for name, figure in least.items() if figure > limits[name]} == {}
 
 
-ENTRIES = {"memory, 1 KB": 1517, "stream, 1 KB": 2158}
+ENTRIES = {"memory, 1 KB": 1500, "stream, 1 KB": 2147}
 SLACK = 1.02  # chunks may arrive in other parts, and other patch releases of Python call a function more or less
 
 
