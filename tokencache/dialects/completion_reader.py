@@ -21,6 +21,7 @@ text (`text_piece`): the expression finds it, and a JSON reader decodes that str
 
 import re
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -30,7 +31,6 @@ from tokencache.dialects.gym import GENERATION, LOG_PROBS, PROMPT
 Raw = msgspec.Raw
 PACKED = "tokencache"
 """The member of a reply with the packed ids of its prompt, and of a choice with packed ids and log probabilities (`packed_replies`)."""
-_SERVER_ERROR = 500
 
 
 class _Function(msgspec.Struct):
@@ -160,7 +160,7 @@ class CompletionChunk(msgspec.Struct):
         members = self.error if isinstance(self.error, dict) else {"message": self.error}
         status, message = members.get("code"), members.get("message")
         return (
-            status if isinstance(status, int) and not isinstance(status, bool) else _SERVER_ERROR,
+            status if isinstance(status, int) and not isinstance(status, bool) else HTTPStatus.INTERNAL_SERVER_ERROR,
             message if isinstance(message, str) and message else "the engine failed",
         )
 

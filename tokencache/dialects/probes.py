@@ -13,6 +13,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,7 +27,6 @@ _ALIVE = frozenset({"/", "/v1", "/v1/", "/v1/models", "/api/hello"})
 _MODEL = re.compile(r"/v1/models/(.+)")
 _OTHERS = frozenset({"/api/show", "/api/tags", "/api/version", "/api/ps", "/api/v1/models", "/api/v0/models", "/props", "/v1/props"})
 """Routes of other servers. With a response other than 404, clients would mistake the proxy for one of them."""
-_NOT_FOUND = 404
 
 
 class ProbeDialect(UntranslatedDialect):
@@ -49,7 +49,7 @@ class ProbeDialect(UntranslatedDialect):
             EngineError: the served models are unknown.
         """
         if request.path in _OTHERS:
-            return DirectReply(body=b'{"detail":"Not Found"}', status=_NOT_FOUND)
+            return DirectReply(body=b'{"detail":"Not Found"}', status=HTTPStatus.NOT_FOUND)
         wanted = _MODEL.fullmatch(request.path)
         if wanted is None:
             return DirectReply(body=b"{}")
@@ -57,7 +57,7 @@ class ProbeDialect(UntranslatedDialect):
         for model in await request.served():
             if model.name == name:
                 return DirectReply(body=msgspec.json.encode(_card(model)))
-        raise HarnessError(f"The model `{name}` does not exist.", status=_NOT_FOUND, param="model", kind="NotFoundError")
+        raise HarnessError(f"The model `{name}` does not exist.", status=HTTPStatus.NOT_FOUND, param="model", kind="NotFoundError")
 
 
 def model_list(models: Iterable[ServedModel]) -> bytes:

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from http import HTTPStatus
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -64,7 +65,6 @@ from tokencache.store.base import BeginResult, Join, OpenCall
 
 log = logging.getLogger(__name__)
 
-_OK = 200
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
@@ -375,7 +375,7 @@ class CallAttempt:
         dispatch, planned, response, call = self._dispatch, self._dispatch.planned, self._response, self._call
         reply, driver, streams = self._reply_of(answer), planned.engine.driver, False
         source: WholeSource | Stream
-        if answer.status != _OK or answer.content_type != EVENT_STREAM:
+        if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
             source = Body(answer, reply, call.chat, dispatch, response.holding)
             streams = dispatch.sender.streams and not planned.whole
         elif planned.continues is None:

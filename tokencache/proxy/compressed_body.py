@@ -8,6 +8,7 @@ a million empty streams would take time and give no bytes.
 import asyncio
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 
 import zstandard
 from aiohttp import web
@@ -25,7 +26,6 @@ _SMALLEST_WINDOW = 2**23
 _LARGEST_WINDOW = 2**31
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 """zlib's `wbits` for its three formats."""
-_UNREADABLE, _UNSUPPORTED = 400, 415
 
 
 def _inflated(body: bytes, wbits: int) -> Iterator[bytes]:
@@ -90,7 +90,7 @@ def coding_of(request: web.Request) -> str:
         raise HarnessError(
             f"the request's body is compressed with '{coding[:40]}', which tokencache cannot read: send it uncompressed, or with gzip, "
             "deflate or zstd",
-            status=_UNSUPPORTED,
+            status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             headers={"Accept-Encoding": "gzip, deflate, zstd"},
         )
     return coding
@@ -123,5 +123,5 @@ async def decompressed(body: bytes, coding: str, most: int, *, take: Callable[[i
                 done = 0
                 await asyncio.sleep(0)
     except (zlib.error, zstandard.ZstdError) as why:
-        raise HarnessError(f"the request's body cannot be decompressed ({coding}): {why}", status=_UNREADABLE) from None
+        raise HarnessError(f"the request's body cannot be decompressed ({coding}): {why}", status=HTTPStatus.BAD_REQUEST) from None
     return b"".join(pieces)

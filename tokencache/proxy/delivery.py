@@ -11,6 +11,7 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLIENT_LEFT = "the client closed the connection"
-_BAD_GATEWAY = 502
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
@@ -155,7 +155,7 @@ class WholeDelivery(ReplyDelivery):
         if self._as_events:
             return await self._response.finish(self._written)
         if not may_answer_with_status(self._response.client.state):
-            return await self._response.fail(_BAD_GATEWAY, "the engine did not stream its reply")
+            return await self._response.fail(HTTPStatus.BAD_GATEWAY, "the engine did not stream its reply")
         return whole_response(self._answer, self._written, made=self._in_stream)
 
     @property
@@ -232,7 +232,7 @@ class StreamDelivery(ReplyDelivery):
         rest, cut = bytes(self._held), end.cut
         complete = self._source.done or self._reply.finished or bool(self._reply.error)
         if end.mark == TurnMark.UPSTREAM_BROKE and not (self._as_is or complete):
-            rest += self._encoder.error(_BAD_GATEWAY, ENDED_EARLY)  # a translated stream must not look complete
+            rest += self._encoder.error(HTTPStatus.BAD_GATEWAY, ENDED_EARLY)  # a translated stream must not look complete
             cut = False
         elif self._as_is and not self._source.done and not cut:
             rest += self._source.rest

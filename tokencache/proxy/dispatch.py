@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from typing import NamedTuple
 
 import aiohttp
@@ -63,7 +64,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 """Seconds. Each pause is twice the one before, reduced at random by up to half."""
 _PLACES_SECONDS = 10.0
 """Seconds to wait for the places of the images in a prompt."""
-_OK = 200
 
 
 class Services(NamedTuple):
@@ -270,7 +270,7 @@ class Dispatch:
         log.debug("session %s call %s: the engine answered: %s", call.session, call.id, words[:300].decode(errors="replace"))
         self.planned = planned = planned.rendered(Reason.ENGINE_REFUSED_IDS)
         answer = await self._post(planned, None, chat)
-        if answer.status == _OK:  # so the ids were the cause: the vocabulary may have changed since the probe
+        if answer.status == HTTPStatus.OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             planned.engine.doubt("it refused the ids that it was sent")
         return answer
 
@@ -286,7 +286,7 @@ class Dispatch:
         if not continuation.has_room(model.capability.max_model_len if model is not None else 0):
             return None
         answer = await self.accepted(continuation)
-        if answer.status != _OK or answer.content_type != EVENT_STREAM:
+        if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
             raise ContinuationError(f"the engine answered {answer.status}: {words}")

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -56,7 +57,6 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 
 log = logging.getLogger(__name__)
 
-_UNAVAILABLE = 503
 _LARGE = 2**20
 """Bytes of a body from which on its owner is checked before it is read."""
 _MOST_SETTINGS = 4
@@ -325,14 +325,14 @@ class Endpoints:
                 if may_answer_with_status(response.client.state):
                     raise
                 return await response.fail(
-                    _UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
+                    HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
                 )
             except TokencacheError as why:
                 if isinstance(why, SessionFinishedError | SessionSealedError):
                     await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
                 if may_answer_with_status(response.client.state):
                     raise
-                status = why.status if isinstance(why, EngineError | HarnessError) else _UNAVAILABLE
+                status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
                 return await response.fail(status, f"the call was given up: {why.client_message}")
 
     async def _check_settings(self, asked: SessionRequest) -> None:

@@ -6,6 +6,7 @@ the first one, so nothing was sampled.
 """
 
 import logging
+from http import HTTPStatus
 
 import aiohttp
 import msgspec
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
 REFUSED = frozenset({400, 422})
-_OK = 200
 _JSON_BYTES = 6
 """Bytes of an id as JSON, with its comma, about: most ids have five digits."""
 
@@ -125,7 +125,7 @@ class EngineSender:
             log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", call.session, call.id)
             name = name.whole(exact.ids)
             answer = await self._write_and_post(planned, exact, chat, target._replace(prompt=name))
-        if answer.status == _OK and name.is_proven(answer.headers):
+        if answer.status == HTTPStatus.OK and name.is_proven(answer.headers):
             if exact is not None:
                 self._note_proven(engine, exact, name)
             return answer
@@ -139,7 +139,7 @@ class EngineSender:
 
     async def _problem(self, answer: aiohttp.ClientResponse) -> str:
         """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
-        if answer.status == _OK:
+        if answer.status == HTTPStatus.OK:
             problem = "the hash in the engine's answer is not that of the prompt"
             self._call.note(IncidentKind.PREFIX_DIFFERS, problem)
             return problem
@@ -163,13 +163,13 @@ class EngineSender:
         if held and is_error(answer.status) and answer.status not in NOT_NOW:
             answer.close()
             answer = await self._write_and_post(planned, exact, chat, target._replace(names=with_pixels(target.names)))
-            if answer.status == _OK:
+            if answer.status == HTTPStatus.OK:
                 call, words = self._call, "session %s call %s: the engine did not have %d images; they were sent again"
                 log.info(words, call.session, call.id, len(held))
                 metrics.IMAGES.labels("missed").inc(len(held))
                 self._images.missed(url)
                 held = []
-        if answer.status == _OK:
+        if answer.status == HTTPStatus.OK:
             self._images.answered(url, target.names, named=bool(held))
             metrics.IMAGES.labels("named").inc(len(held))
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))

@@ -16,6 +16,7 @@ import ipaddress
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -40,7 +41,6 @@ MOST_CONNECTIONS = 32
 """Fetches of this process at a time: their sockets are among those that the listener reserves."""
 MEMORY = 256 * 2**20
 """Bytes of fetched contents that are remembered, as base64."""
-_OK, _TOO_LARGE = 200, 413
 _SCHEMES = ("http://", "https://")
 _CHUNK = 64 * 1024
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
@@ -148,7 +148,7 @@ class FetchedMedia:
             aiohttp.ClientError: it cannot be fetched.
         """
         async with self._client().get(URL(url), max_redirects=MOST_REDIRECTS + 1) as answer:
-            if answer.status != _OK:
+            if answer.status != HTTPStatus.OK:
                 raise ValueError(f"the server answered {answer.status}")
             if not answer.content_type.startswith("image/"):
                 raise ValueError(f"the server sent {answer.content_type[:80]}, not an image")
@@ -198,7 +198,7 @@ class _Fetched:
 
 
 def _too_large(most: int) -> HarnessError:
-    return HarnessError(f"the request with its images is larger than {most} bytes (--max-body)", status=_TOO_LARGE)
+    return HarnessError(f"the request with its images is larger than {most} bytes (--max-body)", status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 def _parts(message: Any) -> list[dict[str, Any]]:

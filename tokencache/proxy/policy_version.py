@@ -23,6 +23,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -44,7 +45,6 @@ UNKNOWN_HINT = (
 """What to do if no source reports a version."""
 _SECONDS = 5.0
 """Seconds to wait for an engine's report of its version."""
-_OK = 200
 
 
 class Reading(NamedTuple):
@@ -287,4 +287,4 @@ async def _asked(engine: Engine, path: str) -> bytes:
             answer = await engine.upstream.get(path)
     except (EngineError, TimeoutError):
         return b""
-    return answer.body if answer.status == _OK else b""
+    return answer.body if answer.status == HTTPStatus.OK else b""

@@ -14,6 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
+from http import HTTPStatus
 from typing import NamedTuple
 
 import aiohttp
@@ -38,7 +39,6 @@ from tokencache.request_memory import Holding, read_reply
 log = logging.getLogger(__name__)
 
 ENDED_EARLY = "the engine's stream ended before the reply did"
-_OK = 200
 
 
 class EndKind(StrEnum):
@@ -137,7 +137,7 @@ class Body(WholeSource):
         except (aiohttp.ClientError, TimeoutError) as why:
             self.end = End(EndKind.BROKEN, f"{type(why).__name__}: {why}", incident=IncidentKind.UPSTREAM_BROKE)
             return b""
-        if answer.status != _OK:
+        if answer.status != HTTPStatus.OK:
             self.end = self._no_reply(answer.status, body)
             return b""
         parse = self._dispatch.sender.request.parse

@@ -16,6 +16,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 
 from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
@@ -36,7 +37,6 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of the body if a string has no end, so that the search never restarts within a string."""
 _BETWEEN_PAUSES = 2000
 """Number of strings that are skipped before other calls may run."""
-_TOO_SLOW, _TOO_LARGE = 408, 413
 
 
 KEPT = web.RequestKey("kept", bytes)
@@ -117,7 +117,7 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
                 chunk = await content.readany()
         except TimeoutError:
             message = f"the request's body arrives too slowly: {content.total_bytes} bytes so far"
-            raise HarnessError(message, status=_TOO_SLOW) from None
+            raise HarnessError(message, status=HTTPStatus.REQUEST_TIMEOUT) from None
         if not chunk:
             return
         left -= loop.time() - asked
@@ -148,4 +148,7 @@ async def check_values(body: bytes) -> None:
     objects += body.count(b"{", at)
     values += body.count(b",", at) + body.count(b"[", at)
     if objects > MOST_OBJECTS or values > MOST_VALUES:
-        raise HarnessError(f"the request has more than {MOST_OBJECTS} objects, or {MOST_VALUES} values, in its JSON", status=_TOO_LARGE)
+        raise HarnessError(
+            f"the request has more than {MOST_OBJECTS} objects, or {MOST_VALUES} values, in its JSON",
+            status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )

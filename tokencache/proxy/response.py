@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
 """Headers that the plugin adds to answers. They are not for clients."""
-_BAD_GATEWAY = 502
 _NO_KEEP_ALIVE = contextlib.nullcontext()
 
 
@@ -247,7 +247,7 @@ class Response:
         try:
             chunks = [self.with_token_ids(chunk, reply) for chunk in as_chunks(body, self.chat.fields)]
         except ValueError as why:
-            return encoder.error(_BAD_GATEWAY, str(why))
+            return encoder.error(HTTPStatus.BAD_GATEWAY, str(why))
         return b"".join([*[encoder.chunk(event_of(chunk), chunk, counted) for chunk in chunks], encoder.end()])
 
     def with_token_ids(self, data: bytes, reply: Reply) -> bytes:

@@ -6,6 +6,7 @@ Error types: `anthropic` 2.12 `types/shared/error_object.py`; platform.claude.co
 
 import re
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 from tokencache.core.finish import FinishReason
@@ -220,7 +221,6 @@ _ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-_SERVER_ERROR = 500
 _TOO_LONG = (
     # vLLM 0.32 `renderers/params.py`; if the prompt's ids are supplied, vLLM's error has another text
     re.compile(r"context length is (?P<limit>\d+) tokens\. However, your prompt contains (?:at least )?(?P<tokens>\d+) input tokens"),
@@ -234,7 +234,7 @@ def error_members(status: int, message: str) -> dict[str, Any]:
     The engine's message is passed on, with one exception: for a conversation that is too long the message is that of Anthropic's API,
     by which clients recognize that they must compact the conversation.
     """
-    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= _SERVER_ERROR else "invalid_request_error")
+    kind = _ERROR_TYPES.get(status) or ("api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error")
     found = next((found for pattern in _TOO_LONG if (found := pattern.search(message))), None)
     if found is not None:
         message = f"prompt is too long: {found['tokens']} tokens > {found['limit']} maximum"

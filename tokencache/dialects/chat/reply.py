@@ -11,6 +11,7 @@ weight versions if it requests them; otherwise the member is missing (vLLM 0.33)
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +32,6 @@ _ENCODER = msgspec.json.Encoder()
 _NULL = Raw(b"null")
 _VERSIONS = "weight_versions"
 _EXPERTS = b'"routed_experts":'
-_UNAVAILABLE = 503
 _MOST_CHOICES = 128
 """Largest number of choices that the proxy writes; an engine does not return more either."""
 
@@ -73,7 +73,7 @@ class PassthroughEncoder(ReplyEncoder):
 
     def error(self, status: int, message: str) -> bytes:
         """See `ReplyEncoder.error`; written as vLLM 0.32 does."""
-        kind = "store_error" if status == _UNAVAILABLE else "upstream_error"
+        kind = "store_error" if status == HTTPStatus.SERVICE_UNAVAILABLE else "upstream_error"
         error = {"message": message, "type": kind, "param": None, "code": status}
         return self.rest() + event_of(msgspec.json.encode({"error": error})) + event_of(DONE)
 

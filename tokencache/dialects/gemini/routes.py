@@ -11,6 +11,7 @@ in the path may have slashes (`Qwen/Qwen3-8B`) or be percent-encoded.
 
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -33,7 +34,6 @@ from tokencache.errors import HarnessError
 _METHOD = re.compile(r"/v1(?:beta|alpha)?/(?:models|tunedModels)/(.+):(\w+)")
 _MODELS = re.compile(r"/v1(beta|alpha)?/models(?:/(.+))?")
 _METHODS = ["generateContent", "countTokens"]
-_NOT_FOUND = 404
 
 
 class GeminiDialect(TranslatedDialect):
@@ -64,7 +64,7 @@ class GeminiDialect(TranslatedDialect):
                     return _count(request, model)
         except RecursionError:
             raise HarnessError("the request is nested too deeply") from None
-        raise HarnessError(f"{method} is not supported: the methods are {' and '.join(_METHODS)}", status=_NOT_FOUND)
+        raise HarnessError(f"{method} is not supported: the methods are {' and '.join(_METHODS)}", status=HTTPStatus.NOT_FOUND)
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:
         """See `Dialect.error`: the type follows from the status, and the message names the member."""
@@ -117,7 +117,7 @@ async def _models(request: DialectRequest) -> DirectReply:
     for model in served:
         if model.name == wanted:
             return DirectReply(body=json_io.write(_model(model)))
-    raise HarnessError(f"models/{wanted} is not found", status=_NOT_FOUND)
+    raise HarnessError(f"models/{wanted} is not found", status=HTTPStatus.NOT_FOUND)
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

@@ -7,6 +7,7 @@ rules and names its position in errors.
 
 import re
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -179,7 +180,6 @@ _STATUSES = {
     504: "DEADLINE_EXCEEDED",
 }
 """google.rpc.Code by HTTP status (googleapis, `google/rpc/code.proto`)."""
-_SERVER_ERROR = 500
 
 
 def finish_reason_of(reason: str | None) -> str:
@@ -189,7 +189,7 @@ def finish_reason_of(reason: str | None) -> str:
 
 def error_of(status: int, message: str) -> dict[str, Any]:
     """Write an error as google.rpc.Status in its JSON form."""
-    name = _STATUSES.get(status) or ("INTERNAL" if status >= _SERVER_ERROR else "INVALID_ARGUMENT")
+    name = _STATUSES.get(status) or ("INTERNAL" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "INVALID_ARGUMENT")
     return {"error": {"code": status, "message": message, "status": name}}
 
 

@@ -17,6 +17,7 @@ client requested it (`include`).
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -43,8 +44,6 @@ Raw = msgspec.Raw
 
 _ROOT = "/v1/responses"
 _RENDER = f"{_ROOT}/render"
-_UPGRADE_REQUIRED = 426
-"""RFC 9110 §15.5.22: the server serves the request only with another protocol, which `Upgrade` names."""
 Keep = Callable[[dict[str, Any]], dict[str, bytes]]
 _ID = re.compile(r"resp_([0-9a-f]{32})")
 
@@ -95,7 +94,7 @@ class ResponsesDialect(TranslatedDialect):
             return TokenCount(body=(await _read(request)).body(), write=_write_count)
         if request.path == _ROOT and "websocket" in request.headers.get("Upgrade", "").lower():
             message = "WebSocket is not supported here: send the request with POST over HTTP"
-            raise HarnessError(message, status=_UPGRADE_REQUIRED, headers={"Upgrade": "HTTP/1.1"})
+            raise HarnessError(message, status=HTTPStatus.UPGRADE_REQUIRED, headers={"Upgrade": "HTTP/1.1"})
         return await answer_stored(request, request.path.removeprefix(_ROOT))
 
     def error(self, status: int, message: str, kind: str, param: str | None = None) -> bytes:

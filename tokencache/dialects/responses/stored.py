@@ -17,6 +17,7 @@ be the same bytes (their hash is stored). A long list is not copied: the next co
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -192,7 +193,6 @@ def _digest(items: list[bytes]) -> str:
 
 
 _PATH = re.compile(r"/(resp_([0-9a-f]{32})|[^/]+)(/input_items|/cancel)?")
-_NOT_FOUND, _NOT_ALLOWED = 404, 405
 _PAGE, _MOST = 20, 100
 
 
@@ -205,7 +205,9 @@ async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
     """
     found = _PATH.fullmatch(path)
     if found is None:
-        raise HarnessError(f"Invalid URL ({request.method} {request.path})", status=_NOT_FOUND if path else _NOT_ALLOWED)
+        raise HarnessError(
+            f"Invalid URL ({request.method} {request.path})", status=HTTPStatus.NOT_FOUND if path else HTTPStatus.METHOD_NOT_ALLOWED
+        )
     name, handle, question = found.groups()
     match request.method, question:
         case "GET", None:
@@ -227,11 +229,11 @@ async def answer_stored(request: DialectRequest, path: str) -> DirectReply:
         case "POST", "/cancel":
             raise HarnessError("Cannot cancel a synchronous response: 'background' is not supported")
         case _:
-            raise HarnessError(f"Invalid method for URL ({request.method} {request.path})", status=_NOT_ALLOWED)
+            raise HarnessError(f"Invalid method for URL ({request.method} {request.path})", status=HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def _unknown(name: str) -> HarnessError:
-    return HarnessError(f"Response with id '{name}' not found.", status=_NOT_FOUND)
+    return HarnessError(f"Response with id '{name}' not found.", status=HTTPStatus.NOT_FOUND)
 
 
 def _listed(item: Item, seed: str) -> dict[str, Any]:
