@@ -10,12 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+from tokencache.dialects.json_io import FIELDS, VALUES
 from tokencache.trajectories.formats.registry import Format
 
 PART = ".part"
-
-_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ROWS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class FileError(Exception):
@@ -63,4 +61,4 @@ class PartFile:
 
 def rows_of(rollout: bytes, wanted: Format) -> list[msgspec.Raw]:
     """Return the rows of a rollout in a format as JSON: one for each training sample."""
-    return _ROWS.decode(_MEMBERS.decode(rollout)[wanted.rows]) if wanted.rows else [msgspec.Raw(rollout)]
+    return VALUES.decode(FIELDS.decode(rollout)[wanted.rows]) if wanted.rows else [msgspec.Raw(rollout)]

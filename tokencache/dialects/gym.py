@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.json_io import fields_of
+from tokencache.dialects.json_io import FIELDS, IDS, OBJECTS, fields_of
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -39,10 +39,7 @@ _ESCAPED = b"\\u00"
 """Begins an ASCII character that is written as an escape, as it may be in the name of a member."""
 _GENERATED = b'"generation_token_ids"'
 _BLANK = b" \t\r\n"
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _INDEX = msgspec.json.Decoder(int)
-_IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 _NULL = b"null"
 
@@ -103,7 +100,7 @@ def take_prefix(fields: dict[str, Raw]) -> bytes:
     """
     raw = bytes(fields.pop(PREFIX, _NULL))
     try:
-        return ids.pack(_IDS.decode(raw)) if raw != _NULL else b""
+        return ids.pack(IDS.decode(raw)) if raw != _NULL else b""
     except (ValueError, OverflowError):
         raise HarnessError(f"{PREFIX!r} must be a list of token ids", param=PREFIX) from None
 
@@ -152,8 +149,8 @@ def with_tokens(data: bytes, prompt: bytes, choices: Callable[[], Mapping[int, _
     if b'"finish_reason"' not in data:
         return data
     try:
-        fields = _FIELDS.decode(data)
-        listed = _CHOICES.decode(fields["choices"])
+        fields = FIELDS.decode(data)
+        listed = OBJECTS.decode(fields["choices"])
         added = [_add_ids(choice, prompt, choices) for choice in listed]
     except (ValueError, KeyError, RecursionError):
         return data  # not a completion; an error, for example
@@ -173,5 +170,5 @@ def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Callable[[], Mappin
     if known is None or not own or part not in choice or len(known.logprobs) != len(known.ids):
         return False
     tokens = {PROMPT: Raw(own), GENERATION: Raw(_ENCODER.encode(known.ids)), LOG_PROBS: Raw(_ENCODER.encode(known.logprobs))}
-    choice[part] = Raw(_ENCODER.encode({**_FIELDS.decode(choice[part]), **tokens}))
+    choice[part] = Raw(_ENCODER.encode({**FIELDS.decode(choice[part]), **tokens}))
     return True

@@ -33,8 +33,12 @@ Raw = msgspec.Raw
 Position = str | tuple["Position", str | int]
 """A name (`""` for the whole request), or a member name or list index within another position."""
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_LIST = msgspec.json.Decoder(list[Raw])
+FIELDS = msgspec.json.Decoder(dict[str, Raw])
+"""Reads an object that is known to be JSON: name → raw value. `fields_of` reads what clients wrote."""
+VALUES, OBJECTS = msgspec.json.Decoder(list[Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
+"""Read a list: of raw values, or of objects."""
+IDS = msgspec.json.Decoder(list[int])
+"""Reads a list of token ids."""
 _KEY = re.compile(rb'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+', re.DOTALL)
 _END = re.compile(rb"\s*+\}\s*+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -97,7 +101,7 @@ def fields_of(body: bytes) -> dict[str, Raw]:
         HarnessError: the body is not a JSON object, or it has a member twice.
     """
     try:
-        fields = _FIELDS.decode(body)
+        fields = FIELDS.decode(body)
     except (ValueError, RecursionError):
         pass
     else:
@@ -120,7 +124,7 @@ def strict_fields(body: bytes) -> dict[str, Raw]:
         ValueError: it is not an object in strict JSON, or it has a member twice.
         RecursionError: it is nested too deeply.
     """
-    fields = _FIELDS.decode(body)
+    fields = FIELDS.decode(body)
     if not _are_all(fields, body):
         raise ValueError("a member is given twice")
     return fields
@@ -162,7 +166,7 @@ def entries_of(raw: Raw) -> list[bytes]:
         ValueError: it is not a list.
     """
     try:
-        return [bytes(item) for item in _LIST.decode(raw)]
+        return [bytes(item) for item in VALUES.decode(raw)]
     except msgspec.DecodeError:
         decoded = json.loads(bytes(raw))
         if not isinstance(decoded, list):

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.dialects.json_io import FIELDS
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -22,7 +23,6 @@ _OPTIONS, _INCLUDE, _CONTINUOUS = "stream_options", "include_usage", "continuous
 _FINISH, _NAME, _ERROR = b'"finish_reason":"', b'"usage":', b'"error":'
 _FINGERPRINT = "system_fingerprint"
 _NULL = Raw(b"null")
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -79,7 +79,7 @@ class HiddenUsage:
 def _usage_of(data: bytes) -> tuple[Raw, Raw] | None:
     """Return the choices and the fingerprint of a chunk with usage; `None` if it has none."""
     try:
-        fields = _FIELDS.decode(data)
+        fields = FIELDS.decode(data)
     except (ValueError, RecursionError):
         return None
     if bytes(fields.get("usage", _NULL)) == b"null":
@@ -91,6 +91,6 @@ def _with_fingerprint(event: bytes, data: bytes, fingerprint: Raw) -> bytes:
     if bytes(fingerprint) == b"null" or _FINISH not in data:
         return event
     try:
-        return event_of(_ENCODER.encode({**_FIELDS.decode(data), _FINGERPRINT: fingerprint}))
+        return event_of(_ENCODER.encode({**FIELDS.decode(data), _FINGERPRINT: fingerprint}))
     except (ValueError, RecursionError):
         return event

@@ -26,15 +26,13 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model
-from tokencache.dialects.json_io import fields_of, member, value_of
+from tokencache.dialects.json_io import FIELDS, OBJECTS, fields_of, member, value_of
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _ENCODER = msgspec.json.Encoder()
 _NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
 
@@ -148,8 +146,8 @@ class TextReplyEncoder(PassthroughEncoder):
         if not self._hidden and not self._extras.found(data):
             return data
         try:
-            fields = _FIELDS.decode(data)
-            choices = _CHOICES.decode(fields["choices"])
+            fields = FIELDS.decode(data)
+            choices = OBJECTS.decode(fields["choices"])
         except (ValueError, KeyError, RecursionError):
             return data
         for choice in choices:

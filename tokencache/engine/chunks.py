@@ -9,12 +9,10 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.json_io import member
+from tokencache.dialects.json_io import FIELDS, OBJECTS, member
 
 Raw = msgspec.Raw
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _CALLS = msgspec.json.Decoder(list[dict[str, Any]])
 _NULL = Raw(b"null")
 _TEXT = b'"text_completion"'
@@ -33,10 +31,10 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         ValueError: the body is not a completion.
     """
     try:
-        fields = _FIELDS.decode(body)
+        fields = FIELDS.decode(body)
         if "choices" not in fields and "error" in fields:
             return [body]
-        choices = _CHOICES.decode(fields["choices"])
+        choices = OBJECTS.decode(fields["choices"])
         head: dict[str, Any] = {name: fields[name] for name in _HEAD if name in fields}
         head["object"] = "chat.completion.chunk"
         if bytes(fields.get("object", _NULL)) == _TEXT:
@@ -44,7 +42,7 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         else:
             first = [_first(choice, fields) for choice in choices]
             rest = [chunk for choice in choices for chunk in _choice(choice)]
-        usage = _FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
+        usage = FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
     except (ValueError, KeyError, RecursionError) as why:
         raise ValueError(f"not a chat completion: {why}") from why
     usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # only whole replies contain nulls
@@ -59,14 +57,14 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
 
 
 def _first(choice: dict[str, Raw], fields: dict[str, Raw]) -> dict[str, Any]:
-    role = _FIELDS.decode(choice["message"]).get("role", Raw(b'"assistant"'))
+    role = FIELDS.decode(choice["message"]).get("role", Raw(b'"assistant"'))
     first = {"index": choice.get("index", 0), "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
     return {"choices": [first], "prompt_token_ids": fields.get("prompt_token_ids", _NULL)}
 
 
 def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
     index = choice.get("index", 0)
-    deltas = _deltas(_FIELDS.decode(choice["message"]))
+    deltas = _deltas(FIELDS.decode(choice["message"]))
     pieces: list[dict[str, Any]] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
     end: dict[str, Any] = {
         "index": index,
@@ -97,8 +95,8 @@ def split_cut(chunk: bytes) -> tuple[bytes, bytes]:
     Returns:
         Both as JSON; the first is `b""` if the chunk has no tokens.
     """
-    fields = _FIELDS.decode(chunk)
-    choices = _CHOICES.decode(fields.get("choices", Raw(b"[]")))
+    fields = FIELDS.decode(chunk)
+    choices = OBJECTS.decode(fields.get("choices", Raw(b"[]")))
     if len(choices) != 1 or bytes(choices[0].get("token_ids", _NULL)) in {b"null", b"[]"}:
         return b"", chunk
     (choice,) = choices

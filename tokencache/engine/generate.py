@@ -18,6 +18,7 @@ import msgspec
 
 from tokencache.core.expansion import Place
 from tokencache.core.media import Places
+from tokencache.dialects.json_io import FIELDS
 from tokencache.engine.derender import RENDER
 from tokencache.engine.upstream import EngineClient, EngineResponse
 from tokencache.errors import EngineError
@@ -30,7 +31,6 @@ _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
 """Members of a rendered request that are not sent to `generate`: the images are sent as parts, and the reply is not streamed."""
 _NOT_SAMPLING = ("output_kind", "skip_clone")
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -100,7 +100,7 @@ async def render_request(engine: EngineClient, fields: Mapping[str, Any], header
         raise refusal(RENDER, answer)
     try:
         read = msgspec.json.decode(answer.body, type=_Rendered)
-        members = _FIELDS.decode(answer.body)
+        members = FIELDS.decode(answer.body)
     except (ValueError, RecursionError) as why:
         raise EngineError(f"{RENDER} returned no request: {why}") from why
     places = _places(read.features.mm_placeholders) if read.features is not None else {}

@@ -9,11 +9,11 @@ Without the cutting it takes 1.4 ms.
 import msgspec
 
 from tokencache.core import ids
+from tokencache.dialects.json_io import IDS
 from tokencache.engine import long_values
 
 Raw = msgspec.Raw
 
-_IDS = msgspec.json.Decoder(list[int])
 _NAME = b'"prompt_token_ids":['
 _NOT_DIGITS = b" \t\r\n-"
 """Characters that a JSON list of integers may contain in addition to brackets, digits and commas."""
@@ -141,7 +141,7 @@ class PromptEcho:
 def read_ids(raw: bytes) -> bytes | None:
     """Pack the ids of a raw JSON list; `None` if it is not a list of ids, which are not below 0."""
     try:
-        listed = _IDS.decode(raw) if raw else None
+        listed = IDS.decode(raw) if raw else None
         return ids.pack(listed) if listed is not None and not (b"-" in raw and min(listed) < 0) else None
     except (ValueError, OverflowError):
         return None

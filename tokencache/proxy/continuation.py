@@ -26,7 +26,7 @@ from tokencache.core import ids
 from tokencache.core.media import Places, PlacesDifferError, place_media
 from tokencache.core.turn import ReplyPiece
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.json_io import FIELDS, member, value_of
 from tokencache.dialects.members import HARMLESS, LIMITS, SURVIVING
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.derender import Derender, DerenderRequest
@@ -104,7 +104,6 @@ def limits_of(fields: Mapping[str, Raw]) -> dict[str, int]:
 
 
 _HEAD = ("id", "object", "created", "model")
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 
 class _PieceLogprobs(msgspec.Struct):
@@ -150,7 +149,7 @@ class Continuation:
             pieces: receives the pieces that have ended.
         """
         self._call, self._reply, self._derender, self._pieces = call, reply, derender, pieces
-        self._head = {name: value for name, value in _FIELDS.decode(first or b"{}").items() if name in _HEAD}
+        self._head = {name: value for name, value in FIELDS.decode(first or b"{}").items() if name in _HEAD}
         self._own_limit: int | None = None
         self.differs = False
         self.broke = ""

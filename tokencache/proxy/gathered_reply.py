@@ -15,6 +15,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.dialects.json_io import FIELDS, OBJECTS
 from tokencache.dialects.sse import DONE
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
@@ -27,8 +28,6 @@ from tokencache.request_memory import Holding
 
 Raw = msgspec.Raw
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_text")
 _NULL = Raw(b"null")
 _NO_MESSAGE: Mapping[str, Any] = {"role": "assistant", "content": None}
@@ -98,10 +97,10 @@ class Gathered(WholeSource):
         if self.reply.unreadable > self._unreadable:
             self._unreadable = self.reply.unreadable
             return
-        fields = _FIELDS.decode(chunk)
+        fields = FIELDS.decode(chunk)
         self._head |= {name: fields[name] for name in _HEAD if name in fields}
         self._usage = fields.get("usage", _NULL)
-        for choice in _CHOICES.decode(fields.get("choices", Raw(b"[]"))):
+        for choice in OBJECTS.decode(fields.get("choices", Raw(b"[]"))):
             entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
@@ -135,7 +134,7 @@ class Gathered(WholeSource):
         )
         usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
         if bytes(self._usage) != b"null" and not self.pieces:
-            usage = _FIELDS.decode(self._usage)  # the engine's own, which may have details
+            usage = FIELDS.decode(self._usage)  # the engine's own, which may have details
         echo = Raw(self.reply.prompt.raw or b"null") if chat.shows_ids else None
         return msgspec.json.encode(whole_completion([made], usage, {**self._head, "prompt_token_ids": echo}))
 

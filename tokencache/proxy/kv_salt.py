@@ -20,6 +20,7 @@ import msgspec
 from cachetools import LRUCache
 
 from tokencache.core.chain import keyed_hash
+from tokencache.dialects.json_io import FIELDS
 from tokencache.store.base import Store, StoreError
 
 KvPolicy = Literal["exact", "session", "off"]
@@ -28,7 +29,6 @@ DOCUMENT = "kv-weights"
 """Name of the session's document with the version by which its prefix cache is kept apart (`session`)."""
 MEMBER = "cache_salt"
 _MOST_SESSIONS = 65_536
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class KvSalt(NamedTuple):
@@ -57,7 +57,7 @@ class KvSalt(NamedTuple):
 
     def written_in(self, body: bytes) -> bytes:
         """Return the body of a request (JSON) with the salt."""
-        return msgspec.json.encode(self.written(_FIELDS.decode(body))) if self.text else body
+        return msgspec.json.encode(self.written(FIELDS.decode(body))) if self.text else body
 
 
 NO_SALT = KvSalt()

@@ -23,13 +23,11 @@ from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
-from tokencache.dialects.json_io import entries_of, fields_of, strict_fields
+from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_LIST = msgspec.json.Decoder(list[Raw])
 _NAME = b'"messages"'
 _TRIES = 4
 MEMORY = 256 * 2**20
@@ -198,7 +196,7 @@ class IncrementalParser:
         try:
             following = strict_fields(b'{"messages":[' + rest)
             listed = following["messages"]
-            new = [bytes(entry) for entry in _LIST.decode(listed)]
+            new = [bytes(entry) for entry in VALUES.decode(listed)]
         except (ValueError, RecursionError):
             return None
         added = find_spans(body, new, at + comma)
@@ -222,7 +220,7 @@ class IncrementalParser:
             start = size = body.rindex(b"[", 0, split.spans[0])
             hashed = 0
             try:
-                leading = _FIELDS.decode(body[:start] + b"[]}")
+                leading = FIELDS.decode(body[:start] + b"[]}")
             except ValueError:  # JSON that only the lenient reader accepts (`json_io`) is parsed as a whole each time
                 return
         head = split.head or xxhash.xxh3_128(b"", self._seed)

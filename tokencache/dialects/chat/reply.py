@@ -20,14 +20,13 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import PACKED, hide_tokens
+from tokencache.dialects.json_io import FIELDS, OBJECTS
 from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.dialects.stream_usage import HiddenUsage
 
 Raw = msgspec.Raw
 
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _ENCODER = msgspec.json.Encoder()
 _NULL = Raw(b"null")
 _VERSIONS = "weight_versions"
@@ -118,8 +117,8 @@ class ChatReplyEncoder(PassthroughEncoder):
 
     def _hide(self, data: bytes, part: str) -> bytes | None:
         try:
-            fields = _FIELDS.decode(data)
-            choices = _CHOICES.decode(fields["choices"])
+            fields = FIELDS.decode(data)
+            choices = OBJECTS.decode(fields["choices"])
         except (ValueError, KeyError, RecursionError):
             return data
         if not self._prompt and "prompt_token_ids" in fields:
@@ -150,7 +149,7 @@ class ChatReplyEncoder(PassthroughEncoder):
 
     @staticmethod
     def _hide_reasoning(choice: dict[str, Raw], part: str) -> bool:
-        entry = _FIELDS.decode(choice[part])
+        entry = FIELDS.decode(choice[part])
         if part == "message":
             for name in ("reasoning", "reasoning_content"):
                 if name in entry:

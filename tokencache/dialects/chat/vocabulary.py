@@ -20,12 +20,11 @@ from cachetools import LRUCache
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
 from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
-from tokencache.dialects.json_io import member, value_of
+from tokencache.dialects.json_io import FIELDS, member, value_of
 from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
 
 Raw = msgspec.Raw
 
-_MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 _CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
 _ENCODER = msgspec.json.Encoder()
 _NULL, _NO_ARGUMENTS = Raw(b"null"), Raw(b'"{}"')
@@ -258,7 +257,7 @@ def with_reasoning(raw: bytes) -> bytes:
     if b'"reasoning_content"' not in raw and b"\\u" not in raw:
         return raw
     try:
-        members = _MEMBERS.decode(raw)
+        members = FIELDS.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         return raw
     reasoning = members.pop("reasoning_content", None)
@@ -295,10 +294,10 @@ def with_stand_ins(raw: bytes) -> bytes:
     value is an object or `null`. vLLM 0.32 itself renders `{}` if the text is not JSON. Arguments that it can parse keep their bytes, and
     so do all other members, so the prompt equals what the engine renders from the client's own bytes.
     """
-    members = _MEMBERS.decode(raw)
+    members = FIELDS.decode(raw)
     calls = _CALLS.decode(members.get("tool_calls", _NULL)) or []
     for call in calls:
-        function = _MEMBERS.decode(call["function"])
+        function = FIELDS.decode(call["function"])
         function["arguments"] = _safe_arguments(function.get("arguments", _NULL))
         call["function"] = Raw(_ENCODER.encode(function))
     return _ENCODER.encode({**members, "tool_calls": Raw(_ENCODER.encode(calls))}) if calls else raw

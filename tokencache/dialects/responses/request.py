@@ -25,7 +25,7 @@ import msgspec
 
 from tokencache.dialects import json_io
 from tokencache.dialects.gym import TAKEN, ReturnedIdFragments, take_all
-from tokencache.dialects.json_io import Position, bracketed, entries_of, fields_of, member, read_members
+from tokencache.dialects.json_io import FIELDS, Position, bracketed, entries_of, fields_of, member, read_members
 from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Item, ToolSelection, flat_name, handle_of, own_id
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
@@ -213,7 +213,6 @@ def _wrong(at: Position, why: str) -> HarnessError:
 
 Raw = msgspec.Raw
 _LIST = msgspec.json.Decoder(list[Any])
-_MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 SEALED = "reasoning.encrypted_content"
 _SHOWN: dict[str, tuple[tuple[type, ...], Any]] = {
     "background": ((bool,), False),
@@ -258,7 +257,7 @@ def members_of(body: bytes) -> dict[str, Raw]:
         HarnessError: it is not a JSON object.
     """
     try:
-        return _MEMBERS.decode(body)
+        return FIELDS.decode(body)
     except (ValueError, RecursionError):
         return fields_of(json_io.write(json_io.read_body(body)))
 

@@ -24,6 +24,7 @@ import msgspec
 import xxhash
 
 from tokencache.dialects.base import DialectRequest, DirectReply
+from tokencache.dialects.json_io import FIELDS, VALUES
 from tokencache.dialects.responses.vocabulary import Item, handle_of
 from tokencache.errors import HarnessError
 
@@ -59,8 +60,6 @@ class Record(msgspec.Struct):
 
 _CONTEXT = msgspec.json.Decoder(StoredInput)
 _RECORD = msgspec.json.Decoder(Record)
-_SHARED = msgspec.json.Decoder(dict[str, Raw])
-_ITEMS = msgspec.json.Decoder(list[Raw])
 
 
 def document(kind: str, name: str) -> str:
@@ -85,7 +84,7 @@ class Library:
             return None
         record = _RECORD.decode(known)
         shared = (await self._documents([record.shared]))[0]
-        return {**record.response, **(_SHARED.decode(shared) if shared is not None else {}), "output": Raw(output)}
+        return {**record.response, **(FIELDS.decode(shared) if shared is not None else {}), "output": Raw(output)}
 
     async def history(self, handle: str, *, output: bool) -> list[Item] | None:
         """Read all items of a response's input, and with `output` those of its output; `None` if it is not stored, or was deleted.
@@ -108,7 +107,7 @@ class Library:
         for name, found in zip(names, await self._documents([f"resp:{name}" for name in names]), strict=True):
             if found is None:
                 return None
-            raws = _CONTEXT.decode(found).items if name.startswith("in:") else _ITEMS.decode(found)
+            raws = _CONTEXT.decode(found).items if name.startswith("in:") else VALUES.decode(found)
             items += [(bytes(raw), msgspec.json.decode(raw)) for raw in raws]
         return items
 
@@ -126,7 +125,7 @@ class Library:
         outputs = await self._documents([document("out", handle) for handle in handles])
         known: dict[Any, Item] = {}
         for output in outputs:
-            for raw in _ITEMS.decode(output) if output is not None else ():
+            for raw in VALUES.decode(output) if output is not None else ():
                 item = msgspec.json.decode(raw)
                 known[item["id"]] = (bytes(raw), item)
         for i, reference in wanted.items():

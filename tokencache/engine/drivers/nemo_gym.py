@@ -19,6 +19,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
 from tokencache.dialects.gym_request import CHAT_MEMBERS
+from tokencache.dialects.json_io import FIELDS
 from tokencache.dialects.members import OF_STREAMS
 from tokencache.dialects.thinking import in_text
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
@@ -27,7 +28,6 @@ from tokencache.engine.drivers.nemo_rl import NemoDriver
 Raw = msgspec.Raw
 
 _NEVER_SENT = frozenset({*OF_STREAMS, PREFIX, "kv_transfer_params"})
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -48,7 +48,7 @@ class NemoGym(NemoDriver):
                 GENERATION: Raw(b"[" + ids.fragment(ids.tail(ids.head(prompt.ids, end), start)) + b"]"),
                 LOG_PROBS: Raw(_ENCODER.encode(ids.unpack_logprobs(logprobs)[: end - start])),
             }
-            messages[place] = _ENCODER.encode(_FIELDS.decode(messages[place]) | members)
+            messages[place] = _ENCODER.encode(FIELDS.decode(messages[place]) | members)
         joined = Raw(b"[" + b",".join([in_text(message) for message in messages]) + b"]")
         return _ENCODER.encode(_accepted(call.fields | {"messages": joined}))
 
@@ -62,7 +62,7 @@ class NemoGym(NemoDriver):
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""
-        with_ids = {**_FIELDS.decode(reply), PROMPT: prompt[:-1], GENERATION: prompt[-1:], LOG_PROBS: [-1.0]}
+        with_ids = {**FIELDS.decode(reply), PROMPT: prompt[:-1], GENERATION: prompt[-1:], LOG_PROBS: [-1.0]}
         return {"messages": [Raw(question), with_ids, Raw(question)]}
 
 
@@ -78,5 +78,5 @@ def _accepted(fields: dict[str, Raw]) -> dict[str, Any]:
         metadata["chat_template_kwargs"] = bytes(arguments).decode()
     if unknown:
         own = metadata.get("extra_body")
-        metadata["extra_body"] = _ENCODER.encode({**(_FIELDS.decode(own) if isinstance(own, str) else {}), **unknown}).decode()
+        metadata["extra_body"] = _ENCODER.encode({**(FIELDS.decode(own) if isinstance(own, str) else {}), **unknown}).decode()
     return {**known, "metadata": metadata}

@@ -22,6 +22,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
+from tokencache.dialects.json_io import FIELDS, OBJECTS
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, Target, last_reply_place
 from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 
@@ -33,8 +34,6 @@ DEFAULT_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """NeMo RL's default sampling parameters: the model's own distribution."""
 
 _NULL = Raw(b"null")
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
 _NUMBERS = msgspec.json.Decoder(list[float])
 _ENCODER = msgspec.json.Encoder()
 
@@ -97,10 +96,10 @@ def ids_from_messages(body: bytes) -> bytes:
     if b'"%s"' % GENERATION.encode() not in body:
         return body
     try:
-        fields = _FIELDS.decode(body)
-        choices = _CHOICES.decode(fields["choices"])
+        fields = FIELDS.decode(body)
+        choices = OBJECTS.decode(fields["choices"])
         for choice in choices:
-            message = _FIELDS.decode(choice["message"])
+            message = FIELDS.decode(choice["message"])
             prompt, sampled, logprobs = (message.pop(name, _NULL) for name in TOKEN_MEMBERS)
             fields["prompt_token_ids"] = prompt
             choice["token_ids"] = sampled

@@ -13,6 +13,7 @@ import msgspec
 from multidict import CIMultiDict
 
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
+from tokencache.dialects.json_io import FIELDS, IDS, OBJECTS
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.generate import read_generated
@@ -24,9 +25,6 @@ Raw = msgspec.Raw
 _NULL = Raw(b"null")
 _PROMPT = "prompt_token_ids"
 _NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
-_CHOICES = msgspec.json.Decoder(list[dict[str, Raw]])
-_IDS = msgspec.json.Decoder(list[int])
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -55,9 +53,9 @@ async def parse_completion(derender: Derender, request: ReplacedChat, body: byte
     If it cannot be parsed, the result has ids and log probabilities but no messages. A body that is not a completion is returned unchanged.
     """
     try:
-        completion = _FIELDS.decode(body)
-        choices = _CHOICES.decode(completion["choices"])
-        sampled = [_IDS.decode(choice["token_ids"]) for choice in choices]
+        completion = FIELDS.decode(body)
+        choices = OBJECTS.decode(completion["choices"])
+        sampled = [IDS.decode(choice["token_ids"]) for choice in choices]
     except (ValueError, KeyError, RecursionError):
         return ParsedCompletion(body)
     if not choices:
@@ -77,9 +75,9 @@ async def parse_generated(derender: Derender, request: ReplacedChat, body: bytes
     """Make a chat completion from an answer of `generate`. A body that is not such an answer is returned unchanged."""
     try:
         _, places = read_generated(body)
-        answer = _FIELDS.decode(body)
+        answer = FIELDS.decode(body)
         prompt = answer["prompt_token_ids"]
-        choices = [{**choice, _PROMPT: prompt} for choice in _CHOICES.decode(answer["choices"])]
+        choices = [{**choice, _PROMPT: prompt} for choice in OBJECTS.decode(answer["choices"])]
     except (ValueError, KeyError, RecursionError):
         return ParsedCompletion(body)
     for choice in choices:
@@ -167,7 +165,7 @@ def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:
     Those of `/inference/v1/generate` are written so already. `None` if there are none, or if they cannot be read.
     """
     try:
-        if "content" in (members := _FIELDS.decode(raw)):
+        if "content" in (members := FIELDS.decode(raw)):
             return dict(members)
         found = _TEXT_LOGPROBS.decode(raw)
         others = found.top_logprobs or [None] * len(found.tokens)

@@ -19,7 +19,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.grammar import is_bound, may_be_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
-from tokencache.dialects.json_io import value_of
+from tokencache.dialects.json_io import FIELDS, value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
@@ -39,7 +39,6 @@ _NEED_LOGPROBS = ("top_logprobs", "logprob_token_ids")
 """Members that vLLM accepts only with `logprobs`."""
 _TRUE, _NULL = Raw(b"true"), Raw(b"null")
 _ENCODER = msgspec.json.Encoder()
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 
 class Vllm(Driver):
@@ -126,7 +125,7 @@ class Vllm(Driver):
 def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Take `kv_transfer_params` out of the members of a request; return its members."""
     transfer = fields.pop("kv_transfer_params", _NULL)
-    return _FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
+    return FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
 
 
 def binds_late(call: ChatCall) -> bool:
