@@ -145,7 +145,8 @@ class _Claim(NamedTuple):
     """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
     With `in_order`, only candidates that were sampled after the preceding reply count. With `after_message`, the message before the reply
-    is the only evidence.
+    is the only evidence. `rivals` are other turns that the harness may have sent back so: if one of them was sampled after the preceding
+    reply, and its message was edited, the reply is in doubt.
     """
 
     place: int
@@ -153,6 +154,7 @@ class _Claim(NamedTuple):
     reason: str = ""
     in_order: bool = False
     after_message: bool = False
+    rivals: tuple[Turn, ...] = ()
 
 
 _OTHER_HANDLE = Verdict("foreign", ids_kept=False, supplied=False)
@@ -233,6 +235,7 @@ def _narrow_claims(
             candidates = tuple(found for found in candidates if here.follows(found.hit.turn, at_least=True))
         candidates = here.narrow(candidates) if len(candidates) > 1 else candidates
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
+        is_certain = is_certain and not (here.led_to(claim.rivals) and (claim.in_order or not here.led_to(_turns(candidates))))
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
         if is_certain:
             certain.append((claim.place, candidates))
@@ -272,6 +275,10 @@ class _Surroundings(NamedTuple):
             parent = self.last if self.last.id == owner else self.turns.get(owner)
             recorded = parent.messages if parent is not None else -1
         return self.last.id == owner if recorded == reply_place else None
+
+    def led_to(self, turns: Iterable[Turn]) -> bool:
+        """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed."""
+        return any(self.follows(turn, at_least=True) for turn in turns)
 
     def narrow(self, candidates: tuple[_Found, ...]) -> tuple[_Found, ...]:
         """Keep the turns that were sampled after the same message, then those that were sampled after the same reply.
@@ -320,8 +327,8 @@ class _Finder(NamedTuple):
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
         found = self._judged(i, whole)
         known = {hit.turn.prefix_hash for hit in whole}  # a harness that disconnected and retried may have received the same tokens
-        aborted = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
-        aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
+        others = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
+        aborted = [hit for hit in others if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
         parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
@@ -331,11 +338,23 @@ class _Finder(NamedTuple):
         undelivered = any(part is None for _, part in parts)
         if isinstance(chosen, _Found) and not by_tokens and (undelivered or self._may_be_barred(i, found, [chosen])):
             return Reason.AMBIGUOUS_REPLY
+        if isinstance(chosen, _Found) and self._may_be_another(i, chosen, others):
+            return Reason.AMBIGUOUS_REPLY
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
         if isinstance(chosen, _Found) and chosen.added is not None and not chosen.added.restored and self._is_reply(i):
             return Reason.AMBIGUOUS_REPLY
         return chosen
+
+    def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
+        """Whether a harness may have made this reply of another turn in its position, which only the position finds.
+
+        Not if the message came back with the token ids of the chosen turn, or with an id of its calls that looks random.
+        """
+        if chosen.verdict.ids_kept and any(is_unique(call.id) for call in chosen.hit.turn.served.calls):
+            return False
+        whole = [hit for hit in others if CUT_OFF.isdisjoint(hit.turn.marks) and hit.turn.prefix_hash != chosen.hit.turn.prefix_hash]
+        return any(found.verdict.rules for found in self._judged(i, whole)) and not self._by_tokens(i, [chosen])
 
     def _is_reply(self, i: int) -> bool:
         """Whether a message is a whole reply of some turn, in any position."""
@@ -393,7 +412,16 @@ class _Finder(NamedTuple):
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         in_order = not (evident or after_same)
-        return _Claim(i, tuple(known), Reason.FOREIGN_REPLY if in_order else "", in_order=in_order, after_message=bool(after_same))
+        rivals = () if evident else self._rivals(judged, known)
+        reason = Reason.FOREIGN_REPLY if in_order else ""
+        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same), rivals=rivals)
+
+    def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
+        """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
+        tokens, named = {found.hit.turn.completion_hash for found in known}, all(found.verdict.ids_kept for found in known)
+        possible = [found for found in judged if found.verdict.supplied or found.verdict.rules]
+        possible = [found for found in possible if found.verdict.ids_kept or not named]
+        return tuple(found.hit.turn for found in possible if found.hit.turn.completion_hash not in tokens)
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
