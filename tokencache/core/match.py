@@ -37,7 +37,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
-from tokencache.core.added_text import AddedText, added_text, judge_echo
+from tokencache.core.added_text import AddedText, added_text, judge_echo, text_behind
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message, digest
@@ -333,13 +333,13 @@ class _Finder(NamedTuple):
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
         found += [one for one in self._with_words_added(i) if one.hit.turn.id not in genuine]
-        by_tokens = self._by_tokens(i, found) if len(found) + len(parts) > 1 else []
+        several = len({one.hit.turn.id for one in found} | {hit.turn.id for hit in others}) > 1
+        by_tokens = self._by_tokens(i, found) if several else []
         chosen = _choose(echoed, by_tokens or found)
-        undelivered = any(part is None for _, part in parts)
-        if isinstance(chosen, _Found) and not by_tokens and (undelivered or self._may_be_barred(i, found, [chosen])):
-            return Reason.AMBIGUOUS_REPLY
-        if isinstance(chosen, _Found) and self._may_be_another(i, chosen, others):
-            return Reason.AMBIGUOUS_REPLY
+        if isinstance(chosen, _Found) and not by_tokens:
+            undelivered = any(part is None for _, part in parts)
+            in_doubt = undelivered or self._may_be_barred(i, found, [chosen]) or self._may_be_another(i, chosen, others)
+            chosen = Reason.AMBIGUOUS_REPLY if in_doubt else chosen
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
         if isinstance(chosen, _Found) and chosen.added is not None and not chosen.added.restored and self._is_reply(i):
@@ -349,12 +349,15 @@ class _Finder(NamedTuple):
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.
 
-        Not if the message came back with the token ids of the chosen turn, or with an id of its calls that looks random.
+        It may have left out the stop string of the other reply and added words. An id of a call that looks random excludes all others.
         """
         if chosen.verdict.ids_kept and any(is_unique(call.id) for call in chosen.hit.turn.served.calls):
             return False
-        whole = [hit for hit in others if CUT_OFF.isdisjoint(hit.turn.marks) and hit.turn.prefix_hash != chosen.hit.turn.prefix_hash]
-        return any(found.verdict.rules for found in self._judged(i, whole)) and not self._by_tokens(i, [chosen])
+        others = [hit for hit in others if hit.turn.prefix_hash != chosen.hit.turn.prefix_hash and not self._is_of_another(i, hit.turn)]
+        with_words = chosen.added is not None and not chosen.added.restored
+        if with_words and any(text_behind(hit.turn, self.conversation.messages[i]) for hit in others):
+            return True
+        return any(found.verdict.rules for found in self._judged(i, [hit for hit in others if CUT_OFF.isdisjoint(hit.turn.marks)]))
 
     def _is_reply(self, i: int) -> bool:
         """Whether a message is a whole reply of some turn, in any position."""
@@ -547,7 +550,10 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
 
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
-    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns."""
+    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns.
+
+    Also `None` if the turns have the same tokens after different prompts: then the reply may be certain, but not the tokens before it.
+    """
     if not judged:
         return None
     genuine = [found for found in judged if found.verdict.supplied]
@@ -559,7 +565,9 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
         return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
-    return genuine[0] if _interchangeable(_turns(genuine), in_place=True) else Reason.AMBIGUOUS_REPLY
+    if _interchangeable(_turns(genuine), in_place=True):
+        return genuine[0]
+    return None if _interchangeable(_turns(genuine), in_place=False) else Reason.AMBIGUOUS_REPLY
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:

@@ -417,7 +417,7 @@ async def test_a_switch_in_the_middle_holds_from_then_on():
 
 
 async def test_a_switch_is_found_where_the_generation_prompt_opens_the_last_message():
-    """A conversation may end with a message of the client's own; Nemotron Nano 2 writes it behind the generation prompt, and nothing else."""
+    """A conversation may end with a message of the client's own; Nemotron Nano 2 writes it behind the generation prompt."""
     kind = ALL_KINDS["Nemotron Nano v2"]
     lab = Lab.of(kind)
     tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))

@@ -311,7 +311,7 @@ class Oracle:
         if self._stood_there(span, entries, scope):
             return
         fits = self._fitting(entries, span.place)
-        if with_words and truth is not None and truth not in {said.number for said in fits}:
+        if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
             fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
         before = [i for i in range(span.place) if entries[i].is_reply]
         # The reply before may be known though its tokens could not be placed.
@@ -413,8 +413,15 @@ class Oracle:
         return given if len(equal) == 1 else None
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
-        """How many messages precede the reply that the call continues in its own context: they were counted with that turn."""
+        """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
+
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If that turn's own
+        prompt had no tokens of a reply, the whole prompt is text then.
+        """
         near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
+        if near is None and plan.reason == "added-text-unproven":
+            with_words = [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
+            near = next((said for said in reversed(with_words) if not said.spans), None)
         n = len(near.entries) - near.continues if near is not None else 0
         if near is None or n >= len(entries):
             return 0
@@ -448,7 +455,9 @@ class Oracle:
             own in unchanged
             and self._alone(own, in_place)
             and self._calls_as_written(own, entries)
+            and self._words_as_written(own, entries)
             and not self._may_be_cut(entry, here, own)
+            and not self._may_be_understood(entry, here, own)
         ):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
@@ -505,6 +514,20 @@ class Oracle:
         supplied = {span.place for span in own.spans}
         both = zip(own.entries, entries, strict=False)
         return all(n in supplied or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both))
+
+    @staticmethod
+    def _words_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:
+        """Whether the history is written as it was, if it has words of the client behind a reply that a turn's prompt has.
+
+        The record shows those words without the blanks around them. So they are compared only as a part of the whole history, as it was
+        written and with its handles.
+        """
+        supplied = {span.place for span in own.spans}
+        with_words = any(n in supplied and was.words.strip() != was.stop.strip() for n, was in enumerate(own.entries))
+        as_written = [(was.message, was.handle) for was in own.entries] == [
+            (one.message, one.handle) for one in entries[: len(own.entries)]
+        ]
+        return as_written or not with_words
 
     @staticmethod
     def _alone(own: SampledTurn, fits: Sequence[SampledTurn]) -> bool:

@@ -232,16 +232,12 @@ BY_THEMSELVES = frozenset({"crewai"})
 
 
 def understood_forms(reply: Message) -> list[Message]:
-    """What any harness may make of a reply, with tools named in lower case."""
+    """What any harness may make of a reply, with tools named in lower case: by one of these changes, or by several (CrewAI mends names, too)."""
     tools = [call["function"]["name"].lower() for call in reply.get("tool_calls") or ()]
-    alone = [(change,) for changes in UNDERSTOOD.values() for change in changes]
-    forms = []
-    for changes in (*UNDERSTOOD.values(), *alone):
-        form = reply
-        for change in changes:
-            form = change(form, tools)
-        forms.append(form)
-    return forms
+    forms = [reply]
+    for change in (with_mended_names, without_repeated_calls, without_text):
+        forms += [change(form, tools) for form in forms]
+    return forms[1:]
 
 
 def bare(name: str) -> str:
