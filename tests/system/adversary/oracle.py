@@ -415,8 +415,8 @@ class Oracle:
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
 
-        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If that turn's own
-        prompt had no tokens of a reply, the whole prompt is text then.
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If the prompt of
+        that turn had no tokens of a reply, the whole prompt is text then.
         """
         near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
         if near is None and plan.reason == "added-text-unproven":
