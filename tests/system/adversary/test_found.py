@@ -229,3 +229,29 @@ async def test_a_word_in_place_of_an_empty_reply_is_no_part_of_a_generation_prom
     called = await talk.ask("Yes.")
     assert [anchor.place for anchor in called.turn.anchors] == [8]
     assert talk.written(called).count("Go on.") == 1
+
+
+@pytest.mark.parametrize(("other", "sent"), [("functions.bash:0", "functions.bash:0"), ("functions.bash:1", "n00000001")])
+async def test_a_call_may_be_that_of_another_reply_in_its_position_without_its_text(other, sent):
+    """A harness drops the text, and renames calls; nothing but the position finds the other reply."""
+    talk = Talk("Qwen2.5", user("Look."))
+    await talk.ask("", "functions.bash:0")
+    said = talk.history.pop()
+    await talk.ask("No.", other)
+    talk.history[-1] = {**said, "tool_calls": [{**said["tool_calls"][0], "id": sent}]}
+    talk.hear(result(sent))
+    called = await talk.ask("Done.")
+    assert (called.plan.match, called.plan.reason) == ("plain", "ambiguous-reply")
+
+
+async def test_the_mode_of_another_conversation_does_not_open_a_last_message():
+    """Nemotron Nano 2 writes it behind the generation prompt, whose mode a message before decides."""
+    stack = Stack("Nemotron Nano v2", seed=3)
+    for n, (asked, opening) in enumerate([("Why?", "<think>\n\n"), ("Why? /no_think", "<think></think>")]):
+        talk = Talk("Nemotron Nano v2", SYSTEM, user(asked))
+        talk.stack = stack
+        await talk.ask("Done.", session=f"s{n}")
+        talk.hear(user("Go on."), {"role": "assistant", "content": "So"})
+        called = await talk.ask("Yes.", session=f"s{n}")
+        assert called.plan.match == "continue"
+        assert talk.written(called).endswith(f"{opening}So")
