@@ -707,6 +707,18 @@ def test_a_reply_known_by_the_message_before_it_may_be_another_one_after_that_me
         assert (found.anchors, found.reason) == (((), "ambiguous-reply") if doubtful else (((2, Hit(one)),), "context-edited"))
 
 
+@pytest.mark.parametrize(("rest", "in_doubt"), [("", False), ("\n", True)])
+def test_a_reply_is_not_its_own_beginning_that_the_client_wrote_otherwise(rest, in_doubt):
+    """The client asked for the rest of the reply, and there was none: that call has no reply that could come back."""
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    more = _turn("b", Message("assistant", f"OK {rest}"))
+    index.add(msgspec.structs.replace(more, begun=3), U1)
+    for key in [key for key in index if key[:1] in {b"c", b"r"}]:  # recorded without keys
+        index[key] = [hit for hit in index[key] if hit.turn.id != "b"]
+    assert index.match(S1, U1, OK, U2).anchors == (() if in_doubt else ((2, Hit(one)),))
+
+
 def test_another_reply_after_the_same_message_leaves_no_doubt_about_an_id():
     index = _Index()
     one = index.add(_turn("a", _calling(C1)), U1)

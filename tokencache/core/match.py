@@ -430,12 +430,13 @@ class _Finder(NamedTuple):
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
 
         It may have added words to its text, or changed it in two ways at once; after one of them, a key would still find the turn. A reply
-        that the client continued is the beginning of the turn that continues it, not another one.
+        that the client continued is the beginning of the turn that continues it, not another one; nor is a beginning to which nothing was
+        added a reply.
         """
         here, found = self._message_before(i), {one.hit.turn.id for one in judged}
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
         others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
-        others = [turn for turn in others if not self._has_other_handle(i, turn)]
+        others = [turn for turn in others if not self._has_other_handle(i, turn) and not _is_beginning_alone(turn)]
         leniency = msgspec.structs.replace(self.leniency, off=frozenset())
         return any(judge_echo(turn, self.conversation.messages[i], leniency).rules for turn in others)
 
@@ -531,6 +532,11 @@ class _Finder(NamedTuple):
 
     def _message_before(self, i: int) -> bytes:
         return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message
+
+
+def _is_beginning_alone(turn: Turn) -> bool:
+    """Whether a client asked for the rest of a message, and there was none."""
+    return bool(turn.begun) and not turn.served_text and not turn.served.calls
 
 
 def _message_before(turn: Turn) -> bytes:
