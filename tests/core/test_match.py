@@ -642,6 +642,13 @@ def test_a_rewritten_reply_may_be_another_turns_with_the_text_dropped():
     assert index.match(*history)[:2] == ("plain", "ambiguous-reply")
 
 
+def test_a_rewritten_reply_known_by_the_message_before_it_may_be_another_turns_that_said_just_this():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    index.add(_turn("a", _calling("functions.bash:0", "Bash")), U1)
+    index.add(_turn("b", _calling("functions.bash:0")), U3)
+    assert index.match(S1, U1, _calling("functions.bash:0"), U2)[:2] == ("plain", "ambiguous-reply")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "sent"),
     [

@@ -411,11 +411,12 @@ class _Finder(NamedTuple):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
-        in_doubt = in_doubt or (bool(after_same) and self._may_be_unfound(i, judged))
+        rivals = () if evident else self._rivals(judged, known)
+        rewritten = bool(rivals) and all(found.verdict.kind == "rewritten" for found in known)  # and a rival may have said just this
+        in_doubt = in_doubt or (bool(after_same) and (rewritten or self._may_be_unfound(i, judged)))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         in_order = not (evident or after_same)
-        rivals = () if evident else self._rivals(judged, known)
         reason = Reason.FOREIGN_REPLY if in_order else ""
         return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same), rivals=rivals)
 
