@@ -418,15 +418,16 @@ class Oracle:
         Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If the prompt of
         that turn had no tokens of a reply, the whole prompt is text then.
         """
-        near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
-        if near is None and plan.reason == "added-text-unproven":
+        near = [self.turns[self.numbers[plan.basis.id]]] if plan.basis.id is not None else []
+        if not near and plan.reason == "added-text-unproven":
             with_words = [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
-            near = next((said for said in reversed(with_words) if not said.spans), None)
-        n = len(near.entries) - near.continues if near is not None else 0
-        if near is None or n >= len(entries):
-            return 0
-        in_place = near.scope == scope and near.loose[:n] == tuple(entry.loose for entry in entries[:n]) and self._is_echo(entries[n], near)
-        return n if in_place else 0
+            near = [said for said in reversed(with_words) if not said.spans]
+        for said in near:
+            n = len(said.entries) - said.continues
+            same_context = said.scope == scope and said.loose[:n] == tuple(entry.loose for entry in entries[:n])
+            if n < len(entries) and same_context and self._is_echo(entries[n], said):
+                return n
+        return 0
 
     @staticmethod
     def _is_echo(entry: Entry, said: SampledTurn) -> bool:
