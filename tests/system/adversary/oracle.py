@@ -362,14 +362,17 @@ class Oracle:
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
         """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
 
-        Replies must have the same call ids: they show which call a result answers.
+        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text.
         """
         supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
             if was is one or was.exact == one.exact:
                 return True
-            return place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message)
+            same_words = was.words.strip() == one.words.strip()
+            return (
+                place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message) and same_words
+            )
 
         return len(said.entries) == len(now) and all(map(same, range(len(now)), said.entries, now))
 

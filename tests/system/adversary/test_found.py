@@ -255,3 +255,14 @@ async def test_the_mode_of_another_conversation_does_not_open_a_last_message():
         called = await talk.ask("Yes.", session=f"s{n}")
         assert called.plan.match == "continue"
         assert talk.written(called).endswith(f"{opening}So")
+
+
+async def test_a_reply_with_its_stop_string_may_change_messages_of_the_client_s_own_as_the_last_message():
+    """Kimi-K2-Thinking shows thinking after the last answer only. The reply is an answer, also if no message follows it."""
+    own: Message = {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [OWN_CALL]}
+    talk = Talk("Kimi-K2-Thinking", user("Look."), own, result("own000001"), stop=["</search>"])
+    before = await talk.ask("I search</search>")
+    assert talk.written(before).count("hm") == 1
+    called = await talk.ask("Done.")
+    assert talk.written(called).count("hm") == called.text().count("hm") == 0
+    assert len(called.turn.anchors) == 1
