@@ -512,12 +512,21 @@ class Oracle:
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
 
-    @staticmethod
-    def _calls_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:
-        """Whether calls before a turn that are text in its prompt are written as they were: a template may show other arguments then."""
-        supplied = {span.place for span in own.spans}
+    def _calls_as_written(self, own: SampledTurn, entries: Sequence[Entry]) -> bool:
+        """Whether calls before a turn that count as text only are written as they were.
+
+        A template may show other arguments of calls that are text in its prompt. Where a text beside calls was dropped, only verbatim calls
+        show whose they are (rule `text-dropped`).
+        """
+        supplied = {span.place: self.turns[span.turn] for span in own.spans}
+
+        def as_text(n: int, one: Entry) -> bool:
+            return n not in supplied or (bool(text_of(supplied[n].reply).strip()) and not text_of(one.message).strip())
+
         both = zip(own.entries, entries, strict=False)
-        return all(n in supplied or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both))
+        return all(
+            not as_text(n, one) or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both)
+        )
 
     @staticmethod
     def _words_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:

@@ -400,6 +400,28 @@ async def test_after_words_of_the_client_s_the_position_counts_as_long_as_these_
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
+@pytest.mark.parametrize(("arguments", "owed"), [('{"cmd": "ls"}', 1), ('{"cmd":"ls"}', 0)])
+async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_stay_verbatim(arguments, owed):
+    """Nothing but its position identifies an empty reply."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(reply, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
+        number = oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+    call = {**CALL, "id": "chatcmpl-tool-567dc421e65c3c45"}
+    looked = await ask({"content": "I look.", "tool_calls": [call]}, Entry(ASK))
+    looked = replace(looked, message={**looked.message, "content": None}, kept={**looked.message, "content": None}, owed=False)
+    result = Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"})
+    done = await ask({"content": ""}, Entry(ASK), looked, result)
+    again = {**call, "function": {**call["function"], "arguments": arguments}}
+    tally.counts.clear()
+    await ask({"content": "Yes."}, Entry(ASK), replace(looked, message={**looked.message, "tool_calls": [again]}), result, done, Entry(ASK))
+    assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
 @pytest.mark.parametrize(("arguments", "owed"), [("{}", 0), ('{"n": 1}', 1), ("not JSON", 0)])
 async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(arguments, owed):
     """Ids that count do not either. What is in doubt need not be recognized."""
