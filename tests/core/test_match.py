@@ -588,6 +588,15 @@ def test_a_call_that_had_arrived_in_a_cut_stream_is_not_another_one_with_its_num
     assert index.match(S1, U1, served, result).anchors == (() if in_doubt else ((2, Hit(one)),))
 
 
+def test_a_call_that_had_arrived_in_a_cut_stream_may_have_been_understood():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    served, result = _poll("functions.bash:0", 0)
+    index.add(_turn("a", served), U1)
+    cut = (msgspec.structs.replace(served.calls[0], name="Bash"), ToolCall("functions.bash:1", "bash", ""))
+    index.add(_left("b", None, [1, 2], calls=cut), U1, aborted=True)
+    assert index.match(U1, served, result)[:2] == ("plain", "ambiguous-reply")
+
+
 @pytest.mark.parametrize(("name", "numbered"), [("functions.bash:0", True), (C1, False)])
 def test_for_a_call_with_a_number_cut_replies_are_looked_up(name, numbered):
     """It may be the beginning of one in any place; the id of another call tells it from all."""
