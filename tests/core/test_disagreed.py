@@ -34,7 +34,8 @@ TWIN = msgspec.structs.replace(TURN, id="t2", call="c2")
         ([TURN], ("continue", "", "t1")),
         ([msgspec.structs.replace(TURN, marks=(TurnMark.ENGINE_DISAGREES,))], ("plain", Reason.ENGINE_DISAGREES, None)),
         ([TURN, TWIN], ("continue", "", "t1")),
-        ([TURN, msgspec.structs.replace(TWIN, prefix_hash=b"prompt 2, reply")], ("plain", Reason.AMBIGUOUS_REPLY, None)),
+        ([TURN, msgspec.structs.replace(TWIN, prefix_hash=b"prompt 2, reply")], ("resplice", Reason.CONTEXT_EDITED, None)),
+        ([TURN, msgspec.structs.replace(TWIN, prefix_hash=b"other", completion_hash=b"other")], ("plain", Reason.AMBIGUOUS_REPLY, None)),
     ],
 )
 def test_which_turn_is_continued(turns, expected):

@@ -12,7 +12,7 @@ from tests.core.settings import FEW, MANY
 from tests.core.world import HABITS, WrongMatchError, play
 from tokencache.core import evidence, invariants
 from tokencache.core import match as matching
-from tokencache.core.chain import aborted_key, aborted_turn_keys, build_conversation, lookup_keys, turn_keys
+from tokencache.core.chain import aborted_key, aborted_turn_keys, build_conversation, chain_key, lookup_keys, position_key, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
@@ -588,6 +588,15 @@ def test_a_call_that_had_arrived_in_a_cut_stream_is_not_another_one_with_its_num
     assert index.match(S1, U1, served, result).anchors == (() if in_doubt else ((2, Hit(one)),))
 
 
+def test_a_call_that_had_arrived_in_a_cut_stream_may_have_been_understood():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    served, result = _poll("functions.bash:0", 0)
+    index.add(_turn("a", served), U1)
+    cut = (msgspec.structs.replace(served.calls[0], name="Bash"), ToolCall("functions.bash:1", "bash", ""))
+    index.add(_left("b", None, [1, 2], calls=cut), U1, aborted=True)
+    assert index.match(U1, served, result)[:2] == ("plain", "ambiguous-reply")
+
+
 @pytest.mark.parametrize(("name", "numbered"), [("functions.bash:0", True), (C1, False)])
 def test_for_a_call_with_a_number_cut_replies_are_looked_up(name, numbered):
     """It may be the beginning of one in any place; the id of another call tells it from all."""
@@ -642,6 +651,54 @@ def test_a_rewritten_reply_may_be_another_turns_with_the_text_dropped():
     assert index.match(*history)[:2] == ("plain", "ambiguous-reply")
 
 
+def test_a_rewritten_reply_known_by_the_message_before_it_may_be_another_turns_that_said_just_this():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    index.add(_turn("a", _calling("functions.bash:0", "Bash")), U1)
+    index.add(_turn("b", _calling("functions.bash:0")), U3)
+    assert index.match(S1, U1, _calling("functions.bash:0"), U2)[:2] == ("plain", "ambiguous-reply")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "sent"),
+    [
+        ("functions.bash:0", "functions.bash:0", "functions.bash:0"),
+        (C1, C2, C3),  # a renamed call
+    ],
+)
+def test_a_reply_in_its_position_may_be_another_one_there_with_its_text_dropped(one, other, sent):
+    """The look-up at the beginning of a call ends with the first known place, so the id of its call is not looked up."""
+    index = _Index()
+    index.add(_turn("a", _calling(one)), U1)
+    index.add(_turn("b", _calling(other, text="No.")), U1)
+    history = (U1, _calling(sent), U2)
+    known = [position_key(build_conversation(b"", [U1]).chain[-1]), chain_key(build_conversation(b"", history[:2]).chain[-1])]
+    for key in index.keys() - known:
+        del index[key]
+    assert index.match(*history)[:2] == ("plain", "ambiguous-reply")
+
+
+def test_a_random_id_distinguishes_the_replies_in_a_position():
+    index = _Index()
+    one = index.add(_turn("a", _calling(C1)), U1)
+    index.add(_turn("b", _calling(C2, text="No.")), U1)
+    assert index.match(U1, one.served, U2).parent == one
+
+
+def test_a_message_edited_into_another_ones_does_not_make_its_reply_the_other_one():
+    """Two agents got the same answer to results that differ in the id of the call; one of the ids is written like the other."""
+    index, parents = _Index(), {}
+    for agent, name in (("a", "functions_bash_0"), ("b", "functions.bash:0")):
+        call = _calling("functions.bash:0", text=agent)
+        parents[agent] = index.add(_turn(f"{agent}0", call), U1)
+        result = Message("tool", "same", answers=name)
+        index.add(_turn(f"{agent}1", OK), U1, call, result, parent=parents[agent])
+    result = Message("tool", "same", answers="functions_bash_0")
+    edited = index.match(S1, U1, _calling("functions_bash_0", text="b"), result, OK, U2)
+    assert (edited.anchors, edited.reason) == (((2, Hit(parents["b"])),), "context-edited")
+    kept = index.match(S1, U1, _calling("functions_bash_0", text="a"), result, OK, U2)
+    assert [(place, hit.turn.id) for place, hit in kept.anchors] == [(2, "a0"), (4, "a1")]
+
+
 def _calling(name, tool="bash", text=None):
     return Message("assistant", text, None, (ToolCall(name, tool, "{}"),))
 
@@ -664,6 +721,18 @@ def test_a_reply_known_by_the_message_before_it_may_be_another_one_after_that_me
         index.add(_turn("b", other), S1, U3, question)
         found = index.match(Message("system", "edited"), U1, sent, U3)
         assert (found.anchors, found.reason) == (((), "ambiguous-reply") if doubtful else (((2, Hit(one)),), "context-edited"))
+
+
+@pytest.mark.parametrize(("rest", "in_doubt"), [("", False), ("\n", True)])
+def test_a_reply_is_not_its_own_beginning_that_the_client_wrote_otherwise(rest, in_doubt):
+    """The client asked for the rest of the reply, and there was none: that call has no reply that could come back."""
+    index = _Index()
+    one = index.add(_turn("a", OK), U1)
+    more = _turn("b", Message("assistant", f"OK {rest}"))
+    index.add(msgspec.structs.replace(more, begun=3), U1)
+    for key in [key for key in index if key[:1] in {b"c", b"r"}]:  # recorded without keys
+        index[key] = [hit for hit in index[key] if hit.turn.id != "b"]
+    assert index.match(S1, U1, OK, U2).anchors == (() if in_doubt else ((2, Hit(one)),))
 
 
 def test_another_reply_after_the_same_message_leaves_no_doubt_about_an_id():

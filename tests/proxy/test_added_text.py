@@ -168,6 +168,18 @@ async def test_words_after_one_of_two_replies_in_the_same_position_are_refused()
         assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
 
 
+async def test_words_after_a_reply_are_refused_where_another_one_lost_its_stop_string():
+    """Both have the same text, and one ended at a stop string: a harness that leaves that out may have added its words to either."""
+    whole = [SEARCH.partition(STOP)[0], f"{SEARCH.partition(STOP)[0]}{STOP} then I guess"]
+    async with proxied(engine(*whole)) as rig:
+        messages = [user("EPISODE:e")]
+        for reply in whole:
+            rig.engine.replies.script = lambda _, reply=reply: [reply]
+            message = await rig.say("s", messages, stop=[STOP])
+        await rig.say("s", [*messages, said(message, "\nResult: a.txt")], stop=[STOP])
+        assert [turn["reason"] for turn in await rig.turns()][2] == "ambiguous-reply"
+
+
 async def test_words_that_do_not_follow_a_named_reply_are_not_those_after_another_one():
     """The client names the first reply by its ids, and these have a newline where its words begin otherwise. The second has none."""
     texts = [f"{SEARCH.partition(STOP)[0]}{STOP}{rest}" for rest in ("\nthen I guess", " then I guess")]

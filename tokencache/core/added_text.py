@@ -49,12 +49,8 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
 
     Calls follow the text in a prompt, so a reply with calls has no added text.
     """
-    served = turn.served
-    if served.calls or echoed.calls or not served.text or not CUT_OFF.isdisjoint(turn.marks):
-        return None
-    ours, theirs = _visible(served.content), _visible(echoed.content)
-    text = theirs.removeprefix(ours)
-    if not theirs.startswith(ours) or not text.strip(BLANK):
+    served, text = turn.served, text_behind(turn, echoed)
+    if not text:
         return None
     stop = stop_string(turn.stop_reason)
     restored = bool(stop) and text.rstrip(BLANK) == stop.rstrip(BLANK)
@@ -66,6 +62,16 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
         return None
     kind = verdict.kind if restored and verdict.kind == "rewritten" else "equivalent" if restored else "rewritten"
     return AddedText(turn, text, Verdict(kind, tuple(sorted(needed))), restored)
+
+
+def text_behind(turn: Turn, echoed: Message) -> str:
+    """Return the text that an echo has after a turn's text; `""` if it is only blank, or if the echo does not begin with that text."""
+    served = turn.served
+    if served.calls or echoed.calls or not served.text or not CUT_OFF.isdisjoint(turn.marks):
+        return ""
+    ours, theirs = _visible(served.content), _visible(echoed.content)
+    text = theirs.removeprefix(ours)
+    return text if theirs.startswith(ours) and text.strip(BLANK) else ""
 
 
 def judge_echo(turn: Turn, echoed: Message, leniency: Leniency) -> Verdict:

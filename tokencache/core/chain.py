@@ -13,7 +13,7 @@ The prompt context is hashed with the deployment's secret. A client without the 
 search for two conversations with the same key. So the later links may use a fast hash, xxh3-128 (docs/decisions/0019).
 
 A key only finds candidates; `core.verdict` then compares them field by field. A reply that the harness received completely has up to four
-keys, and a `p` key if the harness may add words to it; an interrupted reply has two:
+keys, and a `p` key if it has calls, or if the harness may add words to it; an interrupted reply has two:
 
 ======  =====================  ====================================================================================================
 prefix  hash of                finds the reply
@@ -22,8 +22,8 @@ prefix  hash of                finds the reply
 `r`     its digest             anywhere in a history, under the same model
 `i`     its first call's id    anywhere, even if its text was rewritten; only the letters and digits of the id count
 `h`     the call's handle      anywhere, in dialects that have handles
-`p`     the chain before it    in its position, if the harness disconnected during it and may send back only its beginning, or if it may
-                               add words to it (`core.added_text`)
+`p`     the chain before it    in its position, if the harness may send back something else: only its beginning, because it disconnected;
+                               the reply with words of its own (`core.added_text`); or other calls than it was served
 `a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
 `q`     the whole request      for a repeated request (`proxy.dedup`)
 ======  =====================  ====================================================================================================
@@ -210,7 +210,7 @@ def chain_key(chain: bytes) -> bytes:
 
 
 def position_key(chain: bytes) -> bytes:
-    """Return the key of all interrupted replies in one position; `chain` covers the messages before it."""
+    """Return the key of the replies in one position that may come back otherwise; `chain` covers the messages before it."""
     return b"p" + chain
 
 
@@ -262,7 +262,8 @@ def turn_keys(
     chains = [chain_key(_link(conversation.chain[-1], message, form)) for message, form in forms]
     digests = [reply_key(form, conversation.model_key) for _, form in forms]
     names = filter(None, (_call_key(served, conversation.model_key), handle_key(handle, conversation.salt)))
-    return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names)
+    places = [position_key(conversation.chain[-1])] if served.calls else []
+    return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names, *places)
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:

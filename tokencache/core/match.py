@@ -37,7 +37,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core import evidence
-from tokencache.core.added_text import AddedText, added_text, judge_echo
+from tokencache.core.added_text import AddedText, added_text, judge_echo, text_behind
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message, digest
@@ -145,7 +145,8 @@ class _Claim(NamedTuple):
     """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
     With `in_order`, only candidates that were sampled after the preceding reply count. With `after_message`, the message before the reply
-    is the only evidence.
+    is the only evidence. `rivals` are other turns that the harness may have sent back so: if one of them was sampled after the preceding
+    reply, and its message was edited, the reply is in doubt.
     """
 
     place: int
@@ -153,6 +154,7 @@ class _Claim(NamedTuple):
     reason: str = ""
     in_order: bool = False
     after_message: bool = False
+    rivals: tuple[Turn, ...] = ()
 
 
 _OTHER_HANDLE = Verdict("foreign", ids_kept=False, supplied=False)
@@ -233,6 +235,7 @@ def _narrow_claims(
             candidates = tuple(found for found in candidates if here.follows(found.hit.turn, at_least=True))
         candidates = here.narrow(candidates) if len(candidates) > 1 else candidates
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
+        is_certain = is_certain and not (here.led_to(claim.rivals) and (claim.in_order or not here.led_to(_turns(candidates))))
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
         if is_certain:
             certain.append((claim.place, candidates))
@@ -272,6 +275,10 @@ class _Surroundings(NamedTuple):
             parent = self.last if self.last.id == owner else self.turns.get(owner)
             recorded = parent.messages if parent is not None else -1
         return self.last.id == owner if recorded == reply_place else None
+
+    def led_to(self, turns: Iterable[Turn]) -> bool:
+        """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed."""
+        return any(self.follows(turn, at_least=True) for turn in turns)
 
     def narrow(self, candidates: tuple[_Found, ...]) -> tuple[_Found, ...]:
         """Keep the turns that were sampled after the same message, then those that were sampled after the same reply.
@@ -320,22 +327,37 @@ class _Finder(NamedTuple):
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
         found = self._judged(i, whole)
         known = {hit.turn.prefix_hash for hit in whole}  # a harness that disconnected and retried may have received the same tokens
-        aborted = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
-        aborted = [hit for hit in aborted if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
+        others = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
+        aborted = [hit for hit in others if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
         parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
         found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
         genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
         found += [one for one in self._with_words_added(i) if one.hit.turn.id not in genuine]
-        by_tokens = self._by_tokens(i, found) if len(found) + len(parts) > 1 else []
+        several = len({one.hit.turn.id for one in found} | {hit.turn.id for hit in others}) > 1
+        by_tokens = self._by_tokens(i, found) if several else []
         chosen = _choose(echoed, by_tokens or found)
-        undelivered = any(part is None for _, part in parts)
-        if isinstance(chosen, _Found) and not by_tokens and (undelivered or self._may_be_barred(i, found, [chosen])):
-            return Reason.AMBIGUOUS_REPLY
+        if isinstance(chosen, _Found) and not by_tokens:
+            undelivered = any(part is None for _, part in parts)
+            in_doubt = undelivered or self._may_be_barred(i, found, [chosen]) or self._may_be_another(i, chosen, others)
+            chosen = Reason.AMBIGUOUS_REPLY if in_doubt else chosen
         if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
             return Reason.REWRITTEN_REPLY
         if isinstance(chosen, _Found) and chosen.added is not None and not chosen.added.restored and self._is_reply(i):
             return Reason.AMBIGUOUS_REPLY
         return chosen
+
+    def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
+        """Whether a harness may have made this reply of another turn in its position, which only the position finds.
+
+        It may have left out the stop string of the other reply and added words. An id of a call that looks random excludes all others.
+        """
+        if chosen.verdict.ids_kept and any(is_unique(call.id) for call in chosen.hit.turn.served.calls):
+            return False
+        others = [hit for hit in others if hit.turn.prefix_hash != chosen.hit.turn.prefix_hash and not self._is_of_another(i, hit.turn)]
+        with_words = chosen.added is not None and not chosen.added.restored
+        if with_words and any(text_behind(hit.turn, self.conversation.messages[i]) for hit in others):
+            return True
+        return any(found.verdict.rules for found in self._judged(i, [hit for hit in others if CUT_OFF.isdisjoint(hit.turn.marks)]))
 
     def _is_reply(self, i: int) -> bool:
         """Whether a message is a whole reply of some turn, in any position."""
@@ -389,22 +411,33 @@ class _Finder(NamedTuple):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
-        in_doubt = in_doubt or (bool(after_same) and self._may_be_unfound(i, judged))
+        rivals = () if evident else self._rivals(judged, known)
+        rewritten = bool(rivals) and all(found.verdict.kind == "rewritten" for found in known)  # and a rival may have said just this
+        in_doubt = in_doubt or (bool(after_same) and (rewritten or self._may_be_unfound(i, judged)))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         in_order = not (evident or after_same)
-        return _Claim(i, tuple(known), Reason.FOREIGN_REPLY if in_order else "", in_order=in_order, after_message=bool(after_same))
+        reason = Reason.FOREIGN_REPLY if in_order else ""
+        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same), rivals=rivals)
+
+    def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
+        """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
+        tokens, named = {found.hit.turn.completion_hash for found in known}, all(found.verdict.ids_kept for found in known)
+        possible = [found for found in judged if found.verdict.supplied or found.verdict.rules]
+        possible = [found for found in possible if found.verdict.ids_kept or not named]
+        return tuple(found.hit.turn for found in possible if found.hit.turn.completion_hash not in tokens)
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
 
         It may have added words to its text, or changed it in two ways at once; after one of them, a key would still find the turn. A reply
-        that the client continued is the beginning of the turn that continues it, not another one.
+        that the client continued is the beginning of the turn that continues it, not another one; nor is a beginning to which nothing was
+        added a reply.
         """
         here, found = self._message_before(i), {one.hit.turn.id for one in judged}
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
         others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
-        others = [turn for turn in others if not self._has_other_handle(i, turn)]
+        others = [turn for turn in others if not self._has_other_handle(i, turn) and not _is_beginning_alone(turn)]
         leniency = msgspec.structs.replace(self.leniency, off=frozenset())
         return any(judge_echo(turn, self.conversation.messages[i], leniency).rules for turn in others)
 
@@ -502,6 +535,11 @@ class _Finder(NamedTuple):
         return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message
 
 
+def _is_beginning_alone(turn: Turn) -> bool:
+    """Whether a client asked for the rest of a message, and there was none."""
+    return bool(turn.begun) and not turn.served_text and not turn.served.calls
+
+
 def _message_before(turn: Turn) -> bytes:
     return evidence.split_preceding_hash(turn.before).message
 
@@ -519,7 +557,10 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
 
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
-    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns."""
+    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns.
+
+    Also `None` if the turns have the same tokens after different prompts: then the reply may be certain, but not the tokens before it.
+    """
     if not judged:
         return None
     genuine = [found for found in judged if found.verdict.supplied]
@@ -531,7 +572,9 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
         return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
-    return genuine[0] if _interchangeable(_turns(genuine), in_place=True) else Reason.AMBIGUOUS_REPLY
+    if _interchangeable(_turns(genuine), in_place=True):
+        return genuine[0]
+    return None if _interchangeable(_turns(genuine), in_place=False) else Reason.AMBIGUOUS_REPLY
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:

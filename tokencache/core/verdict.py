@@ -325,7 +325,8 @@ def may_be_delivered(turn: Turn, echoed: Message) -> bool:
         if CUT_OFF.isdisjoint(turn.marks) or not keeps_id(ours.id, theirs.id):
             return False
         # an id that counts does not tell the call, and its arguments only if they arrived completely
-        return is_unique(ours.id) or not _arrived(ours) or _judge_call(ours, theirs, STRICT) is not None
+        forms = [calls[0] for _, calls in understood_calls((ours,), (theirs.name,))]
+        return is_unique(ours.id) or not _arrived(ours) or any(_judge_call(form, theirs, STRICT) is not None for form in forms)
     return bool(_cuts_of(turn, echoed))
 
 

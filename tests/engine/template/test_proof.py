@@ -8,6 +8,7 @@ import logging
 import msgspec
 import pytest
 
+from tests.engine.template.more_kinds import ALL_KINDS
 from tests.engine.template.shapes import ask, parts, result, says, system, user
 from tests.engine.template.template_lab import CHATML, KINDS, NO_ARGS, Lab, vocabulary
 from tokencache.core import ids
@@ -413,6 +414,16 @@ async def test_a_switch_in_the_middle_holds_from_then_on():
         for _ in range(2):
             assert (await told(tails, history, [user(words)])).endswith(opener), words
         history += [user(words), says("A.")]
+
+
+async def test_a_switch_is_found_where_the_generation_prompt_opens_the_last_message():
+    """A conversation may end with a message of the client's own; Nemotron Nano 2 writes it behind the generation prompt."""
+    kind = ALL_KINDS["Nemotron Nano v2"]
+    lab = Lab.of(kind)
+    tails = Tails(LearnedTemplate(lab, await lab.found_stops(kind.stops)))
+    for words, opener in (("Q", "<think>\n\n"), ("Q /no_think", "<think></think>")):
+        tail = await told(tails, [system("Be brief."), user(words), says("A.")], [user("More?"), says("So")])
+        assert tail.endswith(f"Assistant\n{opener}So"), words
 
 
 async def test_without_the_prompt_of_the_reply_a_switch_in_the_middle_is_missed():

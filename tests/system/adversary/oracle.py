@@ -311,7 +311,7 @@ class Oracle:
         if self._stood_there(span, entries, scope):
             return
         fits = self._fitting(entries, span.place)
-        if with_words and truth is not None and truth not in {said.number for said in fits}:
+        if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
             fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
         before = [i for i in range(span.place) if entries[i].is_reply]
         # The reply before may be known though its tokens could not be placed.
@@ -362,14 +362,17 @@ class Oracle:
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
         """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
 
-        Replies must have the same call ids: they show which call a result answers.
+        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text.
         """
         supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
             if was is one or was.exact == one.exact:
                 return True
-            return place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message)
+            same_words = was.words.strip() == one.words.strip()
+            return (
+                place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message) and same_words
+            )
 
         return len(said.entries) == len(now) and all(map(same, range(len(now)), said.entries, now))
 
@@ -413,13 +416,21 @@ class Oracle:
         return given if len(equal) == 1 else None
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
-        """How many messages precede the reply that the call continues in its own context: they were counted with that turn."""
-        near = self.turns[self.numbers[plan.basis.id]] if plan.basis.id is not None else None
-        n = len(near.entries) - near.continues if near is not None else 0
-        if near is None or n >= len(entries):
-            return 0
-        in_place = near.scope == scope and near.loose[:n] == tuple(entry.loose for entry in entries[:n]) and self._is_echo(entries[n], near)
-        return n if in_place else 0
+        """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
+
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If the prompt of
+        that turn had no tokens of a reply, the whole prompt is text then.
+        """
+        near = [self.turns[self.numbers[plan.basis.id]]] if plan.basis.id is not None else []
+        if not near and plan.reason == "added-text-unproven":
+            with_words = [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
+            near = [said for said in reversed(with_words) if not said.spans]
+        for said in near:
+            n = len(said.entries) - said.continues
+            same_context = said.scope == scope and said.loose[:n] == tuple(entry.loose for entry in entries[:n])
+            if n < len(entries) and same_context and self._is_echo(entries[n], said):
+                return n
+        return 0
 
     @staticmethod
     def _is_echo(entry: Entry, said: SampledTurn) -> bool:
@@ -448,7 +459,9 @@ class Oracle:
             own in unchanged
             and self._alone(own, in_place)
             and self._calls_as_written(own, entries)
+            and self._words_as_written(own, entries)
             and not self._may_be_cut(entry, here, own)
+            and not self._may_be_understood(entry, here, own)
         ):
             return "place"
         if self._claimed_elsewhere(own, entries, place, scope):
@@ -499,12 +512,35 @@ class Oracle:
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
 
-    @staticmethod
-    def _calls_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:
-        """Whether calls before a turn that are text in its prompt are written as they were: a template may show other arguments then."""
-        supplied = {span.place for span in own.spans}
+    def _calls_as_written(self, own: SampledTurn, entries: Sequence[Entry]) -> bool:
+        """Whether calls before a turn that count as text only are written as they were.
+
+        A template may show other arguments of calls that are text in its prompt. Where a text beside calls was dropped, only verbatim calls
+        show whose they are (rule `text-dropped`).
+        """
+        supplied = {span.place: self.turns[span.turn] for span in own.spans}
+
+        def as_text(n: int, one: Entry) -> bool:
+            return n not in supplied or (bool(text_of(supplied[n].reply).strip()) and not text_of(one.message).strip())
+
         both = zip(own.entries, entries, strict=False)
-        return all(n in supplied or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both))
+        return all(
+            not as_text(n, one) or was.message.get("tool_calls") == one.message.get("tool_calls") for n, (was, one) in enumerate(both)
+        )
+
+    @staticmethod
+    def _words_as_written(own: SampledTurn, entries: Sequence[Entry]) -> bool:
+        """Whether the history is written as it was, if it has words of the client behind a reply that a turn's prompt has.
+
+        The record shows those words without the blanks around them. So they are compared only as a part of the whole history, as it was
+        written and with its handles.
+        """
+        supplied = {span.place for span in own.spans}
+        with_words = any(n in supplied and was.words.strip() != was.stop.strip() for n, was in enumerate(own.entries))
+        as_written = [(was.message, was.handle) for was in own.entries] == [
+            (one.message, one.handle) for one in entries[: len(own.entries)]
+        ]
+        return as_written or not with_words
 
     @staticmethod
     def _alone(own: SampledTurn, fits: Sequence[SampledTurn]) -> bool:

@@ -356,24 +356,112 @@ async def test_words_behind_a_stop_string_are_the_harness_s(added, after, found)
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
-@pytest.mark.parametrize(("before", "found"), [("Why?", set()), (ASK["content"], {"false"})])
-async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_another_turn(monkeypatch, before, found):
-    """Unless it was sampled after the same message itself."""
+@pytest.mark.parametrize(
+    ("before", "lost", "found"), [("Why?", False, set()), (ASK["content"], False, {"false"}), (ASK["content"], True, set())]
+)
+async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_another_turn(monkeypatch, before, lost, found):
+    """Unless it was sampled after the same message itself, and is still recorded."""
     monkeypatch.setattr(match._Finder, "_may_be_unfound", lambda *_: False)
     stack, tally = Stack("Qwen2.5", seed=3), Tally()
     oracle = Oracle(stack, 0, tally)
 
-    async def ask(text, *entries):
-        called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
+    async def ask(text, *entries, session="s"):
+        called = await stack.call(session, dialects.write("chat", entries, [], {}), {"content": text})
         number = oracle.judge(called, entries, scope="")
         return called, Entry(dialects.served("chat", called.answer)[0], number, owed=False)
 
+    system, asked = Entry({"role": "system", "content": "Be brief."}), Entry({"role": "user", "content": before})
+    _, reply = await ask("Yes.", system, asked, session="lost" if lost else "s")
+    if lost:
+        oracle.lose_store()
     await ask("Yes.</search>", Entry(ASK))
-    _, reply = await ask("Yes.", Entry({"role": "system", "content": "Be brief."}), Entry({"role": "user", "content": before}))
     edited = Entry({"role": "system", "content": "Answer."})
     called, _ = await ask("Done.", edited, Entry(ASK), written(reply, "</search>"), Entry(ASK))
     assert [anchor.place for anchor in called.turn.anchors] == [2]
     assert {kind for kind in NEVER if tally.counts[kind]} == found
+
+
+@pytest.mark.parametrize(("more", "owed"), [("", 1), (" ", 0)])
+async def test_after_words_of_the_client_s_the_position_counts_as_long_as_these_stay(more, owed):
+    """Nothing but its position identifies an empty reply."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(text, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}, {"stop": ["</search>"]}), {"content": text})
+        number = oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+    searched = replace(written(await ask("I search</search>", Entry(ASK)), "</search> a.txt"), stop="</search>", owed=False)
+    done = await ask("", Entry(ASK), searched, Entry(ASK))
+    message = {**searched.message, "content": f"{searched.message['content']}{more}"}
+    tally.counts.clear()
+    await ask("Yes.", Entry(ASK), replace(searched, message=message), Entry(ASK), done, Entry(ASK))
+    assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("arguments", "owed"), [('{"cmd": "ls"}', 1), ('{"cmd":"ls"}', 0)])
+async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_stay_verbatim(arguments, owed):
+    """Nothing but its position identifies an empty reply."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(reply, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
+        number = oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+    call = {**CALL, "id": "chatcmpl-tool-567dc421e65c3c45"}
+    looked = await ask({"content": "I look.", "tool_calls": [call]}, Entry(ASK))
+    looked = replace(looked, message={**looked.message, "content": None}, kept={**looked.message, "content": None}, owed=False)
+    result = Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"})
+    done = await ask({"content": ""}, Entry(ASK), looked, result)
+    again = {**call, "function": {**call["function"], "arguments": arguments}}
+    tally.counts.clear()
+    await ask({"content": "Yes."}, Entry(ASK), replace(looked, message={**looked.message, "tool_calls": [again]}), result, done, Entry(ASK))
+    assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("arguments", "owed"), [("{}", 0), ('{"n": 1}', 1), ("not JSON", 0)])
+async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(arguments, owed):
+    """Ids that count do not either. What is in doubt need not be recognized."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(reply, *entries):
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
+        number = oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+    async def called(text, name, arguments):
+        return await ask({"content": text, "tool_calls": [{**CALL, "function": {"name": name, "arguments": arguments}}]}, Entry(ASK))
+
+    looked = await called(None, "bash", "{}")
+    await called("No.", "Bash", arguments)
+    await ask({"content": "Done."}, Entry(ASK), looked, Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}))
+    assert (tally.counts["owed"], tally.counts["missed"], tally.counts["false"]) == (owed, 0, 0)
+
+
+@pytest.mark.parametrize(("reason", "missed"), [("added-text-unproven", 0), ("foreign-reply", 1)])
+async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reason, missed):
+    """The reply was text in the prompt of the turn to which the words were added; it was counted then."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(reason, text, *entries):
+        async def planned(*_):
+            return Plan(match="plain", reason=reason), await stack.model()
+
+        stack._planner = SimpleNamespace(plan=planned)
+        called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
+        number = oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+    looked = await ask("root", "I look.", Entry(ASK))
+    searched = replace(written(await ask("opener-unknown", "I search.", Entry(ASK), looked, Entry(ASK)), " a.txt"), owed=False)
+    assert (tally.counts["not placed"], tally.counts["missed"]) == (1, 0)
+    await ask(reason, "Done.", Entry(ASK), looked, Entry(ASK), searched, Entry(ASK))
+    assert tally.counts["missed"] == missed
 
 
 @pytest.mark.parametrize(

@@ -229,3 +229,40 @@ async def test_a_word_in_place_of_an_empty_reply_is_no_part_of_a_generation_prom
     called = await talk.ask("Yes.")
     assert [anchor.place for anchor in called.turn.anchors] == [8]
     assert talk.written(called).count("Go on.") == 1
+
+
+@pytest.mark.parametrize(("other", "sent"), [("functions.bash:0", "functions.bash:0"), ("functions.bash:1", "n00000001")])
+async def test_a_call_may_be_that_of_another_reply_in_its_position_without_its_text(other, sent):
+    """A harness drops the text, and renames calls; nothing but the position finds the other reply."""
+    talk = Talk("Qwen2.5", user("Look."))
+    await talk.ask("", "functions.bash:0")
+    said = talk.history.pop()
+    await talk.ask("No.", other)
+    talk.history[-1] = {**said, "tool_calls": [{**said["tool_calls"][0], "id": sent}]}
+    talk.hear(result(sent))
+    called = await talk.ask("Done.")
+    assert (called.plan.match, called.plan.reason) == ("plain", "ambiguous-reply")
+
+
+async def test_the_mode_of_another_conversation_does_not_open_a_last_message():
+    """Nemotron Nano 2 writes it behind the generation prompt, whose mode a message before decides."""
+    stack = Stack("Nemotron Nano v2", seed=3)
+    for n, (asked, opening) in enumerate([("Why?", "<think>\n\n"), ("Why? /no_think", "<think></think>")]):
+        talk = Talk("Nemotron Nano v2", SYSTEM, user(asked))
+        talk.stack = stack
+        await talk.ask("Done.", session=f"s{n}")
+        talk.hear(user("Go on."), {"role": "assistant", "content": "So"})
+        called = await talk.ask("Yes.", session=f"s{n}")
+        assert called.plan.match == "continue"
+        assert talk.written(called).endswith(f"{opening}So")
+
+
+async def test_a_reply_with_its_stop_string_may_change_messages_of_the_client_s_own_as_the_last_message():
+    """Kimi-K2-Thinking shows thinking after the last answer only. The reply is an answer, also if no message follows it."""
+    own: Message = {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [OWN_CALL]}
+    talk = Talk("Kimi-K2-Thinking", user("Look."), own, result("own000001"), stop=["</search>"])
+    before = await talk.ask("I search</search>")
+    assert talk.written(before).count("hm") == 1
+    called = await talk.ask("Done.")
+    assert talk.written(called).count("hm") == called.text().count("hm") == 0
+    assert len(called.turn.anchors) == 1

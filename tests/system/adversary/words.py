@@ -231,17 +231,23 @@ BY_THEMSELVES = frozenset({"crewai"})
 """Those whose changes leave no doubt which reply it was, also without an adapter: all calls come back verbatim, under their ids."""
 
 
+def with_objects_as_arguments(message: Message, _: Collection[str]) -> Message:
+    """Arguments that are not a JSON object as an empty one (Qwen Code, Kimi Code, Crush)."""
+
+    def one(call: Message) -> Message:
+        arguments = call["function"]["arguments"]
+        return call if arguments_of(arguments).startswith("{") else {**call, "function": {**call["function"], "arguments": "{}"}}
+
+    return {**message, "tool_calls": list(map(one, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
 def understood_forms(reply: Message) -> list[Message]:
-    """What any harness may make of a reply, with tools named in lower case."""
+    """What harnesses may make of a reply, by one or several changes, with tools named in lower case: CrewAI drops texts and mends names."""
     tools = [call["function"]["name"].lower() for call in reply.get("tool_calls") or ()]
-    alone = [(change,) for changes in UNDERSTOOD.values() for change in changes]
-    forms = []
-    for changes in (*UNDERSTOOD.values(), *alone):
-        form = reply
-        for change in changes:
-            form = change(form, tools)
-        forms.append(form)
-    return forms
+    forms = [reply]
+    for change in (with_mended_names, without_repeated_calls, without_text, with_objects_as_arguments):
+        forms += [change(form, tools) for form in forms]
+    return forms[1:]
 
 
 def bare(name: str) -> str:

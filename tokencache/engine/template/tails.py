@@ -28,6 +28,7 @@ time that a history is four times as long as any before it.
 Templates may also react to words in the middle: `/no_think` in any user message changes the generation prompt from then on (Nemotron Nano
 2). This is visible while the message is new, and stays visible in the prompt of the next reply. So the generation prompt of each tail is
 compared with the one before the last reply, and with the one of the proof. If either differs, the tail is taken from a full rendering.
+So is each tail that ends with a message of the assistant and shows no generation prompt after it (Nemotron Nano 2 writes it before).
 
 If the client added words to the last reply (`TailRequest.words`), they follow the sentinel, and the tail begins with them. In the full
 rendering, their first token may be one with the end of the reply. So there, the text is compared up to the end of the message, and the ids
@@ -238,7 +239,13 @@ class Tails:
         check_same_past(then, now)
 
     async def _method(self, request: TailRequest, boundary: Boundary, tail: bytes) -> _Proven:
-        """Choose the cheapest method that gives this tail."""
+        """Choose the cheapest method that gives this tail, and shows a generation prompt that can be compared."""
+        found = await self._cheapest(request, boundary, tail)
+        if request.new and request.new[-1].role == "assistant" and not await self._generation_prompt(request, boundary, found):
+            return _Proven(tail, "full", b"")  # the template opens the last message with the generation prompt
+        return found
+
+    async def _cheapest(self, request: TailRequest, boundary: Boundary, tail: bytes) -> _Proven:
         if counted_twice(request) and not await self._ignores_call_ids(request, boundary, tail):
             return _Proven(tail, "full", b"")  # the template searches all calls for the call of each result
         local = await self._local_tail(request, boundary)
