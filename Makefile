@@ -19,8 +19,9 @@ CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
 USUAL := claude-code codex hermes opencode openclaw openai-agents langgraph crewai
 # Twice as many as two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
 JOBS ?= 4
-# Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once.
-E2E_JOBS ?= 2
+# Each worker runs an engine, with some 4 GB of memory; tests of one engine run in one worker, so that it starts once. Three
+# keep two cores busy: a test often waits for its harness.
+E2E_JOBS ?= 3
 # Folders of which all tests run, not only those that CONTRIBUTING.md calls the usual ones: WHOLE=tests/core,tests/proxy
 WHOLE ?=
 PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal --whole "$(WHOLE)"
@@ -30,7 +31,7 @@ E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspa
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
 	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
 # an engine may take minutes to start on a busy machine
-E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=900 -o run_limit=5000
+E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=1900 -o run_limit=5000
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
 # the frameworks' own warnings are not errors here
 INTEGRATION_OPTIONS = $(E2E_OPTIONS) -o filterwarnings=

@@ -183,6 +183,8 @@ class Oracle:
             taken.append(Span(place, said.number, len(said.prompt), len(said.prompt) + len(said.completion)))
         for anchor in turn.anchors:
             number = self.numbers[anchor.turn]
+            if not taken and called.prompt[: anchor.start] == self.turns[number].prompt:
+                taken += self.turns[number].spans  # the prompt goes on with that turn's, whose replies the record need not name again
             place = getattr(anchor, "place", None)
             if place is None:  # before it was recorded
                 after = taken[-1].place if taken else -1
@@ -286,7 +288,10 @@ class Oracle:
 
     def _words_after(self, span: Span, entry: Entry) -> str:
         """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
-        return entry.words if entry.is_kept and (self._is_kept(span, entry) or not self.turns[span.turn].is_said_by(entry)) else ""
+        given = self.turns[span.turn]
+        if entry.is_kept:
+            return entry.words if self._is_kept(span, entry) or not given.is_said_by(entry) else ""
+        return "" if given.is_said_by(entry) or _is_made_of(entry, given) else _rest(given, entry.message) or ""
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -294,13 +299,19 @@ class Oracle:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
         entry, given = entries[span.place], self.turns[span.turn]
-        with_words = entry.is_kept and bool(entry.words)
+        with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
         if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
-            self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
+            if not self._began_there(given, entries[: span.place + 1], scope):
+                self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
+        self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
+
+    def _judge_evidence(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], *, with_words: bool) -> None:
+        """Judge whether a message whose words are those of the turn is that turn, or all evidence says so."""
+        entry, given = entries[span.place], self.turns[span.turn]
         truth = self.truth(entry)
         if truth is not None and self.turns[truth].completion == given.completion:
             return
@@ -325,6 +336,19 @@ class Oracle:
                 return  # all evidence indicates that turn
         others = [said.number for said in indicated]
         self._find("false", f"message {span.place} is {whose}, but has the tokens of turn {span.turn} (indicated: {others})")
+
+    def _began_there(self, given: SampledTurn, entries: Sequence[Entry], scope: str) -> bool:
+        """Whether a turn was sampled after just these messages, and its text begins the last one, which the harness made of something else.
+
+        Then the turn's tokens are the policy's own in this place, whoever wrote the rest of the message, which has mask 0. What the harness
+        makes of the turn itself is judged by what it is known to do.
+        """
+        *before, entry = entries
+        n = len(given.entries) - given.continues
+        here = n == len(before) and given.scope == scope and given.loose[:n] == tuple(one.loose for one in before)
+        begun = given.entries[n].thoughts if given.continues else frozenset()
+        says_so = entry.thoughts <= {given.thought, *begun} and _rest(given, entry.message) is not None
+        return here and says_so and not _is_made_of(entry, given)
 
     def _stood_there(self, span: Span, entries: Sequence[Entry], scope: str) -> bool:
         """Whether the history continues a turn whose prompt has the same tokens there: then the context identifies them."""
@@ -668,6 +692,18 @@ class Oracle:
             self.tally.counts["budgets unproven"] += 1
         elif tuple(turn.forced) != sampled.forced:
             self._find("mislabelled", f"turn {turn.id}: {turn.forced} are called forced, and the engine forced {sampled.forced}")
+
+
+def _is_made_of(entry: Entry, said: SampledTurn) -> bool:
+    return said.number in {entry.turn, *entry.parts}
+
+
+def _rest(said: SampledTurn, message: Message) -> str | None:
+    """What a message without calls says after the text of a turn, and after what that turn continued; `None` if it begins otherwise."""
+    begun = text_of(said.entries[-1].message) if said.continues else ""
+    text, now = begun + text_of(said.reply), text_of(message)
+    calls = call_ids(said.reply) or call_ids(message)
+    return None if calls or not text_of(said.reply) or not now.startswith(text) else now.removeprefix(text)
 
 
 def _recorded_logprobs(sampled: Generation) -> list[float]:

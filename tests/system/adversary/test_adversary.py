@@ -381,6 +381,25 @@ async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_anothe
     assert {kind for kind in NEVER if tally.counts[kind]} == found
 
 
+@pytest.mark.parametrize(
+    ("asked", "change", "after", "found"),
+    [
+        (ASK["content"], {}, f"es.{END}{NEXT}", set()),
+        (ASK["content"], {}, f"{END}{NEXT}", {"unfaithful"}),
+        (ASK["content"], {"content": "No."}, f"es.{END}{NEXT}", {"false"}),
+        (ASK["content"], {"reasoning": "hm"}, f"es.{END}{NEXT}", {"false"}),
+        ("Why?", {}, f"es.{END}{NEXT}", {"false"}),
+    ],
+)
+async def test_a_message_of_the_harness_s_may_begin_with_a_reply_that_was_sampled_there(asked, change, after, found):
+    """The reply's tokens are the policy's own in that place, and the rest is not trained."""
+    talk = Spliced()
+    await talk.ask([Entry(ASK)], {"content": "Y"})
+    own = Entry({"role": "assistant", "content": "Yes.", **change})
+    await talk.ask([Entry({"role": "user", "content": asked}), own, Entry(ASK)], {"content": "Done."}, after)
+    assert found <= await talk.found() <= found | {"unfaithful"} if found else not await talk.found()
+
+
 @pytest.mark.parametrize(("more", "owed"), [("", 1), (" ", 0)])
 async def test_after_words_of_the_client_s_the_position_counts_as_long_as_these_stay(more, owed):
     """Nothing but its position identifies an empty reply."""

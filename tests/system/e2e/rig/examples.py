@@ -5,13 +5,16 @@ import subprocess
 
 from rig.server import LIMIT_S, REPOSITORY
 
+TRAINING_S = 3 * LIMIT_S
+"""Limit of a program that trains, in seconds: it makes some hundred calls."""
+
 
 def run_example(python, *arguments, env=None):
     """Run Python in the repository; returns its output. On timeout it gets SIGINT, so that it stops its engine itself."""
     command = [str(python), *map(str, arguments)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as child:
         try:
-            output = child.communicate(timeout=LIMIT_S)
+            output = child.communicate(timeout=TRAINING_S)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGINT)
             output = child.communicate()
