@@ -184,7 +184,8 @@ class Oracle:
         for anchor in turn.anchors:
             number = self.numbers[anchor.turn]
             if not taken and called.prompt[: anchor.start] == self.turns[number].prompt:
-                taken += self.turns[number].spans  # the prompt goes on with that turn's, whose replies the record need not name again
+                # The prompt goes on with that turn's. The record need not name the replies in it again.
+                taken += [span for span in self.turns[number].spans if self.turns[span.turn].is_said_by(entries[span.place])]
             place = getattr(anchor, "place", None)
             if place is None:  # before it was recorded
                 after = taken[-1].place if taken else -1
