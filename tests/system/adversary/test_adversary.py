@@ -397,7 +397,8 @@ async def test_a_message_of_the_harness_s_may_begin_with_a_reply_that_was_sample
     await talk.ask([Entry(ASK)], {"content": "Y"})
     own = Entry({"role": "assistant", "content": "Yes.", **change})
     await talk.ask([Entry({"role": "user", "content": asked}), own, Entry(ASK)], {"content": "Done."}, after)
-    assert found <= await talk.found() <= found | {"unfaithful"} if found else not await talk.found()
+    also = {"unfaithful"} if found else set()  # what is false has other words in the prompt, too
+    assert found <= await talk.found() <= found | also
 
 
 @pytest.mark.parametrize(("more", "owed"), [("", 1), (" ", 0)])
