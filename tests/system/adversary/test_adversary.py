@@ -401,35 +401,38 @@ async def test_a_message_of_the_harness_s_may_begin_with_a_reply_that_was_sample
     assert found <= await talk.found() <= found | also
 
 
+class Judged:
+    """A session whose calls are planned by the product, and judged."""
+
+    def __init__(self, **limits):
+        self.stack, self.tally, self.limits = Stack("Qwen2.5", seed=3), Tally(), limits
+        self.oracle = Oracle(self.stack, 0, self.tally)
+
+    async def ask(self, reply, *entries):
+        called = await self.stack.call("s", dialects.write("chat", entries, [], {}, self.limits), reply)
+        number = self.oracle.judge(called, entries, scope="")
+        return Entry(dialects.served("chat", called.answer)[0], number)
+
+
 @pytest.mark.parametrize(("more", "owed"), [("", 1), (" ", 0)])
 async def test_after_words_of_the_client_s_the_position_counts_as_long_as_these_stay(more, owed):
     """Nothing but its position identifies an empty reply."""
-    stack, tally = Stack("Qwen2.5", seed=3), Tally()
-    oracle = Oracle(stack, 0, tally)
+    talk = Judged(stop=["</search>"])
+    ask, tally = talk.ask, talk.tally
 
-    async def ask(text, *entries):
-        called = await stack.call("s", dialects.write("chat", entries, [], {}, {"stop": ["</search>"]}), {"content": text})
-        number = oracle.judge(called, entries, scope="")
-        return Entry(dialects.served("chat", called.answer)[0], number)
-
-    searched = replace(written(await ask("I search</search>", Entry(ASK)), "</search> a.txt"), stop="</search>", owed=False)
-    done = await ask("", Entry(ASK), searched, Entry(ASK))
+    searched = replace(written(await ask({"content": "I search</search>"}, Entry(ASK)), "</search> a.txt"), stop="</search>", owed=False)
+    done = await ask({"content": ""}, Entry(ASK), searched, Entry(ASK))
     message = {**searched.message, "content": f"{searched.message['content']}{more}"}
     tally.counts.clear()
-    await ask("Yes.", Entry(ASK), replace(searched, message=message), Entry(ASK), done, Entry(ASK))
+    await ask({"content": "Yes."}, Entry(ASK), replace(searched, message=message), Entry(ASK), done, Entry(ASK))
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
 @pytest.mark.parametrize(("arguments", "owed"), [('{"cmd": "ls"}', 1), ('{"cmd":"ls"}', 0)])
 async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_stay_verbatim(arguments, owed):
     """Nothing but its position identifies an empty reply."""
-    stack, tally = Stack("Qwen2.5", seed=3), Tally()
-    oracle = Oracle(stack, 0, tally)
-
-    async def ask(reply, *entries):
-        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
-        number = oracle.judge(called, entries, scope="")
-        return Entry(dialects.served("chat", called.answer)[0], number)
+    talk = Judged()
+    ask, tally = talk.ask, talk.tally
 
     call = {**CALL, "id": "chatcmpl-tool-567dc421e65c3c45"}
     looked = await ask({"content": "I look.", "tool_calls": [call]}, Entry(ASK))
@@ -445,13 +448,8 @@ async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_sta
 @pytest.mark.parametrize(("arguments", "owed"), [("{}", 0), ('{"n": 1}', 1), ("not JSON", 0)])
 async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(arguments, owed):
     """Ids that count do not either. What is in doubt need not be recognized."""
-    stack, tally = Stack("Qwen2.5", seed=3), Tally()
-    oracle = Oracle(stack, 0, tally)
-
-    async def ask(reply, *entries):
-        called = await stack.call("s", dialects.write("chat", entries, [], {}), reply)
-        number = oracle.judge(called, entries, scope="")
-        return Entry(dialects.served("chat", called.answer)[0], number)
+    talk = Judged()
+    ask, tally = talk.ask, talk.tally
 
     async def called(text, name, arguments):
         return await ask({"content": text, "tool_calls": [{**CALL, "function": {"name": name, "arguments": arguments}}]}, Entry(ASK))
