@@ -183,6 +183,6 @@ bench-engine: bench-others ## measure the engine's gain: first token, prefix cac
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
-clean: ## remove .venv, caches and builds (keeps .venv-vllm*, the other .venv-*, .bench-venvs and .harnesses: gigabytes)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
+clean: ## remove .venv, .venv-demo, caches and builds (keeps .venv-vllm*, the other .venv-*, .bench-venvs and .harnesses: gigabytes)
+	rm -rf $(VENV) .venv-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
