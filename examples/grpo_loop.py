@@ -43,7 +43,7 @@ def loss(rollout: Trajectory, advantage: float) -> float:
 
 
 async def main() -> None:
-    chance, engine = random.Random(4), SimulatedEngine()
+    chance, engine = random.Random(4), SimulatedEngine(logprobs_mode="processed_logprobs")
     engine.replies.script = lambda _request: [f"<think>\nHm.\n</think>\n\nI guess {chance.randint(1, 9)}"]
     async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
         for step in range(STEPS):

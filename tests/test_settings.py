@@ -127,7 +127,7 @@ def test_a_wrong_value_is_named_as_it_was_given(monkeypatch):
     monkeypatch.setenv("TOKENCACHE_HOLD", "long")
     told = CliRunner().invoke(cli.app, ["serve", "--require", "all", "--sampling", "{", "--admin-key", "secret-of-mine"])
     assert told.exit_code == 2
-    assert "--require: Input should be 'exact', 'record' or 'relay'" in told.output
+    assert "--require: Input should be 'processed', 'exact', 'record' or 'relay'" in told.output
     assert "--sampling: write a JSON object" in told.output
     assert "TOKENCACHE_HOLD: Input should be a valid number" in told.output
     assert "secret-of-mine" not in told.output
@@ -176,4 +176,4 @@ def test_a_shell_can_complete():
 
     assert "complete -o default -F _tokencache_completion tokencache" in shell(_TOKENCACHE_COMPLETE="source_bash")
     choices = shell(_TOKENCACHE_COMPLETE="complete_bash", COMP_WORDS="tokencache serve --require ", COMP_CWORD="3")
-    assert choices.split() == ["exact", "record", "relay"]
+    assert choices.split() == ["processed", "exact", "record", "relay"]

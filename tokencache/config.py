@@ -16,7 +16,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.rules import RULES
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
-from tokencache.engine.probe import Level
+from tokencache.engine.probe import Requirement
 from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
@@ -85,10 +85,11 @@ class Settings(BaseSettings):
     upstream_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
         None, description="API key for the engine. It replaces the key that the harness sends."
     )
-    require: Annotated[Level, Shown(basic=True)] = Field(
+    require: Annotated[Requirement, Shown(basic=True)] = Field(
         "relay",
-        description="What an engine must be able to do before the proxy is ready: continue sessions on exact ids (exact), record them "
-        "(record), or only answer (relay). An engine that can do less is probed again (docs/engines.md).",
+        description="What an engine must be able to do before the proxy is ready: continue sessions on exact ids (exact), also with the "
+        "log probabilities of the distribution that it samples from (processed), record ids (record), or only answer (relay). An engine "
+        "that can do less is probed again (docs/engines.md).",
     )
     host: Annotated[str, Shown("ADDRESS", basic=True)] = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Shown("PORT", basic=True)] = Field(8100, ge=0, le=65535, description="Port to listen on. 0 picks a free port.")

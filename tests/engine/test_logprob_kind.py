@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from tests.proxy.kit import proxied
+from tests.support.waiting import until
 from tokencache.engine.logprob_kind import NONE, _Alternative, _Token, judge
 from tokencache.testing import SimulatedEngine
 
@@ -57,6 +58,38 @@ async def test_the_finding_is_in_the_log_in_readyz_and_in_each_turn(mode, kind, 
     assert lines
     loud = [record for record in caplog.records if "UNUSABLE LOG PROBABILITIES" in record.getMessage()]
     assert bool(loud) == (kind == "")
+    assert ("start vLLM with --logprobs-mode processed_logprobs" in caplog.text) == (kind == "raw")
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "marked"),
+    [
+        ("raw_logprobs", {}, False),
+        ("raw_logprobs", {"temperature": 1, "top_p": 1.0, "top_k": -1, "seed": 3}, False),
+        ("raw_logprobs", {"temperature": 0.7}, True),
+        ("raw_logprobs", {"top_p": 0.9}, True),
+        ("raw_logprobs", {"repetition_penalty": 1.1}, True),
+        ("processed_logprobs", {"temperature": 0.7}, False),
+    ],
+)
+async def test_values_that_are_not_the_policys_are_marked(mode, sampling, marked):
+    async with proxied(SimulatedEngine(seed=3, logprobs_mode=mode)) as rig:
+        await rig.say("s", [{"role": "user", "content": "hello"}], **sampling)
+        (turn,) = await rig.turns()
+    assert turn["marks"] == (["raw-logprobs"] if marked else [])
+
+
+@pytest.mark.parametrize(("mode", "ready"), [("raw_logprobs", False), ("processed_logprobs", True)])
+async def test_processed_values_may_be_required(mode, ready):
+    async with proxied(SimulatedEngine(seed=3, logprobs_mode=mode), require="processed") as rig:
+        found = await until(lambda: _probed(rig))
+    assert found["ready"] is ready
+    assert ("start it with --logprobs-mode processed_logprobs" in found["engine"]["error"]) is not ready
+
+
+async def _probed(rig):
+    found = await rig.readiness()
+    return found if found["engine"]["models"] else None
 
 
 async def test_an_engine_that_ignores_the_mask_proves_nothing():

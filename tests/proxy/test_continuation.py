@@ -216,7 +216,7 @@ async def test_an_unsafe_request_is_sampled_again(rig, more):
     status, answer = await rig.post("s", **ASK, **more)
     assert (status, said(answer, stream=False)) == (200, EXPECTED)
     first, second = await rig.store.turns("s")
-    assert (first.completion_tokens, list(first.marks), second.pieces) == (9, ["engine-aborted"], ())
+    assert (first.completion_tokens, "engine-aborted" in first.marks, second.pieces) == (9, True, ())
     assert next(iter(more)) in first.again
     assert not second.again
 

@@ -26,7 +26,7 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream
 
 
 def made(*, derenders):
-    return SimulatedEngine(episodes=EPISODES, seed=7, derenders=derenders)
+    return SimulatedEngine(logprobs_mode="processed_logprobs", episodes=EPISODES, seed=7, derenders=derenders)
 
 
 @STREAMS

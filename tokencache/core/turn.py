@@ -27,6 +27,13 @@ class TurnMark(Described):
     ENGINE_DISAGREES = "engine-disagrees", "the engine used other prompt ids than were sent; no turn continues this one"
     INTERNAL_ERROR = "internal-error", "tokencache failed to pass the reply on"
     NO_LOGPROBS = "no-logprobs", "the engine returned no log probabilities, or values that are none"
+    RAW_LOGPROBS = (
+        "raw-logprobs",
+        (
+            "the log probabilities are the model's own, and the request changed the distribution that the reply was sampled from, by a "
+            "temperature or a cut-off for example ([sampling](sampling.md#log-probabilities-raw-or-processed))"
+        ),
+    )
     UNCERTAIN = (
         "uncertain",
         "not all ids of the reply are certain; only those that are certain are recorded, and no turn continues this one",

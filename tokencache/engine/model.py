@@ -8,8 +8,8 @@ state          last finding                                                     
 =============  ========================================================================  ===============================================
 `unprobed`     none yet, or discarded because the engine was unreachable                 at the next call
 `failed`       none: the probe ended with an error                                       after a delay
-`lowered`      a level below the best ever found here, or below `--require`              after a delay; calls are served in the meantime
-`ready`        a sufficient level                                                        after it was discarded
+`lowered`      less than the best level ever found here, or than `--require` asks for    after a delay; calls are served in the meantime
+`ready`        sufficient                                                                after it was discarded
 =============  ========================================================================  ===============================================
 
 Delays double up to a minute. A lower level is not final: the engine may still be starting, or a router in front of it may have lost a
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from http import HTTPStatus
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,7 @@ from tokencache.dialects.members import PARSED
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import LEVELS, NO_END, PLAIN_ARGS, REPLY, Capability, Level, ProbeRequests, chat_prompt_ids, higher, probe
+from tokencache.engine.probe import NO_END, PLAIN_ARGS, REPLY, Capability, Level, ProbeRequests, Requirement, chat_prompt_ids, higher, probe
 from tokencache.engine.reply import Choice
 from tokencache.engine.template.agreement import agreeing_local, chat_agrees
 from tokencache.engine.template.boundary import ASK
@@ -191,19 +191,39 @@ class Model:
             log.info("model %s: level=exact: its replies end with %d", self.capability.model, token)
 
 
+class Wanted(NamedTuple):
+    """What a model must be able to do, for a reason: `--require`, or the best level ever found.
+
+    `processed`: its log probabilities are those of the distribution that was sampled from (`logprob_kind`).
+    """
+
+    level: Level = "relay"
+    why: str = ""
+    processed: bool = False
+
+    def missing(self, found: Capability) -> str:
+        """Return what a finding lacks, and why that is wanted; `""` if it is sufficient."""
+        if higher(found.level, self.level) != found.level:
+            return f"its level is {found.level} ({found.why}), and {self.why}"
+        if self.processed and found.logprobs != "processed":
+            kind = found.logprobs or "of an unknown kind"
+            return f"its log probabilities are {kind}, and --require asks for processed: start it with --logprobs-mode processed_logprobs"
+        return ""
+
+
 class ModelState:
     """The state of one model on one engine, and the time of its next probe.
 
     Attributes:
         model: the result of the last probe that finished; `None` in the states `unprobed` and `failed`.
         failure: why the last probe did not finish; `None` if it did.
-        wanted: the level below which the state is `lowered`.
+        wanted: what a model lacks if its state is `lowered`.
     """
 
     def __init__(self) -> None:
         self.model: Model | None = None
         self.failure: EngineError | None = None
-        self.wanted: Level = "relay"
+        self.wanted = Wanted()
         self._delays = delays(FIRST_DELAY, LONGEST_DELAY)
         self._due = 0.0
 
@@ -211,7 +231,7 @@ class ModelState:
     def state(self) -> ProbeState:
         """The state; the module's docstring has the table."""
         if self.model is not None:
-            return "ready" if LEVELS.index(self.model.capability.level) >= LEVELS.index(self.wanted) else "lowered"
+            return "lowered" if self.wanted.missing(self.model.capability) else "ready"
         return "unprobed" if self.failure is None else "failed"
 
     @property
@@ -220,7 +240,7 @@ class ModelState:
         state = self.state
         return state == "unprobed" or (state != "ready" and time.monotonic() >= self._due)
 
-    def found(self, model: Model, wanted: Level) -> None:
+    def found(self, model: Model, wanted: Wanted) -> None:
         """Keep the result of a probe."""
         self.model, self.failure, self.wanted = model, None, wanted
         self._due = time.monotonic() + next(self._delays)
@@ -245,7 +265,7 @@ class Engine:
         *,
         local: LocalRenderer | None = None,
         on_probe: Callable[[Capability], None] | None = None,
-        required: Level = "relay",
+        required: Requirement = "relay",
     ) -> None:
         self.upstream = upstream
         self._drivers = {driver.name: driver for driver in drivers}
@@ -356,11 +376,19 @@ class Engine:
                 self._statuses.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)
-        wanted = higher(self._required, self._best.get(found.model, "relay"))
+        wanted = self._wanted(found.model)
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
         self.driver = self._drivers[found.driver]
         return self._keep(name, found, small, wanted)
+
+    def _wanted(self, model: str) -> Wanted:
+        best = self._best.get(model, "relay")
+        required: Level = "exact" if self._required == "processed" else self._required
+        level = higher(required, best)
+        return Wanted(
+            level, f"--require asks for {self._required}" if level == required else f"it was {best} before", self._required == "processed"
+        )
 
     async def _agreeing_tokenizer(self, found: Capability) -> Renderer | None:
         """Return the local tokenizer if there is one and it renders like the engine.
@@ -376,7 +404,7 @@ class Engine:
             raise requests.unanswered
         return small
 
-    def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Level) -> Model:
+    def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Wanted) -> Model:
         """Keep a finding under the requested name and under the model's own; both share one state."""
         status = self._statuses.get(found.model)
         if status is None or status.model is None or status.state == "lowered":
@@ -389,13 +417,11 @@ class Engine:
             self._on_probe(found)
         return status.model
 
-    def _log(self, found: Capability, wanted: Level) -> None:
+    def _log(self, found: Capability, wanted: Wanted) -> None:
         """Log a finding, unless it is the same as the last one."""
-        self.error = ""
-        if higher(found.level, wanted) != found.level:
-            reason = f"--require asks for {wanted}" if wanted == self._required else f"it was {wanted} before"
-            self.error = f"its level is {found.level} ({found.why}), and {reason}: it is probed again until it is"
-        seen = f"{found.model}\0{found.level}\0{wanted}\0{found.why}\0{found.driver}"
+        missing = wanted.missing(found)
+        self.error = f"{missing}; it is probed again" if missing else ""
+        seen = f"{found.model}\0{found.level}\0{missing}\0{found.why}\0{found.driver}"
         if self.error and seen == self._logged:
             return
         self._logged = seen
@@ -409,3 +435,9 @@ class Engine:
             log.warning("engine %s: not ready: %s", url, self.error)
         if found.logprobs_seen.startswith(NONE):
             log.error("engine %s: UNUSABLE LOG PROBABILITIES: %s", url, found.logprobs_seen)
+        elif found.logprobs == "raw":
+            log.warning(
+                "engine %s: RAW LOG PROBABILITIES: they are the policy's only at temperature 1 without top_p, top_k and the like; "
+                "start vLLM with --logprobs-mode processed_logprobs",
+                url,
+            )

@@ -38,6 +38,8 @@ from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
+Requirement = Literal["processed", "exact", "record", "relay"]
+"""What `--require` asks for: a level, or `exact` with processed log probabilities."""
 LEVELS: tuple[Level, ...] = ("relay", "record", "exact")
 """From the lowest to the highest."""
 

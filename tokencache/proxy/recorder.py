@@ -21,11 +21,13 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import PlacedMedia, PlacesDifferError, place_media
 from tokencache.core.messages import Message, digest
 from tokencache.core.reasons import Reason
+from tokencache.core.sampling import bending
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.engine.ending import finish_reason
+from tokencache.engine.logprob_kind import LogprobKind
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice
 from tokencache.engine.thinking import budget_of
@@ -354,6 +356,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         facts.mark: bool(facts.mark),
         TurnMark.ENGINE_ABORTED: choice.finish_reason == "abort",
         TurnMark.NO_LOGPROBS: bool(sampled.ids) and not sampled.logprobs,
+        TurnMark.RAW_LOGPROBS: _logprob_kind(facts, sampled) == "raw" and bool(bending(facts.call.chat.sampling)),
         TurnMark.UNCERTAIN: facts.judged.uncertain,
         TurnMark.ENGINE_ERROR: bool(facts.reply.error),
         TurnMark.FORCED: bool(sampled.forced),
@@ -367,6 +370,10 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
     return (*(name for name, there in marks.items() if there), *sampled.versions.marks())
+
+
+def _logprob_kind(facts: CallFacts, sampled: _Sampled) -> LogprobKind:
+    return facts.planned.model.capability.logprobs if facts.planned.model is not None and sampled.logprobs else ""
 
 
 def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
@@ -407,7 +414,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         prefix_hash=hash_ids(packed),
         completion_hash=hash_ids(sampled.packed),
         logprobs_hash=hash_logprobs(sampled.logprobs),
-        logprob_kind=model.capability.logprobs if model is not None and sampled.logprobs else "",
+        logprob_kind=_logprob_kind(facts, sampled),
         forced=sampled.forced or (),
         pieces=sampled.pieces,
         media=prompt.media,

@@ -11,25 +11,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tokencache.core.sampling import bending
+
 _VOCABULARY = 2.0**18
 """No model has more tokens."""
 _SHARE, _CLOSER = 0.99, 0.5
 _FEWEST = 8
 _TOLERANCE = 1e-4
 _MODELLED = frozenset({"temperature", "top_p", "top_k", "min_p"})
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0, None),
-    "repetition_penalty": (1, None),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "min_tokens": (0, None),
-    "tool_choice": ("none", "auto", None),
-}
 _NEEDED = ("temperature", "top_p", "top_k")
 """What must be recorded to be neutral: an engine may have other defaults (`generation_config.json`)."""
 
@@ -48,9 +37,7 @@ def not_neutral(sampling: Mapping[str, Any]) -> str:
     for name in _NEEDED:
         if sampling.get(name) is None:
             return f"{name} is not recorded"
-    return next(
-        (f"{name} is {sampling[name]}" for name, neutral in _NEUTRAL.items() if name in sampling and sampling[name] not in neutral), ""
-    )
+    return bending(sampling)
 
 
 def processing_of(sampling: Mapping[str, Any]) -> Processing:

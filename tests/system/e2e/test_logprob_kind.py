@@ -61,6 +61,7 @@ async def test_the_probe_detects_the_mode_of_real_and_simulated_engines(mode, re
         for url in (real, simulated):
             capability, turn = await found(url)
             assert (capability.logprobs, turn["logprob_kind"]) == (KINDS[mode], KINDS[mode])
+            assert ("raw-logprobs" in turn["marks"]) == (KINDS[mode] == "raw"), "the temperature was 0.5"
             figures.append(f"{mode} at {'vLLM' if url == real else 'the simulated engine'}: {capability.logprobs_seen}")
 
 
