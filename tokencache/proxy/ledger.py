@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache import metrics
 from tokencache.background import repeat
@@ -27,6 +26,7 @@ from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.routed_experts import RoutedExperts
+from tokencache.recent import Recent
 from tokencache.store.base import (
     BeginResult,
     Join,
@@ -57,7 +57,7 @@ class SampledCounter:
     """
 
     def __init__(self) -> None:
-        self._counts: LRUCache[str, int] = LRUCache(_MOST_SESSIONS)
+        self._counts: Recent[str, int] = Recent(_MOST_SESSIONS)
 
     def count(self, session: str) -> int:
         """Count an event and return its number if it is selected, otherwise 0."""

@@ -8,10 +8,9 @@ process.
 
 import contextlib
 
-from cachetools import LRUCache
-
 from tokencache.core.session import Labels, SessionSettings
 from tokencache.proxy.sessions import Origin
+from tokencache.recent import Recent
 from tokencache.store.base import SettingsChangedError, SettingsConflictError, Store
 
 _MOST_SESSIONS = 65_536
@@ -23,7 +22,7 @@ class SettingsCache:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: LRUCache[str, SessionSettings] = LRUCache(_MOST_SESSIONS)
+        self._known: Recent[str, SessionSettings] = Recent(_MOST_SESSIONS)
 
     def of(self, session: str, origin: Origin) -> SessionSettings:
         """Return the settings by which a call of a session is served first."""

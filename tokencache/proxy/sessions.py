@@ -21,18 +21,19 @@ the proxy cannot know whether such an id belongs to a single rollout. NeMo Gym s
 """
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
-from cachetools import TTLCache
 
 from tokencache.core.session import SessionSettings
 from tokencache.dialects.json_io import fields_of
 from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
+from tokencache.recent import Expiring
 from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, check_name, split_harness, split_session
 from tokencache.store.base import Binding, Store, StoreError
 
@@ -170,7 +171,7 @@ class SessionFinder:
         self._header = header
         self.sources = sources
         self._registered_only = registered_only
-        self._used: TTLCache[str, Binding] = TTLCache(_MOST_KEYS, REMEMBER_KEY_SECONDS)
+        self._used: Expiring[str, Binding] = Expiring(REMEMBER_KEY_SECONDS, time.monotonic, most=_MOST_KEYS)
 
     async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
         """Find the session of a request.

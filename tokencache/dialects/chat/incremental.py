@@ -17,7 +17,6 @@ from typing import overload
 
 import msgspec
 import xxhash
-from cachetools import LRUCache
 
 from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
@@ -25,6 +24,7 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
 from tokencache.errors import HarnessError
+from tokencache.recent import RecentBySize
 
 Raw = msgspec.Raw
 
@@ -167,7 +167,7 @@ class IncrementalParser:
         self.messages = messages or MessageReader()
         self._secret = b""
         self._seed = secrets.randbits(64)  # as for messages: clients cannot construct two heads with one hash
-        self._cache: LRUCache[str, _CachedBody] = LRUCache(memory, getsizeof=lambda cached: cached.size)
+        self._cache: RecentBySize[str, _CachedBody] = RecentBySize(memory, lambda cached: cached.size)
 
     @property
     def secret(self) -> bytes:
@@ -227,8 +227,7 @@ class IncrementalParser:
         head.update(memoryview(body)[hashed : split.spans[-1]])
         rewritten = split.entries if split.rewritten else None
         size += _size(known.conversation.messages[split.old :]) + sum(map(len, rewritten[split.old :] if rewritten is not None else ()))
-        if size <= self._cache.maxsize:
-            self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
+        self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
 
 
 def _size(messages: Iterable[Message]) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.messages import Message
@@ -20,6 +19,7 @@ from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, SentinelPlace, learn, stand_in
 from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError, TextRenderer
 from tokencache.engine.template.shapes import MANY, TailRequest
+from tokencache.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class LearnedTemplate:
         self.renderer = renderer
         self.stop_ids = stop_ids
         self.local = local
-        self.generation_prompts: LRUCache[bytes, bytes] = LRUCache(MOST_GENERATION_PROMPTS)
+        self.generation_prompts: Recent[bytes, bytes] = Recent(MOST_GENERATION_PROMPTS)
         self.renders = {"local": 0, "small": 0, "full": 0}
-        self._boundaries: LRUCache[object, Boundary] = LRUCache(MOST_BOUNDARIES)
+        self._boundaries: Recent[object, Boundary] = Recent(MOST_BOUNDARIES)
         self._learning = asyncio.Lock()
 
     # boundaries

@@ -42,7 +42,6 @@ import logging
 from typing import NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.chain import FIRST_MEDIA
@@ -59,6 +58,7 @@ from tokencache.engine.template.learned import (
 )
 from tokencache.engine.template.renderer import TemplateRefusedError
 from tokencache.engine.template.shapes import Shape, TailRequest, counted_twice, shape_of
+from tokencache.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class Tails:
         self.template = template
         self._warned = False
         self._recheck_every = recheck_every
-        self._shapes: LRUCache[object, Shape] = LRUCache(MOST_SHAPES)
-        self._forms: LRUCache[object, bool] = LRUCache(MOST_FORMS)
+        self._shapes: Recent[object, Shape] = Recent(MOST_SHAPES)
+        self._forms: Recent[object, bool] = Recent(MOST_FORMS)
         """Forms that were proven in some context."""
 
     async def tail(self, request: TailRequest) -> bytes:
@@ -122,11 +122,10 @@ class Tails:
 
     def _shape(self, request: TailRequest) -> Shape:
         key = (*shape_of(request), len(self.template.stop_ids))
-        try:
-            return self._shapes[key]
-        except KeyError:
+        shape = self._shapes.get(key)
+        if shape is None:
             shape = self._shapes[key] = Shape(key)
-            return shape
+        return shape
 
     async def _first(self, request: TailRequest, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape. After a refusal, only every 8th call tries again."""
