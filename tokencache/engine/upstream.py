@@ -327,17 +327,18 @@ class Upstream:
         return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
 
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
+        chunks, size = [], 0
         try:
-            async with response:
-                chunks, size = [], 0
-                async for chunk in response.content.iter_any():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > MOST_ANSWER:
-                        raise EngineError("the engine's answer is too large", private=f"{self.url}: more than {MOST_ANSWER} bytes")
-                return EngineResponse(response.status, b"".join(chunks), response.headers)
+            while chunk := await response.content.readany():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > MOST_ANSWER:
+                    raise EngineError("the engine's answer is too large", private=f"{self.url}: more than {MOST_ANSWER} bytes")
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
+        finally:
+            response.close()  # at its end, it has given its connection back
+        return EngineResponse(response.status, b"".join(chunks), response.headers)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -318,22 +318,24 @@ class Endpoints:
         response = Response(asked.request, call, exchange)
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
-        with metrics.IN_FLIGHT.track_inprogress():
-            try:
-                return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
-            except SettingsChangedError:
-                if may_answer_with_status(response.client.state):
-                    raise
-                return await response.fail(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
-                )
-            except TokencacheError as why:
-                if isinstance(why, SessionFinishedError | SessionSealedError):
-                    await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
-                if may_answer_with_status(response.client.state):
-                    raise
-                status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
-                return await response.fail(status, f"the call was given up: {why.client_message}")
+        metrics.IN_FLIGHT.inc()
+        try:
+            return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
+        except SettingsChangedError:
+            if may_answer_with_status(response.client.state):
+                raise
+            return await response.fail(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
+            )
+        except TokencacheError as why:
+            if isinstance(why, SessionFinishedError | SessionSealedError):
+                await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
+            if may_answer_with_status(response.client.state):
+                raise
+            status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
+            return await response.fail(status, f"the call was given up: {why.client_message}")
+        finally:
+            metrics.IN_FLIGHT.dec()
 
     async def _check_settings(self, asked: SessionRequest) -> None:
         """Check the settings of a request that begins no call. If the store fails, those that this process knows hold.

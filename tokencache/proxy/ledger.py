@@ -140,9 +140,9 @@ class Ledger:
             metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
             for rule in turn.applied_rules:
-                metrics.APPLIED_RULES.labels(rule).inc()
+                metrics.counter(metrics.APPLIED_RULES, rule).inc()
         for rule in facts.call.chat.left_out:
-            metrics.APPLIED_RULES.labels(rule).inc()
+            metrics.counter(metrics.APPLIED_RULES, rule).inc()
         _count(recorded.incidents)
         if begun is None:
             self._lose(session, call, recorded.incidents)
@@ -385,4 +385,4 @@ class Ledger:
 
 def _count(incidents: Sequence[Incident]) -> None:
     for incident in incidents:
-        metrics.INCIDENTS.labels(incident.kind).inc()
+        metrics.counter(metrics.INCIDENTS, incident.kind).inc()

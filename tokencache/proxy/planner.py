@@ -351,6 +351,8 @@ class _Planning:
         Raises:
             RenderError: the engine cannot decode its own tokens.
         """
+        if found.delivered is None and not found.added:
+            return found, None, ""
         without: set[str] = set()
         as_text: set[int] = set()
         words: dict[str, str | None] = {}

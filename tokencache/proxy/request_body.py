@@ -54,7 +54,7 @@ async def body_of(request: web.Request) -> bytes:
     if KEPT in request:
         return request[KEPT]
     coding = coding_of(request) if "Content-Encoding" in request.headers else ""
-    body = await whole_body_of(request)
+    body = await _whole(request)
     if coding and body:
         holding = holding_of(request)
         try:
@@ -75,8 +75,10 @@ async def whole_body_of(request: web.Request) -> bytes:
         HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
-    if KEPT in request:
-        return request[KEPT]
+    return request[KEPT] if KEPT in request else await _whole(request)
+
+
+async def _whole(request: web.Request) -> bytes:
     content, most, holding = request.content, request.client_max_size, holding_of(request)
     try:
         if content.is_eof():

@@ -51,10 +51,11 @@ class MessageSpans(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
-        return self._body[self._spans[2 * i] : self._spans[2 * i + 1]]
+        body, spans = self._body, self._spans
+        chosen = range(len(spans) // 2)[index]
+        if isinstance(chosen, int):
+            return body[spans[2 * chosen] : spans[2 * chosen + 1]]
+        return [body[spans[2 * i] : spans[2 * i + 1]] for i in chosen]
 
 
 def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":

@@ -69,6 +69,8 @@ class LearnedTemplate:
         reply = reply or request.reply
         in_text = in_text and bool(reply.calls)
         kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids), in_text)
+        if (known := self._boundaries.get(kind)) is not None:
+            return known
         # A template may write the names of the calls after the text, and their ids after the arguments.
         named = (*kind, *(call.name for call in reply.calls))
         identified = (*named, *(call.id for call in reply.calls))
@@ -225,11 +227,16 @@ def tail_refusals() -> Iterator[None]:
     """Convert errors of boundaries and renderings into a `TailRefusedError`."""
     try:
         yield
-    except (BoundaryUnknownError, TemplateRefusedError) as why:
-        raise TailRefusedError(reason_of(why)) from why
-    except RenderError as why:
-        log.debug("no rendering: %s", why)
-        raise TailRefusedError(Reason.RENDER_ERROR) from why
+    except (BoundaryUnknownError, RenderError) as why:
+        raise as_refusal(why) from why
+
+
+def as_refusal(why: BoundaryUnknownError | RenderError) -> TailRefusedError:
+    """Return the refusal that an error of a boundary or a rendering means."""
+    if isinstance(why, BoundaryUnknownError | TemplateRefusedError):
+        return TailRefusedError(reason_of(why))
+    log.debug("no rendering: %s", why)
+    return TailRefusedError(Reason.RENDER_ERROR)
 
 
 def reason_of(why: Exception) -> str:

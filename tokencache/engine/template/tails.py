@@ -50,13 +50,13 @@ from tokencache.core.reasons import Reason
 from tokencache.engine.template.boundary import SENTINEL, Boundary, BoundaryUnknownError, answering, reworded, stand_in
 from tokencache.engine.template.learned import (
     LearnedTemplate,
+    as_refusal,
     check_same_past,
     other_call_ids,
     reason_of,
-    tail_refusals,
     with_call_ids,
 )
-from tokencache.engine.template.renderer import TemplateRefusedError
+from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import Shape, TailRequest, counted_twice, shape_of
 from tokencache.recent import Recent
 
@@ -100,7 +100,7 @@ class Tails:
         Raises:
             TailRefusedError: the ids cannot be proven.
         """
-        with tail_refusals():
+        try:
             shape, found = self._shape(request), None
             proofs = shape.proofs
             if not shape.method or shape.refusal(request):
@@ -110,7 +110,9 @@ class Tails:
             found = found if found is not None else await self._again(request, shape)
             if request.words:
                 await self._check_words(request, found)
-            return found
+        except (BoundaryUnknownError, RenderError) as why:
+            raise as_refusal(why) from why
+        return found
 
     async def _check_words(self, request: TailRequest, tail: bytes) -> None:
         """Check that a tail begins with the words of the client, whatever precedes them, and that a stop id follows."""
