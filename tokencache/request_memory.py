@@ -12,9 +12,10 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from tokencache import metrics
@@ -29,7 +30,7 @@ MOST_OF_SESSION = 512 * 2**20
 What = Literal["head", "body", "media", "reply"]
 
 
-class Owner(NamedTuple):
+class Owner(msgspec.Struct, frozen=True):
     """Whose request it is: a tenant's, or a session's that has none; `""` if the session is not known."""
 
     name: str = ""

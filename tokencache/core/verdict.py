@@ -102,7 +102,7 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
     return first or _foreign(served, echoed)
 
 
-class _Form(NamedTuple):
+class _Form(msgspec.Struct, frozen=True):
     """The served message with the echoed text, and the rules that explain that text."""
 
     served: Message

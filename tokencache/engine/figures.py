@@ -26,7 +26,8 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from tokencache.core.incidents import IncidentKind
 from tokencache.engine.reply import Choice, Reply
@@ -37,7 +38,7 @@ _ROUNDING = 1e-4
 """A log probability may be this far above 0: `logits - max - log(sum)` is computed with float32 values."""
 
 
-class Finding(NamedTuple):
+class Finding(msgspec.Struct, frozen=True):
     """What the figures of one choice prove.
 
     Attributes:
@@ -53,7 +54,7 @@ class Finding(NamedTuple):
     no_logprobs: str = ""
 
 
-class Judgement(NamedTuple):
+class Judgement(msgspec.Struct, frozen=True):
     """What the figures of a reply prove.
 
     Attributes:

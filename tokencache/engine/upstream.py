@@ -20,12 +20,12 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -61,7 +61,7 @@ _SEGMENTED_FROM = 2**16
 _REMIND_SECONDS = 60.0
 
 
-class EngineResponse(NamedTuple):
+class EngineResponse(msgspec.Struct, frozen=True):
     """A complete answer of an engine: HTTP status, body and headers."""
 
     status: int
@@ -285,12 +285,12 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed every connection before the end of its answer.
         """
-        send = partial(self.get, path) if body is None else partial(self.post, path, body, headers)
-        pauses = islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
+        pauses: Iterator[float] | None = None
         while True:
             try:
-                return await send()
+                return await (self.get(path) if body is None else self.post(path, body, headers))
             except EngineError as why:
+                pauses = pauses or islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
                 pause = next(pauses, None)
                 if pause is None or not why.reached:
                     raise

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
-class CallRequest(NamedTuple):
+class CallRequest(msgspec.Struct, frozen=True):
     """A client request for a model's reply.
 
     Attributes:
@@ -86,7 +86,7 @@ class CallRequest(NamedTuple):
     settings: bytes
 
 
-class Opening(NamedTuple):
+class Opening(msgspec.Struct, frozen=True):
     """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
 
     epoch: str = ""

@@ -50,8 +50,7 @@ from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.request_body import body_of
 from tokencache.proxy.response import Exchange, Response
-from tokencache.proxy.session_settings import SettingsCache
-from tokencache.proxy.sessions import Origin
+from tokencache.proxy.sessions import Origin, SettingsCache
 from tokencache.request_memory import Owner, holding_of
 from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
 
@@ -91,7 +90,7 @@ class EndpointOptions(NamedTuple):
     history: History
 
 
-class SessionRequest(NamedTuple):
+class SessionRequest(msgspec.Struct, frozen=True):
     """A request within a session.
 
     Attributes:

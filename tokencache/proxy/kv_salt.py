@@ -63,7 +63,7 @@ class KvSalt(NamedTuple):
 NO_SALT = KvSalt()
 
 
-class SaltedRequest(NamedTuple):
+class SaltedRequest(msgspec.Struct, frozen=True):
     """What a salt depends on besides the version.
 
     Attributes:

@@ -406,7 +406,7 @@ class _Planning:
             if where == REPLACED or len(base) < len(cached.prefix.ids):
                 extended = words or self._context.call.continues
                 why = Reason.REPLY_EXTENDED if extended else Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED
-                kept = last_reply._replace(end=last_reply.end - where.drop)
+                kept = msgspec.structs.replace(last_reply, end=last_reply.end - where.drop)
                 return await self._shortened(parent, found, join(base, tail, where), kept, why)
             reason, added = found.reason, ids.tail(tail, where.skip)
         elif cut is not None:
