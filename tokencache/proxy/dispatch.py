@@ -39,6 +39,7 @@ from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
+from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
@@ -316,6 +317,18 @@ class Dispatch:
         except EngineError as why:
             planned.engine.forget(str(why))
             raise
+
+    def begin_reply(self, reply: Reply, answer: aiohttp.ClientResponse) -> None:
+        """Note what is known of a reply before it arrives: from the plan, and from the head of the engine's answer."""
+        planned = self.planned
+        if planned.model is not None:
+            reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
+        reply.prompt.sent = planned.plan.sent
+        if self.sender.proven:
+            reply.prompt.confirm()
+        if self._chat.media:
+            reply.places = read_places(answer.headers)
+        reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
 
     def derender_request(self, prompt: bytes) -> DerenderRequest:
         """Return what derender needs to make the words of a reply to a prompt (raw JSON list of its ids)."""

@@ -285,7 +285,7 @@ class _Planning:
         If the parent was aborted, first prove how much of it the client has received. If the client added text to replies, prove where
         their ids end.
         """
-        found, cut, words = await self._proven(found, known)
+        found, cut, words = await self._proven(found, known) if found.delivered is not None or found.added else (found, None, "")
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._context.model.capability.tokenizes
@@ -351,8 +351,6 @@ class _Planning:
         Raises:
             RenderError: the engine cannot decode its own tokens.
         """
-        if found.delivered is None and not found.added:
-            return found, None, ""
         without: set[str] = set()
         as_text: set[int] = set()
         words: dict[str, str | None] = {}

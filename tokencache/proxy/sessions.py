@@ -22,13 +22,17 @@ the proxy cannot know whether such an id belongs to a single rollout. NeMo Gym s
 
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
 
+from tokencache.core.rules import Leniency
 from tokencache.core.session import Labels, SessionSettings
 from tokencache.dialects.json_io import fields_of
 from tokencache.dialects.registry import credential_parameters, keys_in
@@ -37,6 +41,8 @@ from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.recent import Expiring, Recent
 from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, NamedPath, check_name
 from tokencache.store.base import Binding, SettingsChangedError, SettingsConflictError, Store, StoreError
+
+log = logging.getLogger(__name__)
 
 _ENCODER = msgspec.json.Encoder()
 REMEMBER_KEY_SECONDS = 3600.0
@@ -60,6 +66,36 @@ class Origin(msgspec.Struct, frozen=True):
     own_key: bool = False
     harness: str = ""
     old_settings: SessionSettings = SessionSettings()
+
+
+class SessionRequest(msgspec.Struct, frozen=True):
+    """A request within a session.
+
+    Attributes:
+        request: the request.
+        session: the session's name.
+        origin: where the session was named, and the path at the engine.
+        settings: the settings of the session, as far as this process knows.
+        route: its path without session, harness and query, in the spelling in which it is served (`session_url.spellings`).
+        headers: the headers for the engine.
+        harness: name of the harness, `""` if unknown.
+        leniency: the rules that apply to the harness.
+    """
+
+    request: web.Request
+    session: str
+    origin: Origin
+    settings: SessionSettings
+    route: str
+    headers: CIMultiDict[str]
+    harness: str
+    leniency: Leniency
+
+    @property
+    def path(self) -> str:
+        """The path at the engine, with the query, of a route that the proxy knows."""
+        _, question, query = self.origin.path.partition("?")
+        return f"{self.route}{question}{query}"
 
 
 def hash_key(key: str) -> str:
@@ -255,13 +291,16 @@ class SettingsCache:
             self._known.pop(session, None)
 
     async def check(self, session: str, used: SessionSettings) -> None:
-        """Check the settings by which a request is served that begins no call.
+        """Check the settings by which a request is served that begins no call. If the store fails, those that this process knows hold.
 
         Raises:
             SettingsChangedError: the session has others.
-            StoreError: the store failed.
         """
-        true = await self._store.settings(session)
+        try:
+            true = await self._store.settings(session)
+        except StoreError as why:
+            log.warning("session %s: its settings cannot be read: %s", session, why)
+            return
         if true is not None and true != used:
             raise SettingsChangedError(true)
 
