@@ -21,6 +21,7 @@ counts:
 A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -253,11 +254,12 @@ class Choice:
         found = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts)
         self.experts = found or self.experts
 
-    def add_plain(self, choice: _PlainChoice) -> None:
-        """Add the part of this choice in a plain chunk."""
-        before = len(self.ids)
-        self._add_tokens(choice)
-        self.add_message(choice.delta, before)
+    def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
+        """Add the parts of this choice in plain chunks."""
+        for part in parts:
+            before = len(self.ids)
+            self._add_tokens(part)
+            self.add_message(part.delta, before)
 
     def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
         """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
@@ -268,8 +270,9 @@ class Choice:
         else:
             self.ids += choice.token_ids or ()
             if isinstance(choice.logprobs, Logprobs):
-                if choice.logprobs.content:
-                    self.logprobs += [item.logprob for item in choice.logprobs.content if item.logprob is not None]
+                for item in choice.logprobs.content or ():
+                    if item.logprob is not None:
+                        self.logprobs.append(item.logprob)
                 if choice.logprobs.token_logprobs:
                     self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
         more = len(self.ids) - ids
@@ -369,8 +372,11 @@ class Reply:
             for data in deferred:
                 self.add(data)
             return
-        for (choice,) in [chunk.choices for chunk in chunks]:
-            self._choice(choice.index).add_plain(choice)
+        parts: dict[int, list[_PlainChoice]] = {}
+        for (part,) in [chunk.choices for chunk in chunks]:
+            parts.setdefault(part.index, []).append(part)
+        for index, own in parts.items():
+            self._choice(index).add_plain(own)
 
     def _choice(self, index: int) -> Choice:
         found = self._choices.get(index)

@@ -246,7 +246,7 @@ class Endpoints:
         return self._pool.order(session)[0]
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        response = Response(asked.request, call, exchange)
+        response = Response(asked.request, call, exchange, holding_of(asked.request))
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
         metrics.IN_FLIGHT.inc()

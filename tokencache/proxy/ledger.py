@@ -202,7 +202,8 @@ class Ledger:
             StoreError: the store failed and the policy is strict.
         """
         session, call = facts.call.session, facts.call.id
-        for turn in (entry.turn for entry in recorded.entries):
+        for entry in recorded.entries:
+            turn = entry.turn
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
             metrics.counter(metrics.TURN_VERSIONS, source).inc()

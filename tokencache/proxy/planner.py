@@ -169,7 +169,7 @@ class _Planning:
 
         Turns beyond `known` that the match needs are read from the store, each key once.
         """
-        hits, turns = {key: _except(without, found) for key, found in known.items()}, None
+        hits, turns = {key: _except(without, found) for key, found in known.items()} if without else dict(known), None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._context.call, self._context.conversation
         while True:

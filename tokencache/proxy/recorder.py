@@ -279,9 +279,9 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
 
 def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
     """Pack the messages that are not stored with another turn, with references in place of images and other media."""
-    own = range(shared, chat.answered_messages)
-    raw = ((with_references if index in chat.media else bytes)(chat.raw_messages[index]) for index in own)
-    messages = [msgspec.Raw(message) for message in raw]
+    messages = []
+    for index, raw in enumerate(chat.raw_messages[shared : chat.answered_messages], shared):
+        messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()

@@ -233,10 +233,12 @@ class IncrementalParser:
 
 def _size(messages: Iterable[Message]) -> int:
     """Estimate the memory of parsed messages, in bytes."""
-    return sum(
-        PER_MESSAGE + len(m.content or "") + len(m.reasoning or "") + sum(len(call.arguments) + PER_MESSAGE for call in m.calls)
-        for m in messages
-    )
+    size = 0
+    for message in messages:
+        size += PER_MESSAGE + len(message.content or "") + len(message.reasoning or "")
+        for call in message.calls:
+            size += len(call.arguments) + PER_MESSAGE
+    return size
 
 
 def _find_list(body: bytes, listed: bytes) -> int:

@@ -217,9 +217,9 @@ def check_same_past(before: bytes, rendered: bytes) -> None:
 
 def check_no_sentinel(messages: Sequence[bytes]) -> None:
     """Refuse messages that contain the sentinel. It is random and secret, so this is not a property of their shape."""
-    plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
-    if any(SENTINEL.encode() in raw for raw in plain):
-        raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
+    for raw in messages:
+        if SENTINEL.encode() in (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw):
+            raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
 
 
 @contextmanager
