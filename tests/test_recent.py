@@ -25,6 +25,14 @@ def test_a_value_that_is_too_large_is_not_kept_and_replaces_what_was_there():
     assert (dict(kept), kept.total) == ({"b": "yy"}, 2)
 
 
+def test_an_entry_that_grows_later_counts_as_it_was():
+    kept, value = RecentBySize(5, len), ["x"]
+    kept["a"], kept["b"] = value, ["y"]
+    value += "xx"
+    kept.pop("a")
+    assert kept.total == 1
+
+
 def test_removed_entries_count_no_more():
     kept = RecentBySize(5, len)
     kept["a"], kept["b"] = "x", "yy"

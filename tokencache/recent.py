@@ -29,34 +29,37 @@ class Recent(OrderedDict[K, V]):
 
 
 class RecentBySize(Recent[K, V]):
-    """Keeps the last entries whose sizes are no more than `most` together. A value that is larger is not kept."""
+    """Keeps the last entries whose sizes are no more than `most` together. A value that is larger is not kept.
+
+    `size` returns the size of a value when it is set; it may change later.
+    """
 
     def __init__(self, most: int, size: Callable[[V], int]) -> None:
         super().__init__(most)
         self.total = 0
         self._size = size
+        self._sizes: dict[K, int] = {}
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key)
+        self.pop(key, None)
         size = self._size(value)
         if size > self.most:
             return
         self.total += size
+        self._sizes[key] = size
         OrderedDict.__setitem__(self, key, value)
         while self.total > self.most:
             self.pop(next(iter(self)))
 
     def pop(self, key: K, default: Any = None) -> Any:
         """Remove an entry and return its value, or the default."""
-        if key not in self:
-            return default
-        value = super().pop(key)
-        self.total -= self._size(value)
-        return value
+        self.total -= self._sizes.pop(key, 0)
+        return super().pop(key, default)
 
     def clear(self) -> None:
         """Remove all entries."""
         super().clear()
+        self._sizes.clear()
         self.total = 0
 
 

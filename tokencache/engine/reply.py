@@ -417,7 +417,7 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
+        echoes = [chunk.prompt_token_ids, *[choice.prompt_token_ids for choice in chunk.choices]]
         if short is not data and not self._in_place(chunk, echoes):
             self.prompt.stop_cutting()
             return self.add(data)
@@ -435,8 +435,8 @@ class Reply:
             if chunk.usage is not None and chunk.usage.completion_tokens is not None and len(chunk.choices) == 1:
                 known.count(chunk.usage.completion_tokens, before)
         self._note_usage(chunk)
-        for extra in (chunk.metadata, chunk.sglext):
-            self._metadata = self._metadata or _weight_metadata(bytes(extra))
+        if b"weight_version" in brief:
+            self._metadata = self._metadata or _weight_metadata(chunk.metadata) or _weight_metadata(chunk.sglext)
         return brief
 
     def _note_usage(self, chunk: _Chunk) -> None:
@@ -474,6 +474,8 @@ class Reply:
         self.counted = sum(choice.sampled for choice in self.choices.values())
 
     def _note_prompt(self, chunk: _Chunk, echoes: list[Raw], *, cut: bool) -> None:
+        if self.prompt.known:
+            return
         for echo in echoes:
             self.prompt.note(echo, cut=cut)
         if chunk.tokencache is not None:
@@ -516,7 +518,8 @@ class Reply:
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish reason: then the reply is complete, whatever the stream still contains."""
-        return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
+        choices = self.choices
+        return len(choices) >= self.expected and all(choice.finish_reason for choice in choices.values())
 
     @property
     def cut(self) -> str:
@@ -597,8 +600,8 @@ def _of_chat(chunk: _Chunk) -> bool:
     return all(choice.text is None for choice in chunk.choices)
 
 
-def _weight_metadata(raw: bytes) -> _WeightMetadata | None:
-    if b"weight_version" not in raw:
+def _weight_metadata(raw: Raw) -> _WeightMetadata | None:
+    if b"weight_version" not in bytes(raw):
         return None
     try:
         return _METADATA.decode(raw)

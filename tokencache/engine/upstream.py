@@ -190,12 +190,14 @@ class Upstream:
             basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
             self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self._awaited = 0
         self._answering: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
         self._warned = -math.inf
 
     async def open(self) -> None:
         """Open the pool, in the running event loop."""
+        self._closed = False
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
         # aiohttp (3.14) has no public way to set the class of connections
         connector._factory = partial(_Connection, asyncio.get_running_loop())  # type: ignore[assignment]  # noqa: SLF001
@@ -212,6 +214,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the pool."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -239,7 +242,7 @@ class Upstream:
     async def _send(self, method: str, path: str, headers: Mapping[str, str] | None, body: Any) -> aiohttp.ClientResponse:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
-        if self._session.closed:
+        if self._closed:
             raise EngineError("the engine was removed", private=self.url, reached=False)
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})

@@ -222,9 +222,10 @@ class MemoryStore(MemoryQueue):
             held.calls[call] = OpenCall(call, held.used, fingerprint, replica)
         found: list[list[Hit]] = [[] for _ in keys]
         for i, key in enumerate(keys):
-            found[i] = held.hits(key)
-            if found[i] and key[:1] == b"c":
-                break
+            if key in held.index:
+                found[i] = held.hits(key)
+                if key[:1] == b"c":
+                    break
         return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:

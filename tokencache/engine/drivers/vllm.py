@@ -141,7 +141,7 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": _TRUE, "return_weight_versions": _TRUE}
-    if call.shows_logprobs or not any(value_of(call.fields.get(name, _NULL)) for name in _NEED_LOGPROBS):
+    if call.shows_logprobs or not any(value_of(call.fields[name]) for name in _NEED_LOGPROBS if name in call.fields):
         fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE
