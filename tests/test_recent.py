@@ -9,6 +9,14 @@ def test_the_entry_that_was_set_first_goes_first():
     assert dict(kept) == {"a": 3, "c": 4}
 
 
+def test_an_entry_that_is_moved_to_the_end_stays():
+    kept = RecentBySize(2, len)
+    kept["a"], kept["b"] = "x", "y"
+    kept.move_to_end("a")
+    kept["c"] = "z"
+    assert dict(kept) == {"a": "x", "c": "z"}
+
+
 def test_sizes_count_together():
     kept = RecentBySize(5, len)
     kept["a"], kept["b"] = "xx", "yyy"

@@ -1,4 +1,4 @@
-"""Keeps the entries that were set last. A look-up is that of a dictionary, and changes nothing.
+"""Keeps the entries that were set last. A look-up is that of a dictionary; `move_to_end` after it keeps an entry that is used.
 
 `Recent`        up to a number of them
 `RecentBySize`  up to a sum of their sizes

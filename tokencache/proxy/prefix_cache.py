@@ -29,7 +29,7 @@ class CachedPrefix(msgspec.Struct, frozen=True):
 
 
 class PrefixCache:
-    """Keeps the prefixes that were recorded or read last, up to `max_bytes`, and at least one of any size."""
+    """Keeps the most recently used prefixes, up to `max_bytes`, and at least one of any size."""
 
     def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
@@ -47,6 +47,8 @@ class PrefixCache:
         if known is None:
             prefix = await self._store.prefix(session, turn)
             known = self._prefixes[turn] = CachedPrefix(prefix, ids.Fragment(prefix.ids))
+        else:
+            self._prefixes.move_to_end(turn)
         return known
 
     def add(self, epoch: str, turn: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:

@@ -99,6 +99,8 @@ class MessageReader:
             entry = msgspec.json.decode(raw)
             identified = with_media_identities(entry)
             known = self._known[key] = _slim(identified, () if identified is entry else _described(entry, identified))
+        else:
+            self._known.move_to_end(key)
         return known
 
 

@@ -70,6 +70,7 @@ class LearnedTemplate:
         in_text = in_text and bool(reply.calls)
         kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids), in_text)
         if (known := self._boundaries.get(kind)) is not None:
+            self._boundaries.move_to_end(kind)
             return known
         # A template may write the names of the calls after the text, and their ids after the arguments.
         named = (*kind, *(call.name for call in reply.calls))

@@ -127,6 +127,8 @@ class Tails:
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = Shape(key)
+        else:
+            self._shapes.move_to_end(key)
         return shape
 
     async def _first(self, request: TailRequest, shape: Shape, *, waited: bool) -> bytes:
