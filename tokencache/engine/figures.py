@@ -121,8 +121,7 @@ def _wrong_as_a_whole(reply: Reply) -> str:
     strange = [index for index in reply.choices if not 0 <= index < reply.expected]
     if strange:
         return f"it has a choice {strange[0]}, and {reply.expected} were requested"
-    sampled = sum(choice.sampled for choice in reply.choices.values())
-    if reply.counted is not None and reply.counted != sampled:
+    if reply.counted is not None and reply.counted != (sampled := sum(choice.sampled for choice in reply.choices.values())):
         return f"the engine counts {reply.counted} tokens, and reported {sampled} ids"
     return ""
 

@@ -151,9 +151,10 @@ class LearnedTemplate:
 
     def small(self, request: TailRequest, boundary: Boundary, method: str, *, generation: bool = True) -> Awaitable[bytes]:
         """Render the new messages in a small conversation; `method` as in `tails`: "local", "small" or "context"."""
-        check_no_sentinel(request.raw_new)
+        new = request.raw_new
+        check_no_sentinel(new)
         front, args = (request.systems, request.args) if method == "context" else ((), without_tools(request.args))
-        messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *request.raw_new]
+        messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *new]
         return self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
 
     def full(
