@@ -1,6 +1,7 @@
 """Makes calls of one session against the simulated engine in this process, and follows what the proxy's thread runs for the last one.
 
-Engine and client run in threads of their own, so that only the proxy is followed.
+Engine and client run in threads of their own, so that only the proxy is followed. The client is asked through a queue, and answers through
+a future. Both are C code, so what passes a question on is not counted.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -68,16 +70,29 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
         store = open_store(talk.store)
         async with serving(Settings(upstream=await found.get(), port=0), store) as (url, proxy):
             await proxy.engine.model()
-            client = http.client.HTTPConnection(urlsplit(url).netloc)
+            bodies = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]()
+            client = threading.Thread(target=_answer, args=(urlsplit(url).netloc, bodies, loop))
+            client.start()
             messages = _first(talk)
-            for call in range(talk.calls):
-                if call == talk.calls - 1:
-                    await asyncio.sleep(_SETTLING_SECONDS)
-                    sys.setprofile(follow)
-                await asyncio.to_thread(_ask, client, messages, stream=talk.stream)
-                sys.setprofile(None)
-                messages += [{"role": "assistant", "content": talk.reply.partition("</think>")[2]}, {"role": "user", "content": "go on"}]
-            client.close()
+            try:
+                for call in range(talk.calls):
+                    body, answered = (
+                        json.dumps({"model": "sim", "messages": messages, "stream": talk.stream}).encode(),
+                        loop.create_future(),
+                    )
+                    if call == talk.calls - 1:
+                        await asyncio.sleep(_SETTLING_SECONDS)
+                        sys.setprofile(follow)
+                    bodies.put((body, answered))
+                    await answered
+                    sys.setprofile(None)
+                    messages += [
+                        {"role": "assistant", "content": talk.reply.partition("</think>")[2]},
+                        {"role": "user", "content": "go on"},
+                    ]
+            finally:
+                bodies.put(None)
+            client.join()
             matches = [turn.match for turn in await store.turns("path")]
             if matches[0] not in {"root", "plain"} or matches[1:] != ["continue"] * (talk.calls - 1):
                 raise RuntimeError(f"the turns of the session match as {matches}")
@@ -92,7 +107,16 @@ def _first(talk: Talk) -> list[dict[str, str]]:
     return [{"role": role, "content": f"EPISODE:steps {place} {each}"} for place, role in zip(range(talk.messages), roles, strict=False)]
 
 
-def _ask(client: http.client.HTTPConnection, messages: list[dict[str, str]], *, stream: bool) -> None:
-    body = json.dumps({"model": "sim", "messages": messages, "stream": stream})
-    client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
-    client.getresponse().read()
+def _answer(address: str, bodies: SimpleQueue[tuple[bytes, asyncio.Future[None]] | None], loop: asyncio.AbstractEventLoop) -> None:
+    """Post bodies, one after the other, over one connection."""
+    client = http.client.HTTPConnection(address)
+    while (asked := bodies.get()) is not None:
+        body, answered = asked
+        try:
+            client.request("POST", "/s/path/v1/chat/completions", body, {"Content-Type": "application/json"})
+            client.getresponse().read()
+        except Exception as why:  # noqa: BLE001 - the one who asked raises it
+            loop.call_soon_threadsafe(answered.set_exception, why)
+        else:
+            loop.call_soon_threadsafe(answered.set_result, None)
+    client.close()

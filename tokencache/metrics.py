@@ -8,12 +8,35 @@ those of workers that died. Gauges come from live workers only.
 import functools
 import os
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times would only double the series
 
 REGISTRY = CollectorRegistry()
+
+
+class Counter(prometheus_client.Counter):
+    """A counter that does not check each time whether all labels are given: without them it has no value."""
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        """See prometheus_client; exemplars are not used."""
+        del exemplar
+        self._value.inc(amount)
+
+
+class Gauge(prometheus_client.Gauge):
+    """A gauge, like `Counter`."""
+
+    def inc(self, amount: float = 1) -> None:
+        """See prometheus_client."""
+        self._value.inc(amount)
+
+    def dec(self, amount: float = 1) -> None:
+        """See prometheus_client."""
+        self._value.inc(-amount)
+
 
 CALLS = Counter("tokencache_calls", "Model calls in sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)
 TURNS = Counter("tokencache_turns", "Recorded turns, by how their prompt was built.", ["match", "reason"], registry=REGISTRY)

@@ -37,6 +37,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
     """Copy headers, without those of one connection (RFC 9110 §7.6.1) and those in `drop` (lower case)."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    left_out = _HOP_BY_HOP | named | drop
+    left_out = _HOP_BY_HOP | drop
+    if "Connection" in headers:
+        left_out |= {name.strip().lower() for name in headers["Connection"].split(",")}
     return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in left_out])

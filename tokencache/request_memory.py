@@ -12,9 +12,10 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from tokencache import metrics
@@ -29,7 +30,7 @@ MOST_OF_SESSION = 512 * 2**20
 What = Literal["head", "body", "media", "reply"]
 
 
-class Owner(NamedTuple):
+class Owner(msgspec.Struct, frozen=True):
     """Whose request it is: a tenant's, or a session's that has none; `""` if the session is not known."""
 
     name: str = ""
@@ -91,7 +92,7 @@ class RequestMemory:
 
     def _checked(self, owner: Owner, what: What, size: int) -> int:
         """Return what an owner would hold with some more bytes; raises `MemoryFullError` if that passes its limit."""
-        before, share = self._by_owner.get(owner, 0), self.share(owner)
+        before, share = self._by_owner.get(owner, 0), self._of_tenant if owner.is_tenant else self._of_session
         if before + size > share:
             raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
         return before + size
@@ -169,12 +170,13 @@ _HOLDING = web.RequestKey("holding", Holding)
 
 def holding_of(request: web.Request) -> Holding:
     """Return what a request holds. The first call must be in the task that serves the request, which also sends its response."""
-    found = request.get(_HOLDING)
-    if found is None:
+    try:
+        return request[_HOLDING]
+    except KeyError:
         found = request[_HOLDING] = Holding(request.app[HELD])
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - aiohttp runs each request in one
-        found.keep(task)
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - aiohttp runs each request in one
+    found.keep(task)
     return found
 
 
@@ -188,7 +190,7 @@ async def read_reply(answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
     if answer.content.at_eof():
         return await answer.read()  # it was read before
     chunks = []
-    async for chunk in answer.content.iter_any():
+    while chunk := await answer.content.readany():
         holding.take("reply", len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)

@@ -10,6 +10,7 @@ the base URL that the user gave.
 """
 
 import re
+from typing import NamedTuple, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from tokencache.errors import HarnessError
@@ -120,9 +121,31 @@ def split_harness(path: str) -> tuple[str | None, str]:
     return _split(_HARNESS, path)
 
 
-def route_of(raw_path: str) -> str:
-    """Return the route of a path: without session, harness and query."""
-    return split_harness(split_session(raw_path)[1])[1].partition("?")[0]
+class NamedPath(NamedTuple):
+    """A path as it was received, with its query, and what it names.
+
+    Attributes:
+        raw: the path.
+        session: the session; `None` if it names none.
+        harness: the same for the harness.
+        rest: the path without them.
+    """
+
+    raw: str
+    session: str | None
+    harness: str | None
+    rest: str
+
+    @classmethod
+    def read(cls, raw: str) -> Self:
+        """Split a path."""
+        session, rest = split_session(raw)
+        return cls(raw, session, *split_harness(rest))
+
+    @property
+    def route(self) -> str:
+        """The route: without session, harness and query."""
+        return self.rest.partition("?")[0]
 
 
 def spellings(route: str) -> list[str]:

@@ -8,24 +8,20 @@ CANCEL_AGAIN_SECONDS = 1.0
 
 
 class Wakeup:
-    """A change that tasks wait for. To miss none, call `next` before you look at what may change, and wait on it afterwards.
+    """A change that tasks wait for. To miss none, take `next` before you look at what may change, and wait on it afterwards.
 
     Attributes:
+        next: the event that the next change sets.
         closed: whether the process stops, so that nobody should go on waiting.
     """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.next = asyncio.Event()
         self.closed = False
-
-    @property
-    def next(self) -> asyncio.Event:
-        """The event that the next change sets."""
-        return self._event
 
     def notify(self) -> None:
         """Wake all that wait."""
-        event, self._event = self._event, asyncio.Event()
+        event, self.next = self.next, asyncio.Event()
         event.set()
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ class Store:
 
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
-    response = Response(None, chat, None)
+    response = Response(None, chat, None, None)
     services = Services(None, store, None, None, 0, "continue", None, None)
     return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 

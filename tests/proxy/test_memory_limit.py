@@ -111,7 +111,7 @@ async def test_one_session_leaves_half_to_the_others():
 
 async def test_the_sessions_of_a_tenant_have_one_share(monkeypatch):
     """Also on a process that does not know their settings yet."""
-    monkeypatch.setattr("tokencache.proxy.endpoints._LARGE", 1000)
+    monkeypatch.setattr("tokencache.proxy.request_body._LARGE", 1000)
     async with limited() as rig:
         keys = []
         for n in range(3):

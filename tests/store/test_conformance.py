@@ -89,7 +89,7 @@ class IgnoresMediaLimit(MemoryStore):
 
 class AcceptsLateMedia(MemoryStore):
     async def put_media(self, session, epoch, medium, content, *, limit):
-        held = self._find(session)
+        held = self._sessions.get(session)
         return await super().put_media(session, held.epoch if held else epoch, medium, content, limit=limit)
 
 
@@ -304,13 +304,13 @@ class LastDefinitionWins(MemoryStore):
 
 class IgnoresSettings(MemoryStore):
     async def begin(self, session, call, keys, *, settings=b"", **options):
-        held = self._find(session)
+        held = self._sessions.get(session)
         return await super().begin(session, call, keys, settings=held.digest if held else b"", **options)
 
 
 class MergesLabels(MemoryStore):
     async def set_labels(self, session, changes):
-        held = self._find(session)
+        held = self._sessions.get(session)
         if held is not None and changes.metadata:
             changes = replace(changes, metadata=held.labels.metadata | changes.metadata)
         return await super().set_labels(session, changes)

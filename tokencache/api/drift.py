@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.api.export_worker import ExportWorker, WorkerDiedError
 from tokencache.core import drift as causes
@@ -31,6 +30,7 @@ from tokencache.engine.model import Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.errors import EngineError
+from tokencache.recent import Recent
 from tokencache.trajectories.rollout import Records
 
 CACHED_TURNS = 8192
@@ -53,7 +53,7 @@ class DriftMeter:
         self._worker = worker
         self._timeout = timeout
         self._lock = asyncio.Lock()
-        self._cache: WeakKeyDictionary[Model, LRUCache[str, Drift]] = WeakKeyDictionary()
+        self._cache: WeakKeyDictionary[Model, Recent[str, Drift]] = WeakKeyDictionary()
 
     async def measure(self, records: Records, mode: str) -> Records:
         """Return the records of a session (which must have contexts) with the drift of its turns, or why it could not be measured.
@@ -100,7 +100,7 @@ class DriftMeter:
 
     async def _spliced(self, turn: Turn, records: Records) -> Drift:
         model = await self._pool.model(turn.model)
-        cache = self._cache.setdefault(model, LRUCache(CACHED_TURNS))
+        cache = self._cache.setdefault(model, Recent(CACHED_TURNS))
         async with self._lock:
             drift = cache.get(turn.id)
             if drift is None:

@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from cachetools import LRUCache
-
 from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
@@ -29,6 +27,7 @@ from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
 from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
+from tokencache.recent import Recent
 from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
@@ -78,7 +77,7 @@ class SessionQueue:
     def __init__(self, ledger: Ledger, weights: AnnouncedWeights) -> None:
         self._ledger, self._store, self._weights = ledger, ledger.store, weights
         self._lost = LostCalls(ledger.store)
-        self._sampled: LRUCache[str, tuple[VersionCounts, int]] = LRUCache(_MOST_COUNTED)
+        self._sampled: Recent[str, tuple[VersionCounts, int]] = Recent(_MOST_COUNTED)
 
     async def take(self, asked: Take) -> tuple[list[TakenDelivery], dict[str, int]]:
         """Take ready sessions, or wait until there are some. Returns no delivery if the time is up.

@@ -148,7 +148,7 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
         model_key=known.model_key,
         salt=known.salt,
         first_places=first_places,
-        call_count=known.call_count + sum(len(message.calls) for message in messages),
+        call_count=known.call_count + sum([len(message.calls) for message in messages]),
     )
 
 
@@ -168,15 +168,16 @@ def before_last(known: Conversation) -> Conversation:
     )
 
 
-def _features(message: Message, *, asked: bool) -> Iterator[str]:
-    """Yield the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
-    yield message.role
+def _features(message: Message, *, asked: bool) -> list[str]:
+    """List the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
+    found = [message.role]
     if message.calls:
-        yield FIRST_CALL
+        found.append(FIRST_CALL)
     if message.media:
-        yield FIRST_MEDIA
+        found.append(FIRST_MEDIA)
     if asked and message.role == "assistant":
-        yield FIRST_ANSWER
+        found.append(FIRST_ANSWER)
+    return found
 
 
 def keyed_hash(secret: bytes, data: bytes) -> bytes:
@@ -231,7 +232,8 @@ def request_key(fingerprint: bytes) -> bytes:
 
 def call_key(conversation: Conversation, i: int) -> bytes:
     """Return the key of the id of the first call of `messages[i]`; `b""` if it has none."""
-    return _call_key(conversation.messages[i], conversation.model_key)
+    message = conversation.messages[i]
+    return _call_key(message, conversation.model_key) if message.calls else b""
 
 
 def _call_key(message: Message, model_key: bytes) -> bytes:

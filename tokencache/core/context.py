@@ -60,13 +60,14 @@ compresses less."""
 _SHORT = 16 * 1024
 """Bytes of a context below which the fast level is used: for 2 kB, 33 µs instead of 57, and 2 % more bytes (AMD EPYC, cold caches)."""
 _PLAIN, _ECHO = b"p", b"e"
+_TEXTS = json.JSONEncoder(ensure_ascii=False)
 
 
 def _dictionary(echoed: Message | None) -> bytes:
     if echoed is None:
         return _SHAPE
     texts = [echoed.content, echoed.reasoning, *(text for call in echoed.calls for text in (call.id, call.name, call.arguments))]
-    return _SHAPE + b"".join(json.dumps(text, ensure_ascii=False).encode("utf-8", "surrogatepass") for text in texts if text)
+    return _SHAPE + b"".join([_TEXTS.encode(text).encode("utf-8", "surrogatepass") for text in texts if text])
 
 
 def pack_context(context: Context, echoed: Message | None = None) -> bytes:

@@ -71,8 +71,11 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     @property
     def digest(self) -> bytes:
         """Identify these settings by 16 bytes (xxh3-128 of their JSON); `b""` if nothing is set."""
-        members = {name: getattr(self, name) for name in self.differences(SessionSettings())}
-        return xxhash.xxh3_128_digest(msgspec.json.encode(members, order="deterministic")) if members else b""
+        unset = SessionSettings()
+        if self == unset:
+            return b""
+        members = {name: getattr(self, name) for name in self.differences(unset)}
+        return xxhash.xxh3_128_digest(msgspec.json.encode(members, order="deterministic"))
 
     def differences(self, other: "SessionSettings") -> tuple[str, ...]:
         """Name the members that differ."""

@@ -102,7 +102,7 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
     return first or _foreign(served, echoed)
 
 
-class _Form(NamedTuple):
+class _Form(msgspec.Struct, frozen=True):
     """The served message with the echoed text, and the rules that explain that text."""
 
     served: Message
@@ -210,13 +210,13 @@ def _judge_text(served: Message, echoed: Message) -> set[str]:
 
 def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> set[str] | None:
     ours, theirs = _reasonings(served), _reasonings(echoed)
-    if any(text and text not in ours for text in theirs):
+    if not {*theirs} <= {"", *ours}:
         return None
     rules = set()
-    if any(text and text not in theirs for text in ours):
+    if not {*ours} <= {"", *theirs}:
         emptied = echoed.reasoning == "" and leniency.allows("reasoning-emptied")
         rules.add("reasoning-emptied" if emptied else "reasoning-dropped")
-    if any(text and text != mine for mine, text in zip(ours, theirs, strict=True)):
+    if theirs[0] not in {"", ours[0]} or theirs[1] not in {"", ours[1]}:
         rules.add("inline-think")
     if None not in (echoed.reasoning, served.reasoning) and echoed.reasoning != served.reasoning and ours[0] == theirs[0]:
         rules.add("whitespace")

@@ -17,7 +17,7 @@ still compared field by field.
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -72,7 +72,7 @@ class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
 
 
-class CallReader(NamedTuple):
+class CallReader(msgspec.Struct, frozen=True):
     """What is needed to read the calls of one session in one dialect.
 
     Attributes:

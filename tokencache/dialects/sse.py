@@ -5,7 +5,6 @@ passed on in the bytes that arrived, unless something in it has to change.
 """
 
 import re
-from collections.abc import Iterator
 
 _END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 DONE = b"[DONE]"
@@ -17,8 +16,9 @@ class EventSplitter:
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes; yields each event that is complete now, with the blank line that ends it."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add bytes; return the events that are complete now, each with the blank line that ends it."""
+        events: list[bytes] = []
         scanned = max(0, len(self._rest) - 3)  # an end may have begun in the last three bytes
         self._rest += (
             data if self._rest else b""
@@ -27,7 +27,7 @@ class EventSplitter:
         at = 0
         if whole.find(b"\r", scanned) >= 0:
             for end in _END.finditer(whole, scanned):
-                yield bytes(whole[at : end.end()])
+                events.append(bytes(whole[at : end.end()]))
                 at = end.end()
         else:  # what vLLM sends: in the hundreds of KB of an echoed prompt, searching for one byte is 100 times faster than for two
             found = whole.find(b"\n", scanned)
@@ -35,13 +35,14 @@ class EventSplitter:
                 after = found + 1
                 if whole[after : after + 1] == b"\n":
                     after += 1
-                    yield bytes(whole[at:after])
+                    events.append(bytes(whole[at:after]))
                     at = after
                 found = whole.find(b"\n", after)
         if whole is data:
             self._rest += data[at:]
         else:
             del self._rest[:at]
+        return events
 
     @property
     def rest(self) -> bytes:

@@ -64,7 +64,8 @@ class EarlierThoughts(msgspec.Struct, frozen=True):
         if len(self.end) != 1 or len(self.begin) != 1:
             return self.closed
         history, rest = ids.head(prompt, tail), ids.tail(prompt, tail)
-        began, ended, begins, ends = [ids.find_last(part, ids.pack(mark)) for part in (history, rest) for mark in (self.begin, self.end)]
+        marks = ids.pack(self.begin), ids.pack(self.end)
+        began, ended, begins, ends = [ids.find_last(part, mark) for part in (history, rest) for mark in marks]
         if max(began, ended) < 0 or ends > begins:
             return ()
         if begins >= 0:

@@ -26,7 +26,8 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 from tokencache.core.incidents import IncidentKind
 from tokencache.engine.reply import Choice, Reply
@@ -37,7 +38,7 @@ _ROUNDING = 1e-4
 """A log probability may be this far above 0: `logits - max - log(sum)` is computed with float32 values."""
 
 
-class Finding(NamedTuple):
+class Finding(msgspec.Struct, frozen=True):
     """What the figures of one choice prove.
 
     Attributes:
@@ -53,7 +54,7 @@ class Finding(NamedTuple):
     no_logprobs: str = ""
 
 
-class Judgement(NamedTuple):
+class Judgement(msgspec.Struct, frozen=True):
     """What the figures of a reply prove.
 
     Attributes:
@@ -120,8 +121,7 @@ def _wrong_as_a_whole(reply: Reply) -> str:
     strange = [index for index in reply.choices if not 0 <= index < reply.expected]
     if strange:
         return f"it has a choice {strange[0]}, and {reply.expected} were requested"
-    sampled = sum(choice.sampled for choice in reply.choices.values())
-    if reply.counted is not None and reply.counted != sampled:
+    if reply.counted is not None and reply.counted != (sampled := sum(choice.sampled for choice in reply.choices.values())):
         return f"the engine counts {reply.counted} tokens, and reported {sampled} ids"
     return ""
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core.chain import keyed_hash
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.members import SHAPING_MEDIA
+from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
@@ -50,7 +50,7 @@ class ImageNames:
 
     def __init__(self, secret: Callable[[], bytes]) -> None:
         self._secret = secret
-        self._held: LRUCache[tuple[str, str], bool] = LRUCache(_MOST_HELD)  # (engine, name)
+        self._held: Recent[tuple[str, str], bool] = Recent(_MOST_HELD)  # (engine, name)
         self._misses: dict[str, int] = {}
 
     def of_call(self, call: ChatCall, engine: str, salt: str) -> tuple[NamedImage, ...]:

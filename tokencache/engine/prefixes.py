@@ -21,7 +21,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import xxhash
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.dialects.chat.request import ChatCall
@@ -29,6 +28,7 @@ from tokencache.dialects.members import UNNAMED
 from tokencache.engine.derender import ANY_MESSAGES
 from tokencache.engine.reply import Reply
 from tokencache.engine.upstream import AskChat, EngineResponse
+from tokencache.recent import Recent
 
 MEMBER = "tokencache_prefix"
 """The member of `kv_transfer_params` that names a prompt."""
@@ -97,7 +97,7 @@ class PromptHashes:
 
     def __init__(self) -> None:
         self._seed = secrets.randbits(64)
-        self._states: LRUCache[bytes, Any] = LRUCache(_MOST_STATES)
+        self._states: Recent[bytes, Any] = Recent(_MOST_STATES)
 
     def name(self, packed: bytes, known: int, before: int = 0, *, echo: bool) -> PromptName:
         """Name an exact prompt.

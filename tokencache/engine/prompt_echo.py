@@ -26,11 +26,12 @@ class PromptEcho:
     Attributes:
         sent: the ids that were sent, as a JSON fragment (`core.ids`); empty if none were.
         agreed: whether the engine reports exactly these ids.
+        known: whether the engine has reported the ids.
     """
 
     def __init__(self) -> None:
         self.sent = ids.Fragment()
-        self.agreed = False
+        self.agreed = self.known = False
         self._raw = b""
         self._packed: bytes | None = None
         self._tokens = 0
@@ -41,11 +42,7 @@ class PromptEcho:
     def confirm(self) -> None:
         """Note that the engine used exactly the ids that were sent: it has proven that without reporting them (`engine.prefixes`)."""
         self.agreed = bool(self.sent)
-
-    @property
-    def known(self) -> bool:
-        """Whether the engine has reported the ids."""
-        return self.agreed or bool(self._raw) or self._packed is not None
+        self.known = self.known or self.agreed
 
     @property
     def raw(self) -> bytes:
@@ -123,7 +120,7 @@ class PromptEcho:
     def note_packed(self, packed: bytes) -> None:
         """Note the ids as the plugin packs them (`tokencache_vllm.packed_replies`). The first report counts; ids below 0 do not."""
         if not self.known and packed[ids.ID_BYTES - 1 :: ids.ID_BYTES].isascii():  # the sign is in the last byte
-            self._packed = packed
+            self._packed, self.known = packed, True
 
     def note(self, reported: Raw, *, cut: bool) -> None:
         """Note a raw member with the ids. If ids were `cut` out, its value is the mark. The first report counts."""
@@ -131,11 +128,12 @@ class PromptEcho:
             return
         value = non_null(reported)
         if cut and value == long_values.FIRST_MARK and self.sent:
-            self.agreed = True
+            self.agreed = self.known = True
             return
         raw, packed = self._read
         self._raw = raw if cut and value == long_values.FIRST_MARK else value
         self._packed = packed if self._raw == raw else None  # parsed already
+        self.known = bool(self._raw) or self._packed is not None
 
 
 def read_ids(raw: bytes) -> bytes | None:

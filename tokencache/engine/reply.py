@@ -21,6 +21,7 @@ counts:
 A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -253,11 +254,12 @@ class Choice:
         found = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts)
         self.experts = found or self.experts
 
-    def add_plain(self, choice: _PlainChoice) -> None:
-        """Add the part of this choice in a plain chunk."""
-        before = len(self.ids)
-        self._add_tokens(choice)
-        self.add_message(choice.delta, before)
+    def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
+        """Add the parts of this choice in plain chunks."""
+        for part in parts:
+            before = len(self.ids)
+            self._add_tokens(part)
+            self.add_message(part.delta, before)
 
     def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
         """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
@@ -268,8 +270,9 @@ class Choice:
         else:
             self.ids += choice.token_ids or ()
             if isinstance(choice.logprobs, Logprobs):
-                if choice.logprobs.content:
-                    self.logprobs += [item.logprob for item in choice.logprobs.content if item.logprob is not None]
+                for item in choice.logprobs.content or ():
+                    if item.logprob is not None:
+                        self.logprobs.append(item.logprob)
                 if choice.logprobs.token_logprobs:
                     self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
         more = len(self.ids) - ids
@@ -369,8 +372,11 @@ class Reply:
             for data in deferred:
                 self.add(data)
             return
-        for (choice,) in [chunk.choices for chunk in chunks]:
-            self._choice(choice.index).add_plain(choice)
+        parts: dict[int, list[_PlainChoice]] = {}
+        for (part,) in [chunk.choices for chunk in chunks]:
+            parts.setdefault(part.index, []).append(part)
+        for index, own in parts.items():
+            self._choice(index).add_plain(own)
 
     def _choice(self, index: int) -> Choice:
         found = self._choices.get(index)
@@ -411,7 +417,7 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        echoes = [chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)]
+        echoes = [chunk.prompt_token_ids, *[choice.prompt_token_ids for choice in chunk.choices]]
         if short is not data and not self._in_place(chunk, echoes):
             self.prompt.stop_cutting()
             return self.add(data)
@@ -429,8 +435,8 @@ class Reply:
             if chunk.usage is not None and chunk.usage.completion_tokens is not None and len(chunk.choices) == 1:
                 known.count(chunk.usage.completion_tokens, before)
         self._note_usage(chunk)
-        for extra in (chunk.metadata, chunk.sglext):
-            self._metadata = self._metadata or _weight_metadata(bytes(extra))
+        if b"weight_version" in brief:
+            self._metadata = self._metadata or _weight_metadata(chunk.metadata) or _weight_metadata(chunk.sglext)
         return brief
 
     def _note_usage(self, chunk: _Chunk) -> None:
@@ -468,6 +474,8 @@ class Reply:
         self.counted = sum(choice.sampled for choice in self.choices.values())
 
     def _note_prompt(self, chunk: _Chunk, echoes: list[Raw], *, cut: bool) -> None:
+        if self.prompt.known:
+            return
         for echo in echoes:
             self.prompt.note(echo, cut=cut)
         if chunk.tokencache is not None:
@@ -510,7 +518,8 @@ class Reply:
     @property
     def finished(self) -> bool:
         """Whether every choice has its finish reason: then the reply is complete, whatever the stream still contains."""
-        return len(self.choices) >= self.expected and all(c.finish_reason for c in self.choices.values())
+        choices = self.choices
+        return len(choices) >= self.expected and all(choice.finish_reason for choice in choices.values())
 
     @property
     def cut(self) -> str:
@@ -591,8 +600,8 @@ def _of_chat(chunk: _Chunk) -> bool:
     return all(choice.text is None for choice in chunk.choices)
 
 
-def _weight_metadata(raw: bytes) -> _WeightMetadata | None:
-    if b"weight_version" not in raw:
+def _weight_metadata(raw: Raw) -> _WeightMetadata | None:
+    if b"weight_version" not in bytes(raw):
         return None
     try:
         return _METADATA.decode(raw)

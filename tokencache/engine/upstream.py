@@ -20,12 +20,12 @@ import math
 import socket
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -61,7 +61,7 @@ _SEGMENTED_FROM = 2**16
 _REMIND_SECONDS = 60.0
 
 
-class EngineResponse(NamedTuple):
+class EngineResponse(msgspec.Struct, frozen=True):
     """A complete answer of an engine: HTTP status, body and headers."""
 
     status: int
@@ -190,12 +190,14 @@ class Upstream:
             basic = base64.b64encode(f"{given.user}:{given.password or ''}".encode()).decode()
             self._authorization = self._authorization or f"Basic {basic}"
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self._awaited = 0
         self._answering: weakref.WeakSet[aiohttp.ClientResponse] = weakref.WeakSet()
         self._warned = -math.inf
 
     async def open(self) -> None:
         """Open the pool, in the running event loop."""
+        self._closed = False
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=IDLE_SECONDS, socket_factory=_socket)
         # aiohttp (3.14) has no public way to set the class of connections
         connector._factory = partial(_Connection, asyncio.get_running_loop())  # type: ignore[assignment]  # noqa: SLF001
@@ -212,6 +214,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Close the pool."""
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -239,7 +242,7 @@ class Upstream:
     async def _send(self, method: str, path: str, headers: Mapping[str, str] | None, body: Any) -> aiohttp.ClientResponse:
         if self._session is None:
             raise RuntimeError("Upstream.open() has not been called")
-        if self._session.closed:
+        if self._closed:
             raise EngineError("the engine was removed", private=self.url, reached=False)
         url = URL(self.url + path, encoded=True)
         sent = CIMultiDict(headers or {})
@@ -285,12 +288,12 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed every connection before the end of its answer.
         """
-        send = partial(self.get, path) if body is None else partial(self.post, path, body, headers)
-        pauses = islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
+        pauses: Iterator[float] | None = None
         while True:
             try:
-                return await send()
+                return await (self.get(path) if body is None else self.post(path, body, headers))
             except EngineError as why:
+                pauses = pauses or islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
                 pause = next(pauses, None)
                 if pause is None or not why.reached:
                     raise
@@ -327,17 +330,18 @@ class Upstream:
         return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
 
     async def _complete(self, response: aiohttp.ClientResponse) -> EngineResponse:
+        chunks, size = [], 0
         try:
-            async with response:
-                chunks, size = [], 0
-                async for chunk in response.content.iter_any():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > MOST_ANSWER:
-                        raise EngineError("the engine's answer is too large", private=f"{self.url}: more than {MOST_ANSWER} bytes")
-                return EngineResponse(response.status, b"".join(chunks), response.headers)
+            while chunk := await response.content.readany():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > MOST_ANSWER:
+                    raise EngineError("the engine's answer is too large", private=f"{self.url}: more than {MOST_ANSWER} bytes")
         except (aiohttp.ClientError, TimeoutError) as why:
             raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
+        finally:
+            response.close()  # at its end, it has given its connection back
+        return EngineResponse(response.status, b"".join(chunks), response.headers)
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

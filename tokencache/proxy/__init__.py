@@ -3,7 +3,6 @@
 In the order of a call:
 
 `sessions`           finds the session that a request belongs to
-`session_settings`   caches the settings of sessions
 `harness_profile`    the rules that apply to each harness, and its model names
 `request_body`       reads a request's body within its limits
 `compressed_body`    decompresses it

@@ -15,11 +15,9 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from http import HTTPStatus
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -30,10 +28,8 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.figures import judge_reply
-from tokencache.engine.images import read_places
-from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
+from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError, HarnessError
 from tokencache.proxy.call_states import (
     RECORD,
@@ -52,14 +48,13 @@ from tokencache.proxy.call_states import (
     may_have_sampled,
 )
 from tokencache.proxy.client_ids import compare
-from tokencache.proxy.delivery import CLIENT_LEFT, ReplyDelivery, StreamDelivery, WholeDelivery
+from tokencache.proxy.delivery import CLIENT_LEFT, delivery_of
 from tokencache.proxy.dispatch import Dispatch, Services
 from tokencache.proxy.facts import BegunCall, CallFacts
-from tokencache.proxy.gathered_reply import Gathered
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import turns_of
-from tokencache.proxy.reply_source import Body, Continued, End, EndKind, ReplySource, Stream, WholeSource
+from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult, Join, OpenCall
 
@@ -68,7 +63,7 @@ log = logging.getLogger(__name__)
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
-class CallRequest(NamedTuple):
+class CallRequest(msgspec.Struct, frozen=True):
     """A client request for a model's reply.
 
     Attributes:
@@ -86,7 +81,7 @@ class CallRequest(NamedTuple):
     settings: bytes
 
 
-class Opening(NamedTuple):
+class Opening(msgspec.Struct, frozen=True):
     """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
 
     epoch: str = ""
@@ -168,8 +163,7 @@ class CallAttempt:
         """
         first = [request_key(self._call.fingerprint)] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
         self.record.advance(RecordEvent.OPEN)
-        begun = None
-        opened = False
+        begun, opened = None, False
         try:
             begun = await self._ledger.begin(
                 self._call.session, self.id, [*first, *self._keys], fingerprint=self._call.fingerprint, join=join, settings=self._settings
@@ -345,7 +339,9 @@ class CallAttempt:
             await self._conclude(End(EndKind.ABORTED))  # the engine died before it answered: nothing that it sampled is known
             return None
         try:
-            delivery = self._delivery_of(answer)
+            reply, call, dispatch = self._source.reply, self._call, self._dispatch
+            delivery = delivery_of(answer, reply, call, dispatch, self._response, shown=self.shown, may_resample=self._may_resample)
+            self._source = delivery.source
             if self._call.chat.echoes:
                 await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
             end = await delivery.receive()
@@ -356,40 +352,6 @@ class CallAttempt:
             return None if end.kind is EndKind.ABORTED else await delivery.answer(end)
         finally:
             answer.close()
-
-    def _reply_of(self, answer: aiohttp.ClientResponse) -> Reply:
-        """Begin the reply with what is known before it arrives: from the plan, and from the head of the engine's answer."""
-        planned, reply = self._dispatch.planned, self._source.reply
-        if planned.model is not None:
-            reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
-        reply.prompt.sent = planned.plan.sent
-        if self._dispatch.sender.proven:
-            reply.prompt.confirm()
-        if self._call.chat.media:
-            reply.places = read_places(answer.headers)
-        reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
-        return reply
-
-    def _delivery_of(self, answer: aiohttp.ClientResponse) -> ReplyDelivery:
-        """Choose how the engine's answer is read, and how the client receives it."""
-        dispatch, planned, response, call = self._dispatch, self._dispatch.planned, self._response, self._call
-        reply, driver, streams = self._reply_of(answer), planned.engine.driver, False
-        source: WholeSource | Stream
-        if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
-            source = Body(answer, reply, call.chat, dispatch, response.holding)
-            streams = dispatch.sender.streams and not planned.whole
-        elif planned.continues is None:
-            source = Stream(answer, reply, with_prompt=call.chat.shows_ids)
-        else:
-            words = not planned.gathers
-            asked = {"with_prompt": call.chat.shows_ids and words, "with_words": words}
-            stream = Continued(answer, reply, call, dispatch, planned.continues, response=response, **asked)
-            source = stream if words else Gathered(stream, call, dispatch, response.holding)
-        self._source = source
-        deliver = response, answer, driver, self.shown
-        if isinstance(source, Stream):
-            return StreamDelivery(source, *deliver, may_resample=self._may_resample)
-        return WholeDelivery(source, *deliver, streams=streams, may_resample=self._may_resample)
 
     async def _conclude(self, end: End) -> None:
         """End the call in the store. Raises the errors of `close`."""

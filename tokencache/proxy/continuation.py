@@ -233,7 +233,7 @@ class Continuation:
             raise ContinuationError(str(why)) from why
         inside = {place for medium in media for place in range(medium.start, medium.end)}
         sampled = [place for place in ids.places_of(packed, capability.placeholder_ids) if place not in inside]
-        return prompt._replace(media=media, sampled=tuple(sampled))
+        return msgspec.structs.replace(prompt, media=media, sampled=tuple(sampled))
 
     def check_places(self, places: Places | None) -> None:
         """Check the places of the images that an engine reports for the next piece.

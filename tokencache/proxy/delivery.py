@@ -22,10 +22,14 @@ from tokencache.dialects.base import parse_engine_error
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.reply import Reply
 from tokencache.errors import EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
+from tokencache.proxy.dispatch import Dispatch
+from tokencache.proxy.facts import BegunCall
+from tokencache.proxy.gathered_reply import Gathered
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL
-from tokencache.proxy.reply_source import ENDED_EARLY, End, EndKind, ReplySource, Stream, WholeSource, refusal
+from tokencache.proxy.reply_source import ENDED_EARLY, Body, Continued, End, EndKind, ReplySource, Stream, WholeSource, refusal
 from tokencache.proxy.response import KeepAlive, Response, whole_response
 
 if TYPE_CHECKING:
@@ -48,7 +52,11 @@ def _as_overflow(refused: End) -> End:
 
 
 class ReplyDelivery(ABC):
-    """Delivers one reply."""
+    """Delivers one reply.
+
+    Attributes:
+        source: the reply.
+    """
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class ReplyDelivery(ABC):
             may_resample: whether the call may be made again if the client received nothing of the reply.
         """
         self._response, self._answer, self._driver, self._shown, self._may_resample = response, answer, driver, shown, may_resample
+        self.source: ReplySource = source
         self._reply, self._chat, self._exchange = source.reply, response.chat, response.exchange
 
     @abstractmethod
@@ -328,3 +337,33 @@ class StreamDelivery(ReplyDelivery):
         if self._silent:
             await response.write(self._encoder.keep_alive())
         self._silent = True
+
+
+def delivery_of(
+    answer: aiohttp.ClientResponse,
+    reply: Reply,
+    call: BegunCall,
+    dispatch: Dispatch,
+    response: Response,
+    *,
+    shown: Party[ShownState, ShownEvent],
+    may_resample: bool,
+) -> StreamDelivery | WholeDelivery:
+    """Choose how an engine's answer is read into a new reply, and how the client receives it."""
+    dispatch.begin_reply(reply, answer)
+    planned, chat, streams = dispatch.planned, call.chat, False
+    source: WholeSource | Stream
+    if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
+        source = Body(answer, reply, chat, dispatch, response.holding)
+        streams = dispatch.sender.streams and not planned.whole
+    elif planned.continues is None:
+        source = Stream(answer, reply, with_prompt=chat.shows_ids)
+    else:
+        words = not planned.gathers
+        asked = {"with_prompt": chat.shows_ids and words, "with_words": words}
+        stream = Continued(answer, reply, call, dispatch, planned.continues, response=response, **asked)
+        source = stream if words else Gathered(stream, call, dispatch, response.holding)
+    deliver = response, answer, planned.engine.driver, shown
+    if isinstance(source, Stream):
+        return StreamDelivery(source, *deliver, may_resample=may_resample)
+    return WholeDelivery(source, *deliver, streams=streams, may_resample=may_resample)

@@ -16,7 +16,7 @@ Meanwhile a streaming client receives keep-alive events.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
+from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
@@ -173,7 +174,7 @@ class Dispatch:
             ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
-        pauses = delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
+        pauses: Iterator[float] | None = None
         while True:
             change = updates.next
             for engine in self._services.pool.order(self._call.session):
@@ -204,6 +205,7 @@ class Dispatch:
                 return refused.result()
             metrics.QUEUED_CALLS.labels(refused.kind).inc()
             refused.close()
+            pauses = pauses or delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
             pause = min(left, max(refused.retry_after, next(pauses)))
             await (wait_for(change, pause) if refused.kind == "updating" else asyncio.sleep(pause))
 
@@ -256,10 +258,11 @@ class Dispatch:
         self._request.advance(RequestEvent.SEND)
         call, planned = self._call, self.planned
         chat = as_stream(call.chat) if planned.gathers else as_whole(call.chat) if planned.whole else call.chat
-        answer = await self._post(planned, planned.plan.exact, chat)
+        exact = planned.plan.exact
+        answer = await self._post(planned, exact, chat)
         if self.sender.request.not_exact:
             self.planned = planned = planned.rendered(self.sender.request.not_exact)
-        if planned.plan.exact is None or answer.status not in REFUSED:
+        if exact is None or self.sender.request.not_exact or answer.status not in REFUSED:
             return answer
         # A refusal means that nothing was sampled. The engine may refuse only our ids, so send what the client wrote.
         words = await answer.read()
@@ -314,6 +317,18 @@ class Dispatch:
         except EngineError as why:
             planned.engine.forget(str(why))
             raise
+
+    def begin_reply(self, reply: Reply, answer: aiohttp.ClientResponse) -> None:
+        """Note what is known of a reply before it arrives: from the plan, and from the head of the engine's answer."""
+        planned = self.planned
+        if planned.model is not None:
+            reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
+        reply.prompt.sent = planned.plan.sent
+        if self.sender.proven:
+            reply.prompt.confirm()
+        if self._chat.media:
+            reply.places = read_places(answer.headers)
+        reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "")
 
     def derender_request(self, prompt: bytes) -> DerenderRequest:
         """Return what derender needs to make the words of a reply to a prompt (raw JSON list of its ids)."""

@@ -14,14 +14,12 @@ from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.core import ids
 from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
-from tokencache.core.rules import Leniency
 from tokencache.core.session import History, SessionSettings
 from tokencache.core.tool_names import ToolNames
 from tokencache.dialects import gym_request
@@ -48,17 +46,14 @@ from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.planner import Planner
-from tokencache.proxy.request_body import body_of
+from tokencache.proxy.request_body import RequestBodies
 from tokencache.proxy.response import Exchange, Response
-from tokencache.proxy.session_settings import SettingsCache
-from tokencache.proxy.sessions import Origin
+from tokencache.proxy.sessions import Origin, SessionRequest, SettingsCache
 from tokencache.request_memory import Owner, holding_of
-from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
+from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError
 
 log = logging.getLogger(__name__)
 
-_LARGE = 2**20
-"""Bytes of a body from which on its owner is checked before it is read."""
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _MODELS = ("GET", "/v1/models")
@@ -91,36 +86,6 @@ class EndpointOptions(NamedTuple):
     history: History
 
 
-class SessionRequest(NamedTuple):
-    """A request within a session.
-
-    Attributes:
-        request: the request.
-        session: the session's name.
-        origin: where the session was named, and the path at the engine.
-        settings: the settings of the session, as far as this process knows.
-        route: its path without session, harness and query, in the spelling in which it is served (`session_url.spellings`).
-        headers: the headers for the engine.
-        harness: name of the harness, `""` if unknown.
-        leniency: the rules that apply to the harness.
-    """
-
-    request: web.Request
-    session: str
-    origin: Origin
-    settings: SessionSettings
-    route: str
-    headers: CIMultiDict[str]
-    harness: str
-    leniency: Leniency
-
-    @property
-    def path(self) -> str:
-        """The path at the engine, with the query, of a route that the proxy knows."""
-        _, question, query = self.origin.path.partition("?")
-        return f"{self.route}{question}{query}"
-
-
 class Endpoints:
     """Serves the requests of all sessions."""
 
@@ -131,16 +96,16 @@ class Endpoints:
         planner: Planner,
         calls: CallsInFlight,
         *,
-        bodies: IncrementalParser,
+        parser: IncrementalParser,
         profiles: HarnessProfiles,
         aliases: ModelAliases,
         options: EndpointOptions,
         media: FetchedMedia | None,
     ) -> None:
         self._pool, self._ledger, self._planner, self._calls = pool, ledger, planner, calls
-        self._bodies, self._profiles, self._aliases, self._options = bodies, profiles, aliases, options
-        self._media = media
+        self._parser, self._profiles, self._aliases, self._options = parser, profiles, aliases, options
         self._settings = SettingsCache(ledger.store)
+        self._bodies = RequestBodies(self._settings, media)
         self._dropped_with_own_key = options.dropped_headers | {name.lower() for name in credential_headers()}
 
     async def serve(self, request: web.Request, session: str, origin: Origin, route: str, dialect: Dialect | None) -> web.StreamResponse:
@@ -186,7 +151,7 @@ class Endpoints:
             return await self._serve_dialect(asked, dialect)
         if request.method == "POST" and route == TOKENIZE:
             return await self._tokenize(asked)
-        await self._check_settings(asked)
+        await self._settings.check(asked.session, asked.settings)
         method_and_route = request.method, route
         if settings.tenant and method_and_route not in _FOR_TENANTS:
             message = f"{request.method} {route[:80]} is not allowed in a tenant's session: it may make model calls and list the models"
@@ -197,39 +162,23 @@ class Endpoints:
             return await self._relay(asked)
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
-    async def _body(self, asked: SessionRequest) -> bytes:
-        """Read the body, decompressed, so that the engine receives it like that.
-
-        Before a large one, check whose it is: another tenant's share must not hold it.
-
-        Raises:
-            SettingsChangedError: the session has other settings; nothing was read.
-            HarnessError, HTTPRequestEntityTooLarge, MemoryFullError: see `body_of`.
-        """
-        request = asked.request
-        if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
-            await self._check_settings(asked)
-        body = await body_of(request)
-        asked.headers.popall("Content-Encoding", None)
-        return body
-
     async def _serve_dialect(self, asked: SessionRequest, dialect: Dialect) -> web.StreamResponse:
         """Serve a request in a dialect. A call that cannot be recorded truthfully is only relayed."""
-        request = self._dialect_request(asked, await self._body(asked))
+        request = self._dialect_request(asked, await self._bodies.read(asked))
         if request.method != "POST":  # it may have an effect, so it is not served again
-            await self._check_settings(asked)
+            await self._settings.check(asked.session, asked.settings)
         parsed = await dialect.parse(request)
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
         if isinstance(parsed, TokenCount):
-            await self._check_settings(asked)
+            await self._settings.check(asked.session, asked.settings)
             call = await self._read(asked, request, parsed, "")
             return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
         call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
         call.dialect = dialect.name
         call.replaced = self._pin(asked, call.fields)
         if what := parsed.unrecorded(call):
-            await self._check_settings(asked)
+            await self._settings.check(asked.session, asked.settings)
             return await self._relay_unrecorded(asked, what, body=msgspec.json.encode(call.safe_fields()))
         encoder = parsed.reply_encoder(call)
 
@@ -255,32 +204,14 @@ class Endpoints:
 
         `known_as` is the incremental parser's key of the earlier body that this one may continue.
         """
-        body = await self._with_media(asked, parsed.body)
-        call = parsed.read(request, body, CallReader(self._bodies, known_as, self._served(asked)))
+        body = await self._bodies.with_media(asked, parsed.body)
+        call = parsed.read(request, body, CallReader(self._parser, known_as, self._served(asked)))
         later = parsed.reminds and any(message.role == "system" for message in call.messages[1:])
         if later and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
-            call = parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._bodies, known_as))
+            call = parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._parser, known_as))
         self._apply(asked, call)
         return call
-
-    async def _with_media(self, asked: SessionRequest, body: bytes) -> bytes:
-        """Write the images that a chat request names by URL into it, if they are fetched.
-
-        Raises:
-            HarnessError: an image cannot be fetched, or the request would be larger than `--max-body`.
-            MemoryFullError: requests hold as much memory as they may.
-        """
-        if self._media is None:
-            return body
-        return await self._media.written_in(asked.session, body, holding_of(asked.request), most=asked.request.client_max_size)
-
-    async def _without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
-        """Return the body of a request that is relayed, as `_with_media`, if images are fetched; unchanged if it is not a JSON object."""
-        if self._media is None or asked.request.method != "POST":
-            return body
-        body = await self._body(asked) if body is None else body
-        return await self._with_media(asked, body) if body.lstrip()[:1] == b"{" else body
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
@@ -291,10 +222,10 @@ class Endpoints:
 
     async def _tokenize(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the ids that a chat call with this body would send. If the engine would render that call, forward the request."""
-        await self._check_settings(asked)
-        body = await self._with_media(asked, await self._body(asked))
+        await self._settings.check(asked.session, asked.settings)
+        body = await self._bodies.with_media(asked, await self._bodies.read(asked))
         rewrite = gym_request.chat_members if self._options.token_ids else None
-        call = read_tokenize(body, self._bodies, served=self._served(asked), rewrite=rewrite)
+        call = read_tokenize(body, self._parser, served=self._served(asked), rewrite=rewrite)
         if call is not None:
             self._apply(asked, call)
             if (found := await self._planner.next_prompt(asked.session, call)) is not None:
@@ -315,40 +246,31 @@ class Endpoints:
         return self._pool.order(session)[0]
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        response = Response(asked.request, call, exchange)
+        response = Response(asked.request, call, exchange, holding_of(asked.request))
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
-        with metrics.IN_FLIGHT.track_inprogress():
-            try:
-                return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
-            except SettingsChangedError:
-                if may_answer_with_status(response.client.state):
-                    raise
-                return await response.fail(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
-                )
-            except TokencacheError as why:
-                if isinstance(why, SessionFinishedError | SessionSealedError):
-                    await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
-                if may_answer_with_status(response.client.state):
-                    raise
-                status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
-                return await response.fail(status, f"the call was given up: {why.client_message}")
-
-    async def _check_settings(self, asked: SessionRequest) -> None:
-        """Check the settings of a request that begins no call. If the store fails, those that this process knows hold.
-
-        Raises:
-            SettingsChangedError: the session has others.
-        """
+        metrics.IN_FLIGHT.inc()
         try:
-            await self._settings.check(asked.session, asked.settings)
-        except StoreError as why:
-            log.warning("session %s: its settings cannot be read: %s", asked.session, why)
+            return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
+        except SettingsChangedError:
+            if may_answer_with_status(response.client.state):
+                raise
+            return await response.fail(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
+            )
+        except TokencacheError as why:
+            if isinstance(why, SessionFinishedError | SessionSealedError):
+                await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
+            if may_answer_with_status(response.client.state):
+                raise
+            status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
+            return await response.fail(status, f"the call was given up: {why.client_message}")
+        finally:
+            metrics.IN_FLIGHT.dec()
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:
-        """Relay a request that samples nothing. Raises the errors of `relay_to` and `_with_media`."""
-        body = await self._without_addresses(asked, body)
+        """Relay a request that samples nothing. Raises the errors of `relay_to` and `RequestBodies.with_media`."""
+        body = await self._bodies.without_addresses(asked, body)
         return await relay_to(self._pool, asked.session, asked.request, asked.path, headers=asked.headers, body=body)
 
     async def _relay_unrecorded(self, asked: SessionRequest, what: str, *, path: str = "", body: bytes | None = None) -> web.StreamResponse:
@@ -374,7 +296,7 @@ class Endpoints:
             await self._ledger.note_late_call(asked.session, f"{asked.request.method} {asked.route[:80]}")
             raise
 
-        body = await self._without_addresses(asked, body)
+        body = await self._bodies.without_addresses(asked, body)
 
         async def note(status: int) -> None:
             if not is_refusal(status):
@@ -398,7 +320,7 @@ class Endpoints:
         tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
         if asked.settings.tenant:
-            salt = keyed_hash(self._bodies.secret, b"tenant" + asked.settings.tenant.encode())
+            salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
         policy = {**self._engine(asked.session).driver.pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:

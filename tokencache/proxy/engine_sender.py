@@ -17,7 +17,7 @@ from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
-from tokencache.engine.image_names import ImageNames, with_pixels
+from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.errors import NOT_NOW, is_error
@@ -64,15 +64,17 @@ class EngineSender:
     def target(self, planned: PlannedCall) -> Target:
         """Return where a request of this call is sent, with the names of its images."""
         chat, model = self._call.chat, planned.model
-        target = Target(planned.engine.upstream, self._exchange.path, self._exchange.headers)
+        engine, path, headers = planned.engine.upstream, self._exchange.path, self._exchange.headers
         if model is None:
-            return target
+            return Target(engine, path, headers)
         known = model.capability
-        target = target._replace(max_model_len=known.max_model_len, images=known.image_support, generates=known.generates)
-        if not chat.media or media_reason(chat, model):
-            return target
-        salt = planned.weights.salt.text or bytes(chat.fields.get(SALT, b"")).decode(errors="backslashreplace")
-        return target._replace(names=self._images.of_call(chat, planned.engine.upstream.url, salt))
+        if not chat.media:
+            return Target(engine, path, headers, known.max_model_len, generates=known.generates)
+        names: tuple[NamedImage, ...] = ()
+        if not media_reason(chat, model):
+            salt = planned.weights.salt.text or bytes(chat.fields.get(SALT, b"")).decode(errors="backslashreplace")
+            names = self._images.of_call(chat, engine.url, salt)
+        return Target(engine, path, headers, known.max_model_len, known.image_support, names, generates=known.generates)
 
     async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
         """Post a request with an exact prompt; with `None` the engine renders.
@@ -115,7 +117,7 @@ class EngineSender:
     ) -> aiohttp.ClientResponse:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
         call, engine = self._call, planned.engine
-        answer = await self._write_and_post(planned, exact, chat, target._replace(prompt=name))
+        answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, prompt=name))
         if not self.request.named:
             return answer
         if exact is not None and is_miss(answer.headers):
@@ -124,7 +126,7 @@ class EngineSender:
             metrics.counter(metrics.PREFIXES, "missed").inc()
             log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", call.session, call.id)
             name = name.whole(exact.ids)
-            answer = await self._write_and_post(planned, exact, chat, target._replace(prompt=name))
+            answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, prompt=name))
         if answer.status == HTTPStatus.OK and name.is_proven(answer.headers):
             if exact is not None:
                 self._note_proven(engine, exact, name)
@@ -162,7 +164,7 @@ class EngineSender:
         held = [image for image in target.names if image.held]
         if held and is_error(answer.status) and answer.status not in NOT_NOW:
             answer.close()
-            answer = await self._write_and_post(planned, exact, chat, target._replace(names=with_pixels(target.names)))
+            answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, names=with_pixels(target.names)))
             if answer.status == HTTPStatus.OK:
                 call, words = self._call, "session %s call %s: the engine did not have %d images; they were sent again"
                 log.info(words, call.session, call.id, len(held))

@@ -21,13 +21,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from cachetools import LRUCache
 from yarl import URL
 
 from tokencache.dialects import json_io
 from tokencache.dialects.chat.vocabulary import may_be_media
 from tokencache.dialects.json_io import entries_of, fields_of
 from tokencache.errors import HarnessError, TokencacheError
+from tokencache.recent import RecentBySize
 from tokencache.request_memory import Holding
 
 MOST_BYTES = 20 * 2**20
@@ -66,7 +66,7 @@ class FetchedMedia:
 
     def __init__(self, allows: Callable[[str], bool] = is_public) -> None:
         self._allows = allows
-        self._known: LRUCache[tuple[str, str], str] = LRUCache(MEMORY, getsizeof=len)
+        self._known: RecentBySize[tuple[str, str], str] = RecentBySize(MEMORY, len)
         self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -135,8 +135,7 @@ class FetchedMedia:
                 return _refusal(url, f"it has more than {MOST_REDIRECTS} redirects")
             except (aiohttp.ClientError, ValueError, OSError) as why:
                 return _refusal(url, _described(why))
-            if len(known) <= MEMORY:
-                self._known[session, url] = known
+            self._known[session, url] = known
         return known
 
     async def _fetch(self, url: str, fetched: "_Fetched") -> str:

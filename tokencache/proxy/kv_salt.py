@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core.chain import keyed_hash
 from tokencache.dialects.json_io import FIELDS
+from tokencache.recent import Recent
 from tokencache.store.base import Store, StoreError
 
 KvPolicy = Literal["exact", "session", "off"]
@@ -63,7 +63,7 @@ class KvSalt(NamedTuple):
 NO_SALT = KvSalt()
 
 
-class SaltedRequest(NamedTuple):
+class SaltedRequest(msgspec.Struct, frozen=True):
     """What a salt depends on besides the version.
 
     Attributes:
@@ -96,7 +96,7 @@ class KvSalts:
 
     def __init__(self, policy: KvPolicy, store: Store, secret: Callable[[], bytes]) -> None:
         self._policy, self._store, self._secret = policy, store, secret
-        self._first: LRUCache[tuple[str, str], _Basis] = LRUCache(_MOST_SESSIONS)
+        self._first: Recent[tuple[str, str], _Basis] = Recent(_MOST_SESSIONS)
 
     async def salt(self, request: SaltedRequest, version: str, update: int) -> KvSalt:
         """Make the salt of a request.

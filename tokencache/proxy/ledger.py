@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache import metrics
 from tokencache.background import repeat
@@ -27,6 +26,7 @@ from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.routed_experts import RoutedExperts
+from tokencache.recent import Recent
 from tokencache.store.base import (
     BeginResult,
     Join,
@@ -57,7 +57,7 @@ class SampledCounter:
     """
 
     def __init__(self) -> None:
-        self._counts: LRUCache[str, int] = LRUCache(_MOST_SESSIONS)
+        self._counts: Recent[str, int] = Recent(_MOST_SESSIONS)
 
     def count(self, session: str) -> int:
         """Count an event and return its number if it is selected, otherwise 0."""
@@ -67,6 +67,77 @@ class SampledCounter:
     def forget(self, session: str) -> None:
         """Forget a session that was deleted."""
         self._counts.pop(session, None)
+
+
+class Backlog:
+    """What the store must still get after it failed: incidents, and the ends of calls. It is tried again until the store answers.
+
+    `changed` is notified of each call that ends in the store.
+    """
+
+    def __init__(self, store: Store, changed: Wakeup) -> None:
+        self._store, self._changed = store, changed
+        self._incidents: dict[str, list[Incident]] = {}
+        self._ended: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
+        self._task: asyncio.Task[None] | None = None
+
+    def of(self, session: str) -> list[Incident]:
+        """Return the incidents of a session that are not saved yet."""
+        return list(self._incidents.get(session, ()))
+
+    @property
+    def saving(self) -> set[asyncio.Task[None]]:
+        """The task that saves, while there is one."""
+        return {self._task} if self._task is not None and not self._task.done() else set()
+
+    def add(self, session: str, incidents: list[Incident]) -> None:
+        """Keep the incidents of a session until they are saved."""
+        self._incidents.setdefault(session, []).extend(incidents)
+        metrics.UNSAVED.inc(len(incidents))
+        if not self.saving:
+            self._task = asyncio.create_task(
+                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended))
+            )
+
+    def add_ended(self, session: str, epoch: str, call: str) -> None:
+        """Keep the end of a call until it is in the store. Its incidents follow (`add`)."""
+        self._ended.append((session, epoch, call))
+        metrics.UNSAVED.inc()
+
+    async def close(self) -> None:
+        """Try once more to save incidents, and log which are lost."""
+        if self._task is not None:
+            await end(self._task)
+        try:
+            await self._save()
+        except StoreError as why:
+            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._incidents), why)  # noqa: TRY400
+            for session, incidents in self._incidents.items():
+                kinds = Counter(incident.kind for incident in incidents)
+                listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
+                wrong = any(incident.hole for incident in incidents)
+                effect = "so its `complete` flag may be WRONG" if wrong else "its `complete` flag is not affected"
+                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
+
+    async def _try_to_save(self) -> None:
+        with contextlib.suppress(StoreError):
+            await self._save()
+
+    async def _save(self) -> None:
+        for session in list(self._incidents):
+            incidents = list(self._incidents[session])  # more may come meanwhile
+            await self._store.add_incidents(session, incidents)
+            del self._incidents[session][: len(incidents)]
+            if not self._incidents[session]:
+                del self._incidents[session]
+            metrics.UNSAVED.dec(len(incidents))
+        while self._ended:  # after the incidents, so that the session never looks complete in between
+            session, epoch, call = self._ended[0]
+            with contextlib.suppress(SessionGoneError):
+                await self._store.settle(session, epoch, call)
+            self._ended.pop(0)
+            metrics.UNSAVED.dec()
+            self._changed.notify()
 
 
 class Ledger:
@@ -106,9 +177,7 @@ class Ledger:
         self._media = MediaRecord(store, max_media_bytes)
         self._late = SampledCounter()
         self._spent = SampledCounter()
-        self._unsaved: dict[str, list[Incident]] = {}
-        self._open: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
-        self._saving: asyncio.Task[None] | None = None
+        self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def begin(
@@ -133,16 +202,17 @@ class Ledger:
             StoreError: the store failed and the policy is strict.
         """
         session, call = facts.call.session, facts.call.id
-        for turn in (entry.turn for entry in recorded.entries):
+        for entry in recorded.entries:
+            turn = entry.turn
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
             metrics.counter(metrics.TURN_VERSIONS, source).inc()
             metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
             metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
             for rule in turn.applied_rules:
-                metrics.APPLIED_RULES.labels(rule).inc()
+                metrics.counter(metrics.APPLIED_RULES, rule).inc()
         for rule in facts.call.chat.left_out:
-            metrics.APPLIED_RULES.labels(rule).inc()
+            metrics.counter(metrics.APPLIED_RULES, rule).inc()
         _count(recorded.incidents)
         if begun is None:
             self._lose(session, call, recorded.incidents)
@@ -159,8 +229,7 @@ class Ledger:
             await self._gone(session, call)
             return
         except StoreError as why:
-            self._open.append((session, begun.epoch, call))
-            metrics.UNSAVED.inc()
+            self._backlog.add_ended(session, begun.epoch, call)
             self._lose(session, call, recorded.incidents)
             self._failed("commit", session, call, why)
             return
@@ -199,7 +268,7 @@ class Ledger:
         """
         _count(incidents)
         if begun is None:
-            self._save_later(session, list(incidents))
+            self._backlog.add(session, list(incidents))
             return
         try:
             if documents:
@@ -210,9 +279,8 @@ class Ledger:
         except SessionGoneError:
             await self._gone(session, call)
         except StoreError as why:
-            self._open.append((session, begun.epoch, call))
-            metrics.UNSAVED.inc()
-            self._save_later(session, list(incidents))
+            self._backlog.add_ended(session, begun.epoch, call)
+            self._backlog.add(session, list(incidents))
             self._failed("settle", session, call, why)
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
@@ -225,7 +293,7 @@ class Ledger:
         try:
             await self.store.add_incidents(session, incidents)
         except StoreError as why:
-            self._save_later(session, list(incidents))
+            self._backlog.add(session, list(incidents))
             self._failed("note", session, "-", why)
 
     async def admit(self, session: str) -> None:
@@ -310,29 +378,18 @@ class Ledger:
 
     def unsaved(self, session: str) -> list[Incident]:
         """Return the incidents of a session that are not saved yet."""
-        return list(self._unsaved.get(session, ()))
+        return self._backlog.of(session)
 
     async def settled(self) -> None:
         """Wait until all detached tasks have ended and all incidents are saved."""
-        while pending := self._tasks or ({self._saving} if self._saving is not None and not self._saving.done() else set()):
+        while pending := self._tasks or self._backlog.saving:
             await asyncio.wait(pending)
 
     async def close(self) -> None:
         """Wait for the detached tasks, try once more to save incidents, and log which incidents are lost."""
         while self._tasks:  # a task may start others
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._saving is not None:
-            await end(self._saving)
-        try:
-            await self._save()
-        except StoreError as why:
-            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._unsaved), why)  # noqa: TRY400
-            for session, incidents in self._unsaved.items():
-                kinds = Counter(incident.kind for incident in incidents)
-                listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
-                wrong = any(incident.hole for incident in incidents)
-                effect = "so its `complete` flag may be WRONG" if wrong else "its `complete` flag is not affected"
-                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
+        await self._backlog.close()
 
     async def _gone(self, session: str, call: str) -> None:
         """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
@@ -352,37 +409,9 @@ class Ledger:
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
-        self._save_later(session, [*incidents, lost])
-
-    def _save_later(self, session: str, incidents: list[Incident]) -> None:
-        self._unsaved.setdefault(session, []).extend(incidents)
-        metrics.UNSAVED.inc(len(incidents))
-        if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(
-                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._unsaved or self._open))
-            )
-
-    async def _try_to_save(self) -> None:
-        with contextlib.suppress(StoreError):
-            await self._save()
-
-    async def _save(self) -> None:
-        for session in list(self._unsaved):
-            incidents = list(self._unsaved[session])  # more may come meanwhile
-            await self.store.add_incidents(session, incidents)
-            del self._unsaved[session][: len(incidents)]
-            if not self._unsaved[session]:
-                del self._unsaved[session]
-            metrics.UNSAVED.dec(len(incidents))
-        while self._open:  # after the incidents, so that the session never looks complete in between
-            session, epoch, call = self._open[0]
-            with contextlib.suppress(SessionGoneError):
-                await self.store.settle(session, epoch, call)
-            self._open.pop(0)
-            metrics.UNSAVED.dec()
-            self.changed.notify()
+        self._backlog.add(session, [*incidents, lost])
 
 
 def _count(incidents: Sequence[Incident]) -> None:
     for incident in incidents:
-        metrics.INCIDENTS.labels(incident.kind).inc()
+        metrics.counter(metrics.INCIDENTS, incident.kind).inc()

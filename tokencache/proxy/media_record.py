@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core.media import StoredMedium, media_content
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.recent import Recent
 from tokencache.store.base import SessionGoneError, Store
 
 _REMEMBERED = 65_536
@@ -25,7 +25,7 @@ class MediaRecord:
 
     def __init__(self, store: Store, limit: int) -> None:
         self._store, self._limit = store, limit
-        self._kept: LRUCache[tuple[str, str], bool] = LRUCache(_REMEMBERED)  # (epoch, digest) → whether it is stored
+        self._kept: Recent[tuple[str, str], bool] = Recent(_REMEMBERED)  # (epoch, digest) → whether it is stored
 
     async def keep(self, session: str, epoch: str, call: ChatCall) -> bool:
         """Store the media of a call that are not stored yet. Returns whether all of them are stored now.

@@ -3,8 +3,6 @@
 `planner` decides; `resplice` plans prompts for histories that were edited.
 """
 
-from typing import NamedTuple
-
 import msgspec
 
 from tokencache.core import evidence, experts, ids
@@ -117,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.fragment if self.fragment is not None and self.whole else ids.Fragment()
 
 
-class PlanningContext(NamedTuple):
+class PlanningContext(msgspec.Struct, frozen=True):
     """One call that is planned, and where the records of its session are.
 
     Attributes:

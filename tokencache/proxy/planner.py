@@ -169,7 +169,7 @@ class _Planning:
 
         Turns beyond `known` that the match needs are read from the store, each key once.
         """
-        hits, turns = {key: _except(without, found) for key, found in known.items()}, None
+        hits, turns = {key: _except(without, found) for key, found in known.items()} if without else dict(known), None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._context.call, self._context.conversation
         while True:
@@ -285,7 +285,7 @@ class _Planning:
         If the parent was aborted, first prove how much of it the client has received. If the client added text to replies, prove where
         their ids end.
         """
-        found, cut, words = await self._proven(found, known)
+        found, cut, words = await self._proven(found, known) if found.delivered is not None or found.added else (found, None, "")
         if found.kind == "plain":
             return Plan(match="plain", reason=found.reason)
         renders = self._context.model.capability.tokenizes
@@ -404,7 +404,7 @@ class _Planning:
             if where == REPLACED or len(base) < len(cached.prefix.ids):
                 extended = words or self._context.call.continues
                 why = Reason.REPLY_EXTENDED if extended else Reason.OTHER_STOP if where == REPLACED else Reason.INTERRUPTED
-                kept = last_reply._replace(end=last_reply.end - where.drop)
+                kept = msgspec.structs.replace(last_reply, end=last_reply.end - where.drop)
                 return await self._shortened(parent, found, join(base, tail, where), kept, why)
             reason, added = found.reason, ids.tail(tail, where.skip)
         elif cut is not None:

@@ -5,10 +5,10 @@ entry.
 """
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.turn import Prefix
+from tokencache.recent import Recent, RecentBySize
 from tokencache.store.base import Store
 
 MOST_SESSIONS = 65_536
@@ -33,8 +33,8 @@ class PrefixCache:
 
     def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
-        self._prefixes: LRUCache[str, CachedPrefix] = LRUCache(max(max_bytes, 1), getsizeof=lambda prefix: min(prefix.size, max_bytes or 1))
-        self._latest: LRUCache[str, str] = LRUCache(MOST_SESSIONS)
+        self._prefixes: RecentBySize[str, CachedPrefix] = RecentBySize(max(max_bytes, 1), lambda prefix: min(prefix.size, max_bytes or 1))
+        self._latest: Recent[str, str] = Recent(MOST_SESSIONS)
 
     async def get(self, session: str, turn: str) -> CachedPrefix:
         """Return a turn's prefix, from memory or from the store.
@@ -47,6 +47,8 @@ class PrefixCache:
         if known is None:
             prefix = await self._store.prefix(session, turn)
             known = self._prefixes[turn] = CachedPrefix(prefix, ids.Fragment(prefix.ids))
+        else:
+            self._prefixes.move_to_end(turn)
         return known
 
     def add(self, epoch: str, turn: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:

@@ -12,7 +12,7 @@ import xxhash
 
 from tokencache.core import evidence, ids
 from tokencache.core.added_text import with_stop_string
-from tokencache.core.chain import aborted_turn_keys, position_key, request_key, turn_keys
+from tokencache.core.chain import Conversation, aborted_turn_keys, position_key, request_key, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.continued import rest_of, whole_reply
 from tokencache.core.forced import Span, forced_spans
@@ -174,11 +174,11 @@ def expert_rows(facts: CallFacts, choice: Choice) -> tuple[int, int]:
 
 def _with_media(facts: CallFacts, prompt: UsedPrompt) -> UsedPrompt:
     """Add the images of the messages to a prompt. The engine must report that they are where the recorded ones were."""
-    plan, parts, places = prompt.plan, facts.call.chat.media_parts(), facts.reply.places
-    if not parts or (places is None and plan.exact is None):  # without the plugin nothing is reported
+    plan, chat, places = prompt.plan, facts.call.chat, facts.reply.places
+    if not chat.media or (places is None and plan.exact is None):  # without the plugin nothing is reported
         return prompt
     try:
-        media = place_media(parts, places or {}, ids.count(prompt.ids))
+        media = place_media(chat.media_parts(), places or {}, ids.count(prompt.ids))
     except PlacesDifferError as why:
         difference = str(why)
     else:
@@ -281,18 +281,17 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
 
 def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
     """Pack the messages that are not stored with another turn, with references in place of images and other media."""
-    own = range(shared, chat.answered_messages)
-    raw = ((with_references if index in chat.media else bytes)(chat.raw_messages[index]) for index in own)
-    messages = [msgspec.Raw(message) for message in raw]
+    messages = []
+    for index, raw in enumerate(chat.raw_messages[shared : chat.answered_messages], shared):
+        messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
     return pack_context(Context(messages, args.tools, args.members, args.kwargs))
 
 
-def _evidence(chat: ChatCall, plan: Plan) -> dict[str, Any]:
-    """Hash the history, for comparison with later ones (`core.evidence`)."""
-    conversation = chat.answers
+def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> dict[str, Any]:
+    """Hash the history that the reply answers, for comparison with later ones (`core.evidence`)."""
     if conversation is None or chat.plain:
         return {}
     until = len(conversation.messages)
@@ -429,7 +428,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         served=served,
         begun=len(begun.content or "") if chat.continues else 0,
         position_key=answered.chain[-1] if answered is not None else b"",
-        **_evidence(chat, plan),
+        **_evidence(chat, answered, plan),
         handle=chat.reply_handle,
         cuts=pack_cuts(_cuts(choice, with_reasoning=chat.shows_reasoning)) if _cut_short(facts, choice) else b"",
         # how it ended

@@ -23,12 +23,16 @@ from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError, MemoryFullError
 from tokencache.proxy.compressed_body import coding_of, decompressed
+from tokencache.proxy.fetched_media import FetchedMedia
+from tokencache.proxy.sessions import SessionRequest, SettingsCache
 from tokencache.request_memory import holding_of
 
 PIECE_SECONDS = 60.0
 PIECE = 960 * 1024
 """Bytes that must arrive within `PIECE_SECONDS` unless the body ends: 16 KiB per second, which a phone's connection manages. A client that
 stops is found within that time, however much it has sent."""
+_LARGE = 2**20
+"""Bytes of a body from which on its owner is checked before it is read."""
 MOST_OBJECTS, MOST_VALUES = 100_000, 1_000_000
 """Limits for JSON objects, and for values in lists and objects. A turn of an agent with one tool call has about eight objects."""
 _SMALL = 3 * MOST_OBJECTS
@@ -43,6 +47,47 @@ KEPT = web.RequestKey("kept", bytes)
 """The body of a request that was read. It replaces the body on the connection, which can be read only once."""
 
 
+class RequestBodies:
+    """Reads the bodies of sessions' requests; `media` fetches the images that they name by URL, `None` if none are fetched."""
+
+    def __init__(self, settings: SettingsCache, media: FetchedMedia | None) -> None:
+        self._settings, self._media = settings, media
+
+    async def read(self, asked: SessionRequest) -> bytes:
+        """Read the body, decompressed, so that the engine receives it like that.
+
+        Before a large one, check whose it is: another tenant's share must not hold it.
+
+        Raises:
+            SettingsChangedError: the session has other settings; nothing was read.
+            HarnessError, HTTPRequestEntityTooLarge, MemoryFullError: see `body_of`.
+        """
+        request = asked.request
+        if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
+            await self._settings.check(asked.session, asked.settings)
+        body = await body_of(request)
+        asked.headers.popall("Content-Encoding", None)
+        return body
+
+    async def with_media(self, asked: SessionRequest, body: bytes) -> bytes:
+        """Write the images that a chat request names by URL into it, if they are fetched.
+
+        Raises:
+            HarnessError: an image cannot be fetched, or the request would be larger than `--max-body`.
+            MemoryFullError: requests hold as much memory as they may.
+        """
+        if self._media is None:
+            return body
+        return await self._media.written_in(asked.session, body, holding_of(asked.request), most=asked.request.client_max_size)
+
+    async def without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
+        """Return the body of a request that is relayed, as `with_media`, if images are fetched; unchanged if it is not a JSON object."""
+        if self._media is None or asked.request.method != "POST":
+            return body
+        body = await self.read(asked) if body is None else body
+        return await self.with_media(asked, body) if body.lstrip()[:1] == b"{" else body
+
+
 async def body_of(request: web.Request) -> bytes:
     """Read the whole body of a request of a harness, and decompress it.
 
@@ -54,7 +99,7 @@ async def body_of(request: web.Request) -> bytes:
     if KEPT in request:
         return request[KEPT]
     coding = coding_of(request) if "Content-Encoding" in request.headers else ""
-    body = await whole_body_of(request)
+    body = await _whole(request)
     if coding and body:
         holding = holding_of(request)
         try:
@@ -75,8 +120,10 @@ async def whole_body_of(request: web.Request) -> bytes:
         HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
-    if KEPT in request:
-        return request[KEPT]
+    return request[KEPT] if KEPT in request else await _whole(request)
+
+
+async def _whole(request: web.Request) -> bytes:
     content, most, holding = request.content, request.client_max_size, holding_of(request)
     try:
         if content.is_eof():

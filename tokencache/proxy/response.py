@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -31,7 +32,7 @@ from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call_states import CLIENT, ClientEvent, ClientState, Party
-from tokencache.request_memory import Holding, holding_of
+from tokencache.request_memory import Holding
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER
 _NO_KEEP_ALIVE = contextlib.nullcontext()
 
 
-class Exchange(NamedTuple):
+class Exchange(msgspec.Struct, frozen=True):
     """How one call is written for the engine, and how its reply is written for the client.
 
     Attributes:
@@ -118,7 +119,7 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
     headers = end_to_end_headers(answer.headers, drop=drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
-    response.given = frozenset(name.lower() for name in headers)
+    response.given = frozenset(map(str.lower, headers))
     return response
 
 
@@ -128,7 +129,7 @@ def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = 
     if made:
         headers["Content-Type"] = "application/json"
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
-    response.given = frozenset(name.lower() for name in headers)
+    response.given = frozenset(map(str.lower, headers))
     return response
 
 
@@ -146,18 +147,14 @@ class Response:
     Attributes:
         opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
         client: the state of the connection.
+        holding: what the request holds in memory.
     """
 
-    def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange) -> None:
-        self.request, self.chat, self.exchange = request, chat, exchange
+    def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange, holding: Holding) -> None:
+        self.request, self.chat, self.exchange, self.holding = request, chat, exchange, holding
         self.opened: web.StreamResponse | None = None
         self.client = Party(CLIENT, ClientState.WAITING)
         self._keep_alive: KeepAlive | None = None
-
-    @property
-    def holding(self) -> Holding:
-        """What the request holds in memory."""
-        return holding_of(self.request)
 
     @property
     def disconnected(self) -> bool:

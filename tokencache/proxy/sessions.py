@@ -1,4 +1,4 @@
-"""Finds the session that a request belongs to.
+"""Finds the session that a request belongs to (`SessionFinder`), and its settings (`SettingsCache`).
 
 Several sources can name the session. Some harnesses let the user set only a base URL or an API key, so each of these is enough. In order of
 precedence:
@@ -20,29 +20,37 @@ the proxy cannot know whether such an id belongs to a single rollout. NeMo Gym s
 `terminus_2_sandboxed_agent`, `verifiers_agent`) and `x-switchyard-session-id` (`responses_api_models/switchyard_model/app.py`).
 """
 
+import contextlib
 import hashlib
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
-from cachetools import TTLCache
+from aiohttp import web
+from multidict import CIMultiDict
 
-from tokencache.core.session import SessionSettings
+from tokencache.core.rules import Leniency
+from tokencache.core.session import Labels, SessionSettings
 from tokencache.dialects.json_io import fields_of
 from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
-from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, check_name, split_harness, split_session
-from tokencache.store.base import Binding, Store, StoreError
+from tokencache.recent import Expiring, Recent
+from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, NamedPath, check_name
+from tokencache.store.base import Binding, SettingsChangedError, SettingsConflictError, Store, StoreError
+
+log = logging.getLogger(__name__)
 
 _ENCODER = msgspec.json.Encoder()
 REMEMBER_KEY_SECONDS = 3600.0
 """How long after its last use a registered key is accepted while the store fails."""
-_MOST_KEYS = 65_536
+_MOST_KEYS = _MOST_SESSIONS = 65_536
 
 
-class Origin(NamedTuple):
+class Origin(msgspec.Struct, frozen=True):
     """The session of a request, and what else its path, headers and key say.
 
     Attributes:
@@ -58,6 +66,36 @@ class Origin(NamedTuple):
     own_key: bool = False
     harness: str = ""
     old_settings: SessionSettings = SessionSettings()
+
+
+class SessionRequest(msgspec.Struct, frozen=True):
+    """A request within a session.
+
+    Attributes:
+        request: the request.
+        session: the session's name.
+        origin: where the session was named, and the path at the engine.
+        settings: the settings of the session, as far as this process knows.
+        route: its path without session, harness and query, in the spelling in which it is served (`session_url.spellings`).
+        headers: the headers for the engine.
+        harness: name of the harness, `""` if unknown.
+        leniency: the rules that apply to the harness.
+    """
+
+    request: web.Request
+    session: str
+    origin: Origin
+    settings: SessionSettings
+    route: str
+    headers: CIMultiDict[str]
+    harness: str
+    leniency: Leniency
+
+    @property
+    def path(self) -> str:
+        """The path at the engine, with the query, of a route that the proxy knows."""
+        _, question, query = self.origin.path.partition("?")
+        return f"{self.route}{question}{query}"
 
 
 def hash_key(key: str) -> str:
@@ -170,13 +208,13 @@ class SessionFinder:
         self._header = header
         self.sources = sources
         self._registered_only = registered_only
-        self._used: TTLCache[str, Binding] = TTLCache(_MOST_KEYS, REMEMBER_KEY_SECONDS)
+        self._used: Expiring[str, Binding] = Expiring(REMEMBER_KEY_SECONDS, time.monotonic, most=_MOST_KEYS)
 
-    async def find(self, raw_path: str, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
+    async def find(self, named: NamedPath, headers: Mapping[str, str], in_body: str | None = None) -> Origin:
         """Find the session of a request.
 
         Args:
-            raw_path: the path as received, with its query.
+            named: its path.
             headers: the request's headers.
             in_body: the session that its body names (`SessionSources.in_body`).
 
@@ -184,9 +222,8 @@ class SessionFinder:
             HarnessError: the name is invalid (400), or the registered key is unknown or missing (401).
             StoreError: the store does not answer, and the registered key was not used here in the last hour.
         """
-        in_path, path = split_session(raw_path)
-        harness, path = split_harness(path)
-        in_query, path = _key_of_query(path)
+        harness = named.harness
+        in_query, path = _key_of_query(named.rest)
         key = _key(headers, in_query)
         if key.startswith(REGISTERED_KEY):
             found = await self._binding(hash_key(key))
@@ -194,13 +231,13 @@ class SessionFinder:
                 raise HarnessError("unknown API key", status=401, kind="authentication_error")
             return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
         in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
-        session = in_path if in_path is not None else headers.get(self._header, in_key)
+        session = named.session if named.session is not None else headers.get(self._header, in_key)
         if self._registered_only:
             raise HarnessError("this server accepts registered API keys only", status=401, kind="authentication_error")
         if session is None:
             session = self.sources.in_headers(headers) or in_body
         if session is None:
-            return Origin(None, raw_path)
+            return Origin(None, named.raw)
         return Origin(check_name(session), path, in_key is not None, harness or headers.get(HARNESS_HEADER, ""))
 
     async def _binding(self, key: str) -> Binding | None:
@@ -217,6 +254,55 @@ class SessionFinder:
         else:
             self._used[key] = found
         return found
+
+
+class SettingsCache:
+    """The settings of sessions, as far as this process knows them.
+
+    The settings belong to the session (`core.session.SessionSettings`). A call is served by the settings that this process knows, usually
+    none, and `Store.begin` compares their digest with that of the session's. If they differ, nothing has begun: the true settings are
+    cached, and the call is served again by them. So a session without settings costs no further round trip, and one with settings costs
+    one in each process.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: Recent[str, SessionSettings] = Recent(_MOST_SESSIONS)
+
+    def of(self, session: str, origin: Origin) -> SessionSettings:
+        """Return the settings by which a call of a session is served first."""
+        return self._known.get(session) or origin.old_settings
+
+    async def learn(self, session: str, origin: Origin, true: SessionSettings) -> None:
+        """Note the settings of a session, which the store has reported.
+
+        If it has none, and an older version stored settings with the key that the call used, these become the session's.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        if not true and origin.old_settings:
+            with contextlib.suppress(SettingsConflictError):  # another call was faster: the next attempt learns what it defined
+                await self._store.define(session, origin.old_settings, Labels(), adopt=True)
+            true = origin.old_settings
+        if true:
+            self._known[session] = true
+        else:
+            self._known.pop(session, None)
+
+    async def check(self, session: str, used: SessionSettings) -> None:
+        """Check the settings by which a request is served that begins no call. If the store fails, those that this process knows hold.
+
+        Raises:
+            SettingsChangedError: the session has others.
+        """
+        try:
+            true = await self._store.settings(session)
+        except StoreError as why:
+            log.warning("session %s: its settings cannot be read: %s", session, why)
+            return
+        if true is not None and true != used:
+            raise SettingsChangedError(true)
 
 
 def _key_of_query(path: str) -> tuple[str, str]:

@@ -111,7 +111,7 @@ class Proxy:
             self.ledger,
             planner,
             self._calls,
-            bodies=self._bodies,
+            parser=self._bodies,
             profiles=self.profiles,
             aliases=aliases,
             options=options,

@@ -22,7 +22,7 @@ from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import KEPT, body_of
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
 from tokencache.server.http_guard import check_head, check_path
-from tokencache.session_url import route_of, spellings
+from tokencache.session_url import NamedPath, spellings
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,14 @@ class RequestRouter:
     async def route(self, request: web.Request) -> web.StreamResponse:
         """Serve a request."""
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs  # `GET http://host/path`
-        route, dialect = _find_route(request.method, route_of(path), request.headers)
+        named = NamedPath.read(path)
+        route, dialect = _find_route(request.method, named.route, request.headers)
         if dialect is not None:
             request[_DIALECT] = dialect  # from here on, errors have its form
         check_head(request, self._session_headers)
         calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
         in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
-        origin = await self._sessions.find(path, request.headers, in_body and in_body.session)
+        origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
         check_path(origin.path)
         if origin.session is None:
             if calls_model:

@@ -31,7 +31,7 @@ class SteadyClock:
 
     def now(self) -> float:
         """Return the time, as Unix time in seconds."""
-        return monotonic() + self.offset
+        return time.monotonic() + self.offset
 
 
 class ClockWatch:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
-from cachetools import TTLCache
 
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
@@ -19,6 +18,7 @@ from tokencache.core.media import StoredMedium
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.core.weights import WeightsState
+from tokencache.recent import Expiring
 from tokencache.store import pruning
 from tokencache.store.base import (
     BeginResult,
@@ -144,9 +144,9 @@ class MemoryStore(MemoryQueue):
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
-        self._sessions: TTLCache[str, _Session] = TTLCache(math.inf, ttl_seconds, timer=monotonic)
-        self._tombstones: TTLCache[str, bool] = TTLCache(math.inf, tombstone_seconds, timer=monotonic)
-        self._bindings: TTLCache[str, Binding] = TTLCache(math.inf, ttl_seconds, timer=monotonic)
+        self._sessions: Expiring[str, _Session] = Expiring(ttl_seconds, monotonic)
+        self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)
+        self._bindings: Expiring[str, Binding] = Expiring(ttl_seconds, monotonic)
         self._alive_until: dict[str, float] = {}
         self._watch = ClockWatch("system", NOT_USED)
         self._engines: dict[tuple[str, str], EngineEntry] = {}
@@ -188,7 +188,7 @@ class MemoryStore(MemoryQueue):
         return False
 
     async def settings(self, session: str) -> SessionSettings | None:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return held.settings if held else None
 
     async def begin(
@@ -202,7 +202,7 @@ class MemoryStore(MemoryQueue):
         join: Join = "never",
         settings: bytes = b"",
     ) -> BeginResult:
-        held = self._find(session)
+        held = self._sessions.get(session)
         if held is None:
             if session in self._tombstones:
                 raise SessionDeletedError(session)
@@ -222,9 +222,10 @@ class MemoryStore(MemoryQueue):
             held.calls[call] = OpenCall(call, held.used, fingerprint, replica)
         found: list[list[Hit]] = [[] for _ in keys]
         for i, key in enumerate(keys):
-            found[i] = held.hits(key)
-            if found[i] and key[:1] == b"c":
-                break
+            if key in held.index:
+                found[i] = held.hits(key)
+                if key[:1] == b"c":
+                    break
         return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
@@ -249,7 +250,7 @@ class MemoryStore(MemoryQueue):
         return {replica for replica in replicas if self._alive_until.get(replica, -math.inf) > monotonic()}
 
     async def find(self, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return [held.hits(key) if held else [] for key in keys]
 
     async def prefix(self, session: str, turn: str) -> Prefix:
@@ -310,11 +311,11 @@ class MemoryStore(MemoryQueue):
         return [await self.session(name) for name in sessions]
 
     async def session(self, session: str) -> SessionInfo | None:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return held.info(session) if held else None
 
     async def turns(self, session: str) -> list[Turn]:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return [held.turn(name) for name in held.turns] if held else []
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
@@ -361,7 +362,7 @@ class MemoryStore(MemoryQueue):
         return held is not None
 
     async def rewards(self, session: str) -> list[Reward]:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return [unpack(reward, Reward) for reward in held.rewards] if held else []
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
@@ -376,11 +377,11 @@ class MemoryStore(MemoryQueue):
         self._tombstones.pop(session, None)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return [held.documents.get(name) if held else None for name in names]
 
     async def delete_document(self, session: str, name: str) -> bool:
-        held = self._find(session)
+        held = self._sessions.get(session)
         if held is None or name not in held.documents:
             return False
         held.bytes -= len(held.documents.pop(name))
@@ -396,11 +397,11 @@ class MemoryStore(MemoryQueue):
         return True
 
     async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return held.media.get(sha256) if held else None
 
     async def stored_media(self, session: str) -> list[StoredMedium]:
-        held = self._find(session)
+        held = self._sessions.get(session)
         return [StoredMedium(sha256, kind, len(content)) for sha256, (kind, content) in held.media.items()] if held else []
 
     async def bind_key(self, key: str, binding: Binding) -> None:
@@ -438,21 +439,15 @@ class MemoryStore(MemoryQueue):
         if self._max_bytes and (used := sum(held.bytes for held in self._sessions.values())) >= self._max_bytes:
             raise StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
 
-    def _find(self, session: str) -> _Session | None:
-        try:
-            return self._sessions[session]  # `TTLCache.get` looks up twice
-        except KeyError:
-            return None
-
     def _use(self, session: str) -> _Session | None:
         """Look up a session, and renew its time to live."""
-        held = self._find(session)
+        held = self._sessions.get(session)
         if held is not None:
             self._sessions[session] = held
         return held
 
     def _use_epoch(self, session: str, epoch: str) -> _Session:
-        held = self._find(session)
+        held = self._sessions.get(session)
         if held is None or held.epoch != epoch:
             raise SessionGoneError(session)
         self._sessions[session] = held

@@ -1,11 +1,10 @@
 """Keeps the queue of finished sessions in this process's memory. `memory.MemoryStore` contains it."""
 
-import math
 from collections.abc import Sequence
 
-from cachetools import TTLCache
 from msgspec.structs import replace
 
+from tokencache.recent import Expiring
 from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
 from tokencache.store.clock import SteadyClock, monotonic
 
@@ -17,7 +16,7 @@ class MemoryQueue:
         self._clock = SteadyClock()
         self._entries: dict[str, QueueEntry] = {}
         self._deliveries: dict[str, tuple[str, ...]] = {}
-        self._removed: TTLCache[str, bool] = TTLCache(math.inf, REMEMBER_SECONDS, timer=monotonic)
+        self._removed: Expiring[str, bool] = Expiring(REMEMBER_SECONDS, monotonic)
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         held = self._entries.get(session)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 import pytest
-from cachetools import LRUCache
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,6 +34,7 @@ from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.template.boundary import stop_candidates
 from tokencache.engine.template.renderer import TemplateRefusedError
+from tokencache.recent import Recent
 from tokencache.testing.tokenizer import training_text
 
 HERE = Path(__file__).parent
@@ -257,7 +257,7 @@ class Vocabulary:
         self._known = self.backend.get_vocab(with_added_tokens=True)
         self._tokens = {i: token for token, i in self._known.items()}
         self._added = frozenset(self._known[token] for token in added)
-        self._encoded: LRUCache[str, list[int]] = LRUCache(1000)
+        self._encoded: Recent[str, list[int]] = Recent(1000)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize. What was tokenized before is remembered, because prompts repeat."""
@@ -293,7 +293,7 @@ def qwen_vocabulary(added: tuple[str, ...]) -> Vocabulary | None:
     return None if backend is None else Vocabulary(added, backend)
 
 
-_RENDERINGS: LRUCache[tuple[type, str, str], str] = LRUCache(2000)
+_RENDERINGS: Recent[tuple[type, str, str], str] = Recent(2000)
 
 
 # --- the renderer ------------------------------------------------------------------------------------------------------

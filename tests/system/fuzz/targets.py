@@ -26,7 +26,7 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.request_body import check_values
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.server.http_guard import check_path
-from tokencache.session_url import check_name, route_of
+from tokencache.session_url import NamedPath, check_name
 from tokencache.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -154,10 +154,9 @@ def reply(data: bytes) -> None:
 def path(data: bytes) -> None:
     """A session's name is valid or none; the rest of a path is a path, and does not escape."""
     text = "/" + data.decode("latin-1")
-    route_of(text)
     finder = SessionFinder(MemoryStore(), header="X-Tokencache-Session", sources=SessionSources())
     try:
-        origin = driven(finder.find(text, {}))
+        origin = driven(finder.find(NamedPath.read(text), {}))
         check_path(origin.path)
     except HarnessError:
         return

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.api.viewer.sessions import SessionSummary, is_scored
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
@@ -17,6 +16,7 @@ from tokencache.api.viewer.transcript import Place, needed_contexts, transcribe
 from tokencache.core import ids
 from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn
+from tokencache.recent import RecentBySize
 from tokencache.store.base import Store
 
 MAX_MEMBERS = 64
@@ -94,7 +94,7 @@ class GroupComparison:
         self._store = store
         self._texts = texts
         self._lock = asyncio.Lock()
-        self._known: LRUCache[tuple[str, float, int], _Member] = LRUCache(_CACHED_BYTES, lambda member: member.layout.size())
+        self._known: RecentBySize[tuple[str, float, int], _Member] = RecentBySize(_CACHED_BYTES, lambda member: member.layout.size())
 
     async def compare(self, summaries: Sequence[SessionSummary]) -> dict[str, Any]:
         """Compare the sessions of a group.
@@ -124,7 +124,7 @@ class GroupComparison:
         if known is not None:
             return known._replace(summary=summary)
         member = await self._read(summary) if summary.turns else None
-        if member is not None and member.layout.size() <= _CACHED_BYTES:
+        if member is not None:
             self._known[key] = member
         return member
 

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from cachetools import LRUCache
 
 from tokencache.api.auth import AdminAuth
 from tokencache.api.http import choice, json_response, not_found, number
@@ -34,6 +33,7 @@ from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
+from tokencache.recent import Recent, RecentBySize
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import turn_object
 from tokencache.trajectories.formats.registry import FORMATS
@@ -119,8 +119,8 @@ class _ViewerApi:
         self._list = SessionList(ledger)
         self._texts = TokenTexts(pool)
         self._groups = GroupComparison(ledger.store, self._texts)
-        self._layouts: LRUCache[tuple[str, float, int, str], SequenceLayout] = LRUCache(_CACHED_BYTES, SequenceLayout.size)
-        self._transcripts: LRUCache[tuple[str, float, str], Transcript] = LRUCache(_CACHED_TRANSCRIPTS)
+        self._layouts: RecentBySize[tuple[str, float, int, str], SequenceLayout] = RecentBySize(_CACHED_BYTES, SequenceLayout.size)
+        self._transcripts: Recent[tuple[str, float, str], Transcript] = Recent(_CACHED_TRANSCRIPTS)
 
     async def summaries(self, request: web.Request) -> web.StreamResponse:
         state = choice(request, "state", SESSION_STATES, "any")
@@ -231,8 +231,7 @@ class _ViewerApi:
         layout = self._layouts.get(key)
         if layout is None:
             layout = await self._laid_out(info, name)
-            if layout.size() <= _CACHED_BYTES:
-                self._layouts[key] = layout
+            self._layouts[key] = layout
         return info, layout
 
     async def _transcript(self, info: SessionInfo, layout: SequenceLayout) -> Transcript:

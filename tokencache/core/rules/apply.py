@@ -1,6 +1,7 @@
 """Applies harness rules to served replies, and finds the rules that explain a changed tool call."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,19 +21,22 @@ def rewritings(served: Message) -> Iterator[tuple[Rules, Message]]:
 
     Calls stay unchanged, unless a rule converts them to text.
     """
-    return _rewritten(served, lambda _: True)
+    return _rewritten(served, _able(served))
 
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
     """List the changed forms in which a reply may be sent back in this session, except for those that the ids of their calls find."""
-    found = _rewritten(served, lambda rule: not rule.verbatim_calls and leniency.allows(rule.name))
-    return [message for _, message in found]
+    rules = [rule for rule in _able(served) if not rule.verbatim_calls and leniency.allows(rule.name)]
+    return [message for _, message in _rewritten(served, rules)] if rules else []
 
 
-def _rewritten(served: Message, applies: Callable[[Rule], bool]) -> Iterator[tuple[Rules, Message]]:
+def _able(served: Message) -> list[Rule]:
+    """List the rules that may change the text of a reply, in order."""
     content = served.content or ""
-    able = (rule for rule in RULES.values() if (rule.rewrites_reply or rule.rewrites_text) and rule.only_with in content)
-    rules = _in_order(rule for rule in able if applies(rule))
+    return _in_order([rule for rule in RULES.values() if (rule.rewrites_reply or rule.rewrites_text) and rule.only_with in content])
+
+
+def _rewritten(served: Message, rules: Sequence[Rule]) -> Iterator[tuple[Rules, Message]]:
     for rule in rules:
         if rule.rewrites_reply is not None and (message := rule.rewrites_reply(served)) is not None:
             yield (rule.name,), message
@@ -98,4 +102,4 @@ def _explain_members(ours: ToolCall, theirs: dict[str, Any]) -> Rules | None:
 
 
 def _in_order(rules: Iterable[Rule]) -> list[Rule]:
-    return sorted(rules, key=lambda rule: rule.order)
+    return sorted(rules, key=attrgetter("order"))

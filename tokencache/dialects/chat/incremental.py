@@ -17,7 +17,6 @@ from typing import overload
 
 import msgspec
 import xxhash
-from cachetools import LRUCache
 
 from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
@@ -25,6 +24,7 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
 from tokencache.errors import HarnessError
+from tokencache.recent import RecentBySize
 
 Raw = msgspec.Raw
 
@@ -51,10 +51,11 @@ class MessageSpans(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
-        return self._body[self._spans[2 * i] : self._spans[2 * i + 1]]
+        body, spans = self._body, self._spans
+        chosen = range(len(spans) // 2)[index]
+        if isinstance(chosen, int):
+            return body[spans[2 * chosen] : spans[2 * chosen + 1]]
+        return [body[spans[2 * i] : spans[2 * i + 1]] for i in chosen]
 
 
 def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":
@@ -167,7 +168,7 @@ class IncrementalParser:
         self.messages = messages or MessageReader()
         self._secret = b""
         self._seed = secrets.randbits(64)  # as for messages: clients cannot construct two heads with one hash
-        self._cache: LRUCache[str, _CachedBody] = LRUCache(memory, getsizeof=lambda cached: cached.size)
+        self._cache: RecentBySize[str, _CachedBody] = RecentBySize(memory, lambda cached: cached.size)
 
     @property
     def secret(self) -> bytes:
@@ -227,16 +228,17 @@ class IncrementalParser:
         head.update(memoryview(body)[hashed : split.spans[-1]])
         rewritten = split.entries if split.rewritten else None
         size += _size(known.conversation.messages[split.old :]) + sum(map(len, rewritten[split.old :] if rewritten is not None else ()))
-        if size <= self._cache.maxsize:
-            self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
+        self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
 
 
 def _size(messages: Iterable[Message]) -> int:
     """Estimate the memory of parsed messages, in bytes."""
-    return sum(
-        PER_MESSAGE + len(m.content or "") + len(m.reasoning or "") + sum(len(call.arguments) + PER_MESSAGE for call in m.calls)
-        for m in messages
-    )
+    size = 0
+    for message in messages:
+        size += PER_MESSAGE + len(message.content or "") + len(message.reasoning or "")
+        for call in message.calls:
+            size += len(call.arguments) + PER_MESSAGE
+    return size
 
 
 def _find_list(body: bytes, listed: bytes) -> int:

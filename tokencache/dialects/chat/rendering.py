@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import xxhash
-from cachetools import LRUCache
 
 from tokencache.core.messages import exact_json
 from tokencache.dialects.json_io import read_members, value_of
 from tokencache.dialects.members import RENDERED_BY_BOTH, RENDERED_BY_CHAT
 from tokencache.errors import HarnessError
+from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
@@ -86,7 +86,7 @@ def _hash(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:16]
 
 
-_digests: LRUCache[bytes, bytes] = LRUCache(4096)
+_digests: Recent[bytes, bytes] = Recent(4096)
 """Digests of members, by the hash of their bytes, because tool lists are long and rarely change. A training run has far fewer than 4096."""
 _seed = secrets.randbits(64)
 """Seed of that hash, which is not cryptographic (xxh3). Without the seed clients cannot construct collisions."""

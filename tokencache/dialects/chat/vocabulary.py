@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import msgspec
 import xxhash
-from cachetools import LRUCache
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
 from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
 from tokencache.dialects.json_io import FIELDS, member, value_of
 from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
+from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
@@ -84,7 +84,7 @@ class MessageReader:
     """Parses raw messages and remembers the last `size` distinct ones."""
 
     def __init__(self, size: int = 200_000) -> None:
-        self._known: LRUCache[bytes, ReadMessage] = LRUCache(size)
+        self._known: Recent[bytes, ReadMessage] = Recent(size)
         self._seed = secrets.randbits(64)  # xxh3 is not cryptographic: without the seed clients cannot construct collisions
 
     def read(self, raw: bytes) -> ReadMessage:
@@ -99,6 +99,8 @@ class MessageReader:
             entry = msgspec.json.decode(raw)
             identified = with_media_identities(entry)
             known = self._known[key] = _slim(identified, () if identified is entry else _described(entry, identified))
+        else:
+            self._known.move_to_end(key)
         return known
 
 

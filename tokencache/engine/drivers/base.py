@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 from multidict import CIMultiDict
 
 from tokencache.core.ids import Fragment
@@ -39,7 +40,7 @@ from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPa
 CHAT = "/v1/chat/completions"
 
 
-class LastReply(NamedTuple):
+class LastReply(msgspec.Struct, frozen=True):
     """The reply at the end of the known history in a prompt.
 
     `place` is the index of its message in the request. `start` and `end` are its half-open range of tokens in the prompt. `logprobs` are
@@ -52,7 +53,7 @@ class LastReply(NamedTuple):
     logprobs: bytes = b""
 
 
-class ExactPrompt(NamedTuple):
+class ExactPrompt(msgspec.Struct, frozen=True):
     """An exact prompt.
 
     Attributes:
@@ -70,7 +71,7 @@ class ExactPrompt(NamedTuple):
     sampled: tuple[int, ...] = ()
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct, frozen=True):
     """Where to send a call.
 
     Attributes:
@@ -107,7 +108,7 @@ class ParsedCompletion(NamedTuple):
     places: Places | None = None
 
 
-class EngineRequest(NamedTuple):
+class EngineRequest(msgspec.Struct, frozen=True):
     """A call in the format of an engine.
 
     Attributes:
@@ -217,7 +218,7 @@ class Driver(ABC):
         """
         members = {name: value for name, value in body.items() if name != "model" or value}
         answer = await upstream.post(CHAT, self.own_request(members))
-        return answer._replace(body=self.read(answer.body)) if answer.status == HTTPStatus.OK else answer
+        return msgspec.structs.replace(answer, body=self.read(answer.body)) if answer.status == HTTPStatus.OK else answer
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.

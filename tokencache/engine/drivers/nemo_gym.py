@@ -42,11 +42,12 @@ class NemoGym(NemoDriver):
         """See `Driver.write`."""
         messages = list(call.raw_messages if prompt is None else call.safe_messages())
         if prompt is not None:
-            place, start, end, logprobs = prompt.last_reply
+            place, start, end = prompt.last_reply.place, prompt.last_reply.start, prompt.last_reply.end
+            logprobs = ids.unpack_logprobs(prompt.last_reply.logprobs)[: end - start]
             members = {
                 PROMPT: Raw(b"[" + ids.fragment(ids.head(prompt.ids, start)) + b"]"),
                 GENERATION: Raw(b"[" + ids.fragment(ids.tail(ids.head(prompt.ids, end), start)) + b"]"),
-                LOG_PROBS: Raw(_ENCODER.encode(ids.unpack_logprobs(logprobs)[: end - start])),
+                LOG_PROBS: Raw(_ENCODER.encode(logprobs)),
             }
             messages[place] = _ENCODER.encode(FIELDS.decode(messages[place]) | members)
         joined = Raw(b"[" + b",".join([in_text(message) for message in messages]) + b"]")

@@ -66,7 +66,7 @@ class NemoRl(NemoDriver):
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`."""
-        return (await super().request(call, prompt, target))._replace(late_grammar=binds_late(call))
+        return msgspec.structs.replace(await super().request(call, prompt, target), late_grammar=binds_late(call))
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""

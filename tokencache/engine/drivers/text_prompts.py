@@ -20,7 +20,6 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 from multidict import CIMultiDict
 
 from tokencache.core import ids
@@ -38,6 +37,7 @@ from tokencache.engine.template.agreement import EPISODE, TOOL
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
 from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
+from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
@@ -90,7 +90,7 @@ class TextPrompts(Vllm):
         super().__init__(streams=False)
         self._parser = parser
         self._derender = Derender(parser)
-        self._guidance: LRUCache[bytes, Guidance] = LRUCache(_MOST_GUIDES)
+        self._guidance: Recent[bytes, Guidance] = Recent(_MOST_GUIDES)
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         """See `Driver.request`: a text completion for an exact prompt, a chat completion without one."""

@@ -68,13 +68,14 @@ class Vllm(Driver):
                     raise
             else:
                 return bound or await self._chat_request(call, prompt, target)
-        return (await self._chat_request(call, prompt, target))._replace(late_grammar=binds_late(call))
+        made = await self._chat_request(call, prompt, target)
+        return msgspec.structs.replace(made, late_grammar=True) if binds_late(call) else made
 
     async def _chat_request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
         if target.prompt is not None:
             return EngineRequest(target.path, self._write_named(call, target.prompt), named=True)
         if prompt is None or not call.media or target.images.route != "generate":
-            return EngineRequest(target.path, self.write(with_names(call, target.names), prompt))
+            return EngineRequest(target.path, self.write(with_names(call, target.names) if target.names else call, prompt))
         made = await self._image_prompts.request(call, whole_members(members_with_ids(call)), prompt, target)
         return made or EngineRequest(target.path, self.write(with_names(call, target.names), None), not_exact=Reason.NOT_FOR_GENERATE)
 
@@ -140,7 +141,7 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     else stays as the harness sent it.
     """
     fields = {**call.fields, "return_token_ids": _TRUE, "return_weight_versions": _TRUE}
-    if call.shows_logprobs or not any(value_of(call.fields.get(name, _NULL)) for name in _NEED_LOGPROBS):
+    if call.shows_logprobs or not any(value_of(call.fields[name]) for name in _NEED_LOGPROBS if name in call.fields):
         fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
         fields["include_reasoning"] = _TRUE

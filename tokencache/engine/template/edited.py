@@ -18,7 +18,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
@@ -29,6 +28,7 @@ from tokencache.engine.template.learned import REPLY, LearnedTemplate, check_sam
 from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import TailRequest
 from tokencache.engine.template.tails import DEEPER, RECHECK_EVERY
+from tokencache.recent import Recent
 
 MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS, MOST_SETTLED = 65_536, 4096, 8, 65_536
 """Limits for remembered contexts, kinds of replies, openings of one kind, and settled turns."""
@@ -116,9 +116,9 @@ class EditedHistories:
 
     def __init__(self, template: LearnedTemplate) -> None:
         self._template = template
-        self._openings: LRUCache[object, _Openings] = LRUCache(MOST_KINDS)
-        self._ends: LRUCache[bytes, _ContextEnd] = LRUCache(MOST_CONTEXTS)
-        self._settled: LRUCache[tuple[str, str], _Settled] = LRUCache(MOST_SETTLED)
+        self._openings: Recent[object, _Openings] = Recent(MOST_KINDS)
+        self._ends: Recent[bytes, _ContextEnd] = Recent(MOST_CONTEXTS)
+        self._settled: Recent[tuple[str, str], _Settled] = Recent(MOST_SETTLED)
 
     async def frame(self, request: TailRequest, places: Sequence[int], *, in_text: bool = False) -> HistoryFrame:
         """Render a whole conversation and return the frame of the replies at `places`; the last of them is the reply of `request`.

@@ -11,7 +11,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.messages import Message
@@ -20,6 +19,7 @@ from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.template.boundary import ASK, SENTINEL, Boundary, BoundaryUnknownError, SentinelPlace, learn, stand_in
 from tokencache.engine.template.renderer import Renderer, RenderError, TemplateRefusedError, TextRenderer
 from tokencache.engine.template.shapes import MANY, TailRequest
+from tokencache.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class LearnedTemplate:
         self.renderer = renderer
         self.stop_ids = stop_ids
         self.local = local
-        self.generation_prompts: LRUCache[bytes, bytes] = LRUCache(MOST_GENERATION_PROMPTS)
+        self.generation_prompts: Recent[bytes, bytes] = Recent(MOST_GENERATION_PROMPTS)
         self.renders = {"local": 0, "small": 0, "full": 0}
-        self._boundaries: LRUCache[object, Boundary] = LRUCache(MOST_BOUNDARIES)
+        self._boundaries: Recent[object, Boundary] = Recent(MOST_BOUNDARIES)
         self._learning = asyncio.Lock()
 
     # boundaries
@@ -69,6 +69,9 @@ class LearnedTemplate:
         reply = reply or request.reply
         in_text = in_text and bool(reply.calls)
         kind = (request.model, request.args.digest, min(len(reply.calls), MANY), bool(reply.text), len(self.stop_ids), in_text)
+        if (known := self._boundaries.get(kind)) is not None:
+            self._boundaries.move_to_end(kind)
+            return known
         # A template may write the names of the calls after the text, and their ids after the arguments.
         named = (*kind, *(call.name for call in reply.calls))
         identified = (*named, *(call.id for call in reply.calls))
@@ -148,9 +151,10 @@ class LearnedTemplate:
 
     def small(self, request: TailRequest, boundary: Boundary, method: str, *, generation: bool = True) -> Awaitable[bytes]:
         """Render the new messages in a small conversation; `method` as in `tails`: "local", "small" or "context"."""
-        check_no_sentinel(request.raw_new)
+        new = request.raw_new
+        check_no_sentinel(new)
         front, args = (request.systems, request.args) if method == "context" else ((), without_tools(request.args))
-        messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *request.raw_new]
+        messages = [*front, ASK, stand_in(request.reply, SENTINEL + request.words, boundary.place), *new]
         return self.render("local" if method == "local" else "small", request, messages, args, generation=generation)
 
     def full(
@@ -215,9 +219,9 @@ def check_same_past(before: bytes, rendered: bytes) -> None:
 
 def check_no_sentinel(messages: Sequence[bytes]) -> None:
     """Refuse messages that contain the sentinel. It is random and secret, so this is not a property of their shape."""
-    plain = (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw for raw in messages)
-    if any(SENTINEL.encode() in raw for raw in plain):
-        raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
+    for raw in messages:
+        if SENTINEL.encode() in (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw):
+            raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
 
 
 @contextmanager
@@ -225,11 +229,16 @@ def tail_refusals() -> Iterator[None]:
     """Convert errors of boundaries and renderings into a `TailRefusedError`."""
     try:
         yield
-    except (BoundaryUnknownError, TemplateRefusedError) as why:
-        raise TailRefusedError(reason_of(why)) from why
-    except RenderError as why:
-        log.debug("no rendering: %s", why)
-        raise TailRefusedError(Reason.RENDER_ERROR) from why
+    except (BoundaryUnknownError, RenderError) as why:
+        raise as_refusal(why) from why
+
+
+def as_refusal(why: BoundaryUnknownError | RenderError) -> TailRefusedError:
+    """Return the refusal that an error of a boundary or a rendering means."""
+    if isinstance(why, BoundaryUnknownError | TemplateRefusedError):
+        return TailRefusedError(reason_of(why))
+    log.debug("no rendering: %s", why)
+    return TailRefusedError(Reason.RENDER_ERROR)
 
 
 def reason_of(why: Exception) -> str:

@@ -163,30 +163,32 @@ class Shape:
 
 def shape_of(request: TailRequest) -> tuple[object, ...]:
     """Return the key of a shape: its context, the model and arguments, the reply, the new messages, and the messages before the reply."""
-    new = request.new
-    runs = tuple((role, min(len(list(run)), MANY)) for role, run in groupby(m.role for m in new))
-    earlier = {role for role, place in request.conversation.first_places.items() if place < request.at - 1}
+    conversation, reply, at = request.conversation, request.reply, request.at
+    new = conversation.messages[at:]
+    roles = [message.role for message in new]
+    runs = tuple([(role, min(len(list(run)), MANY)) for role, run in groupby(roles)])
+    earlier = {role for role, place in conversation.first_places.items() if place < at - 1}
     return (
-        request.conversation.sampling_context,
+        conversation.sampling_context,
         request.model,
         request.args.digest,
-        min(len(request.reply.calls), MANY),
-        bool(request.reply.text),
-        bool(request.reply.thought),
+        min(len(reply.calls), MANY),
+        bool(reply.text),
+        bool(reply.thought),
         counted_twice(request),
         runs,
         # The role before the reply: a template may write the last message differently from those before it.
-        request.conversation.messages[request.at - 2].role if request.at > 1 else "",
-        any(m.calls for m in new),
+        conversation.messages[at - 2].role if at > 1 else "",
+        any(message.calls for message in new),
         "tool" in earlier,
         FIRST_CALL in earlier,
         "assistant" in earlier,
         "user" in earlier,
-        request.at > 1 and request.conversation.messages[0].role == "system",
+        at > 1 and conversation.messages[0].role == "system",
         # A later system message stays in its place, unless vLLM turns developer messages into system messages and merges them all.
-        any(m.role == "system" for m in new) and any(b'"developer"' in raw for raw in request.raw),
+        "system" in roles and any(b'"developer"' in raw for raw in request.raw),
         # A template may count images, and write the number of each.
-        any(m.media for m in new),
+        any(message.media for message in new),
         FIRST_MEDIA in earlier,
         bool(request.words),
     )

@@ -42,7 +42,6 @@ import logging
 from typing import NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.chain import FIRST_MEDIA
@@ -51,14 +50,15 @@ from tokencache.core.reasons import Reason
 from tokencache.engine.template.boundary import SENTINEL, Boundary, BoundaryUnknownError, answering, reworded, stand_in
 from tokencache.engine.template.learned import (
     LearnedTemplate,
+    as_refusal,
     check_same_past,
     other_call_ids,
     reason_of,
-    tail_refusals,
     with_call_ids,
 )
-from tokencache.engine.template.renderer import TemplateRefusedError
+from tokencache.engine.template.renderer import RenderError, TemplateRefusedError
 from tokencache.engine.template.shapes import Shape, TailRequest, counted_twice, shape_of
+from tokencache.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class Tails:
         self.template = template
         self._warned = False
         self._recheck_every = recheck_every
-        self._shapes: LRUCache[object, Shape] = LRUCache(MOST_SHAPES)
-        self._forms: LRUCache[object, bool] = LRUCache(MOST_FORMS)
+        self._shapes: Recent[object, Shape] = Recent(MOST_SHAPES)
+        self._forms: Recent[object, bool] = Recent(MOST_FORMS)
         """Forms that were proven in some context."""
 
     async def tail(self, request: TailRequest) -> bytes:
@@ -100,7 +100,7 @@ class Tails:
         Raises:
             TailRefusedError: the ids cannot be proven.
         """
-        with tail_refusals():
+        try:
             shape, found = self._shape(request), None
             proofs = shape.proofs
             if not shape.method or shape.refusal(request):
@@ -110,7 +110,9 @@ class Tails:
             found = found if found is not None else await self._again(request, shape)
             if request.words:
                 await self._check_words(request, found)
-            return found
+        except (BoundaryUnknownError, RenderError) as why:
+            raise as_refusal(why) from why
+        return found
 
     async def _check_words(self, request: TailRequest, tail: bytes) -> None:
         """Check that a tail begins with the words of the client, whatever precedes them, and that a stop id follows."""
@@ -122,11 +124,12 @@ class Tails:
 
     def _shape(self, request: TailRequest) -> Shape:
         key = (*shape_of(request), len(self.template.stop_ids))
-        try:
-            return self._shapes[key]
-        except KeyError:
+        shape = self._shapes.get(key)
+        if shape is None:
             shape = self._shapes[key] = Shape(key)
-            return shape
+        else:
+            self._shapes.move_to_end(key)
+        return shape
 
     async def _first(self, request: TailRequest, shape: Shape, *, waited: bool) -> bytes:
         """Prove a shape. After a refusal, only every 8th call tries again."""

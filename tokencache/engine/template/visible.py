@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from cachetools import LRUCache
 
 from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall
@@ -31,6 +30,7 @@ from tokencache.engine.template.boundary import ASK, OTHER, SENTINEL, BoundaryUn
 from tokencache.engine.template.edited import HistoryFrame
 from tokencache.engine.template.learned import LearnedTemplate, tail_refusals, without_tools
 from tokencache.engine.template.shapes import TailRequest
+from tokencache.recent import Recent, RecentBySize
 
 TEXT_BYTES = 16 * 2**20
 """Limit for remembered texts of completions, openings and closings, in characters."""
@@ -107,9 +107,9 @@ class VisibleReplies:
 
     def __init__(self, template: LearnedTemplate) -> None:
         self._template = template
-        self._texts: LRUCache[bytes, str] = LRUCache(TEXT_BYTES, getsizeof=lambda text: len(text) + 1)
-        self._offsets: LRUCache[tuple[bytes, int], int | None] = LRUCache(MOST_OFFSETS)
-        self._brackets: LRUCache[object, _Brackets] = LRUCache(MOST_BRACKETS)
+        self._texts: RecentBySize[bytes, str] = RecentBySize(TEXT_BYTES, lambda text: len(text) + 1)
+        self._offsets: Recent[tuple[bytes, int], int | None] = Recent(MOST_OFFSETS)
+        self._brackets: Recent[object, _Brackets] = Recent(MOST_BRACKETS)
 
     async def parts(
         self, request: TailRequest, frame: HistoryFrame, places: Sequence[int], replies: Sequence[SampledReply]
@@ -283,8 +283,7 @@ class VisibleReplies:
         text = self._texts.get(key)
         if text is None:
             text = await self._read(request, packed)
-            if len(text) < TEXT_BYTES:
-                self._texts[key] = text
+            self._texts[key] = text
         return text
 
     async def _read(self, request: TailRequest, packed: bytes) -> str:

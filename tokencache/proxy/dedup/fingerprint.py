@@ -17,8 +17,9 @@ within a session.
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import msgspec
 import xxhash
 
 from tokencache.store.base import Join
@@ -29,7 +30,7 @@ Policy = Literal["join", "marked", "off"]
 """Which requests are treated as retries: all that may be retries, only those that are marked as retries, or none."""
 
 
-class Fingerprint(NamedTuple):
+class Fingerprint(msgspec.Struct, frozen=True):
     """The properties of a request that show whether it is a retry.
 
     Attributes:

@@ -8,9 +8,8 @@ import contextlib
 import logging
 import time
 
-from cachetools import LRUCache
-
 from tokencache.core.incidents import IncidentKind
+from tokencache.recent import Recent
 from tokencache.store.base import SessionGoneError, SessionInfo, Store
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,7 @@ class LostCalls:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._silent_since: LRUCache[str, float] = LRUCache(_MOST_CALLS)
+        self._silent_since: Recent[str, float] = Recent(_MOST_CALLS)
 
     async def close(self, info: SessionInfo) -> None:
         """Close the calls of a session whose replicas are gone, each with an incident.

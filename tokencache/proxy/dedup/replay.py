@@ -11,6 +11,7 @@ Otherwise the request is sampled again: the new turn is a sibling of the first, 
 
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from tokencache.core.turn import Turn, TurnMark
@@ -69,7 +70,7 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
     """Send a recorded reply in the form that the client requested; `turns` are its choices."""
     first, chat, exchange = turns[0], response.chat, response.exchange
-    response.exchange = exchange._replace(encoder=await exchange.encoder_for(first.handle))
+    response.exchange = msgspec.structs.replace(exchange, encoder=await exchange.encoder_for(first.handle))
     per_prompt = max(1, member(chat.fields, "n", (int,), 1))
     prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several prompts
     reply = WrittenReply(
