@@ -191,7 +191,7 @@ class Model:
             log.info("model %s: level=exact: its replies end with %d", self.capability.model, token)
 
 
-class Wanted(NamedTuple):
+class Minimum(NamedTuple):
     """What a model must be able to do, for a reason: `--require`, or the best level ever found.
 
     `processed`: its log probabilities are those of the distribution that was sampled from (`logprob_kind`).
@@ -223,7 +223,7 @@ class ModelState:
     def __init__(self) -> None:
         self.model: Model | None = None
         self.failure: EngineError | None = None
-        self.wanted = Wanted()
+        self.wanted = Minimum()
         self._delays = delays(FIRST_DELAY, LONGEST_DELAY)
         self._due = 0.0
 
@@ -240,7 +240,7 @@ class ModelState:
         state = self.state
         return state == "unprobed" or (state != "ready" and time.monotonic() >= self._due)
 
-    def found(self, model: Model, wanted: Wanted) -> None:
+    def found(self, model: Model, wanted: Minimum) -> None:
         """Keep the result of a probe."""
         self.model, self.failure, self.wanted = model, None, wanted
         self._due = time.monotonic() + next(self._delays)
@@ -382,11 +382,11 @@ class Engine:
         self.driver = self._drivers[found.driver]
         return self._keep(name, found, small, wanted)
 
-    def _wanted(self, model: str) -> Wanted:
+    def _wanted(self, model: str) -> Minimum:
         best = self._best.get(model, "relay")
         required: Level = "exact" if self._required == "processed" else self._required
         level = higher(required, best)
-        return Wanted(
+        return Minimum(
             level, f"--require asks for {self._required}" if level == required else f"it was {best} before", self._required == "processed"
         )
 
@@ -404,7 +404,7 @@ class Engine:
             raise requests.unanswered
         return small
 
-    def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Wanted) -> Model:
+    def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Minimum) -> Model:
         """Keep a finding under the requested name and under the model's own; both share one state."""
         status = self._statuses.get(found.model)
         if status is None or status.model is None or status.state == "lowered":
@@ -417,7 +417,7 @@ class Engine:
             self._on_probe(found)
         return status.model
 
-    def _log(self, found: Capability, wanted: Wanted) -> None:
+    def _log(self, found: Capability, wanted: Minimum) -> None:
         """Log a finding, unless it is the same as the last one."""
         missing = wanted.missing(found)
         self.error = f"{missing}; it is probed again" if missing else ""
