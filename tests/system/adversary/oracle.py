@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms
+from tests.system.adversary.words import DRAWN, arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 _END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
 """What ends thinking, and what Hunyuan's model writes before each answer (its template omits that in histories without tools)."""
-_DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
-"""An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media", "continue-final-message", "record-only"})
 """Reasons for which no reply of a request has to be recognised: the request cannot be read."""
 
@@ -158,7 +156,7 @@ class Oracle:
         return number
 
     def _remember(self, said: SampledTurn) -> None:
-        for words in said.forms:
+        for words in {*said.forms, meaning(without_text(said.reply, ()))}:
             self._by_words[words].append(said)
         for name in call_ids(said.reply):
             self._issued[safe(name)].add(said.number)
@@ -185,7 +183,7 @@ class Oracle:
             number = self.numbers[anchor.turn]
             if not taken and called.prompt[: anchor.start] == self.turns[number].prompt:
                 # The prompt goes on with that turn's. The record need not name the replies in it again.
-                taken += [span for span in self.turns[number].spans if self.turns[span.turn].is_said_by(entries[span.place])]
+                taken += [span for span in self.turns[number].spans if self._still_there(span, entries[span.place])]
             place = getattr(anchor, "place", None)
             if place is None:  # before it was recorded
                 after = taken[-1].place if taken else -1
@@ -287,6 +285,10 @@ class Oracle:
         parts = [self.turns[part] for part in entry.parts]  # a part has the same beginning as well
         return any((part.prompt, part.completion) == (given.prompt, given.completion) for part in parts)
 
+    def _still_there(self, span: Span, entry: Entry) -> bool:
+        """Whether a message may be the reply with these tokens: it is what a harness made of it, or has its words."""
+        return self._is_kept(span, entry) or self.turns[span.turn].is_said_by(entry)
+
     def _words_after(self, span: Span, entry: Entry) -> str:
         """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
         given = self.turns[span.turn]
@@ -321,6 +323,9 @@ class Oracle:
             self._find("false", f"message {span.place} is {whose}, came back with its handle, and stands in the tokens of turn {span.turn}")
             return
         if self._stood_there(span, entries, scope):
+            return
+        if any(self.truth(one) == span.turn and given.is_said_by(one) for one in entries):
+            self._find("false", f"message {span.place} is {whose}, and has the tokens of turn {span.turn}, which is another message")
             return
         fits = self._fitting(entries, span.place)
         if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
@@ -379,7 +384,7 @@ class Oracle:
         return [
             [said for said in placed if self._unchanged(said, entries[:place])],
             [said for said in placed if said.loose == context],
-            [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
+            [said for said in fits if any(map(DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.entries and said.entries[-1].exact == before],
         ]
@@ -443,19 +448,19 @@ class Oracle:
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
 
-        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If the prompt of
-        that turn had no tokens of a reply, the whole prompt is text then.
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. What was text in
+        the prompt of that turn is text then, too.
         """
         near = [self.turns[self.numbers[plan.basis.id]]] if plan.basis.id is not None else []
-        if not near and plan.reason == "added-text-unproven":
-            with_words = [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
-            near = [said for said in reversed(with_words) if not said.spans]
+        if plan.reason == "added-text-unproven":
+            near += [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
+        settled = 0
         for said in near:
             n = len(said.entries) - said.continues
             same_context = said.scope == scope and said.loose[:n] == tuple(entry.loose for entry in entries[:n])
             if n < len(entries) and same_context and self._is_echo(entries[n], said):
-                return n
-        return 0
+                settled = max(settled, n)
+        return settled
 
     @staticmethod
     def _is_echo(entry: Entry, said: SampledTurn) -> bool:
@@ -722,7 +727,7 @@ def _may_be(call: Message, cut: Message) -> bool:
 
 def _same_make(ours: str, theirs: str) -> bool:
     """Whether an id has the same form as another one, with other random characters."""
-    drawn = [_DRAWN.search(name) for name in (ours, theirs)]
+    drawn = [DRAWN.search(name) for name in (ours, theirs)]
     if ours == theirs or None in drawn:
         return False
     (head, length), (other, same) = [(name[: one.start()], len(one[0])) for name, one in zip((ours, theirs), drawn, strict=True) if one]
