@@ -324,9 +324,6 @@ class Oracle:
             return
         if self._stood_there(span, entries, scope):
             return
-        if any(self.truth(one) == span.turn and given.is_said_by(one) for one in entries):
-            self._find("false", f"message {span.place} is {whose}, and has the tokens of turn {span.turn}, which is another message")
-            return
         fits = self._fitting(entries, span.place)
         if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
             fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
@@ -334,7 +331,13 @@ class Oracle:
         # The reply before may be known though its tokens could not be placed.
         previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
         in_order = [said for said in fits if said.last in previous]
-        indicated = next((level for level in [*self._levels(fits, entries, span.place, scope), in_order] if level), [])
+        levels = self._levels(fits, entries, span.place, scope)
+        itself = [place for place, one in enumerate(entries) if self.truth(one) == span.turn and given.is_said_by(one)]
+        copied = any(given in level for place in itself for level in self._levels([given], entries, place, scope))
+        if copied and not any(given in level for level in levels[:2]):
+            self._find("false", f"message {span.place} is {whose}, and has the tokens of turn {span.turn}, which is another message")
+            return
+        indicated = next((level for level in [*levels, in_order] if level), [])
         ordered = [said for said in indicated if said in in_order]
         since = _since(entries[: span.place])
         for level in (indicated, ordered, [said for said in ordered if _since(said.entries) == since]):
