@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tests.system.adversary.words import Message
     from tokencache.core.turn import Turn
 
-_END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
+_END_OF_THINKING = re.compile("</(?:seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
 """What ends thinking, and what Hunyuan's model writes before each answer (its template omits that in histories without tools)."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media", "continue-final-message", "record-only"})
 """Reasons for which no reply of a request has to be recognised: the request cannot be read."""
@@ -122,7 +122,7 @@ class Oracle:
         reply = called.generation.message
         spans = self._spans(called, entries)
         self._tokens(called, spans, entries)
-        if self._follows:
+        if self._follows and not (called.continues and plan.parent is not None):  # such a prompt is that of the reply, with its thinking
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
         for span in self._changed(spans, entries):
@@ -234,7 +234,8 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn]
             before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
-            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thinking or UNASKED)[2]).strip()
+            *ended, left_out = (part.strip() for part in _END_OF_THINKING.split(before))
+            left_out = left_out if ended else before.rpartition(said.thinking or UNASKED)[2].strip()
             there = decode(
                 called.prompt[max(span.start - 20, 0) : span.start]
             ).rstrip()  # the template may open an answer with the same words
@@ -301,7 +302,7 @@ class Oracle:
         if not 0 <= span.place < len(entries) or not entries[span.place].is_reply:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
-        entry, given = entries[span.place], self.turns[span.turn]
+        entry, given, written = entries[span.place], self.turns[span.turn], entries
         with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
         if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
@@ -310,7 +311,8 @@ class Oracle:
             if not self._began_there(given, entries[: span.place + 1], scope):
                 self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
-        self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
+        if not self._stood_there(span, written, scope):
+            self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
 
     def _judge_evidence(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], *, with_words: bool) -> None:
         """Judge whether a message whose words are those of the turn is that turn, or all evidence says so."""
@@ -321,8 +323,6 @@ class Oracle:
         whose = f"turn {truth}" if truth is not None else "the harness's own"
         if entry.handle and given.handle and entry.handle != given.handle:
             self._find("false", f"message {span.place} is {whose}, came back with its handle, and stands in the tokens of turn {span.turn}")
-            return
-        if self._stood_there(span, entries, scope):
             return
         fits = self._fitting(entries, span.place)
         if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
@@ -395,12 +395,13 @@ class Oracle:
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
         """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
 
-        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text.
+        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text. A
+        reply without its handle may be written otherwise.
         """
         supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
-            if was is one or was.exact == one.exact:
+            if was is one or (was.exact == one.exact and (was.handle == one.handle or place in supplied)):
                 return True
             same_words = was.words.strip() == one.words.strip()
             return (
