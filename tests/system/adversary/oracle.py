@@ -541,7 +541,9 @@ class Oracle:
 
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
-        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply and self._is_echo(entry, own)]
+        understood = set(map(meaning, understood_forms(own.reply)))
+        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply]
+        others = [i for i in others if self._is_echo(entries[i], own) or entries[i].loose in understood]
         if any(entries[i].turn == own.number for i in others):
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
