@@ -452,12 +452,13 @@ class Oracle:
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
 
-        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. What was text in
-        the prompt of that turn is text then, too.
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. So does a reply
+        without words, where the template is followed: it shows nothing of it. What was text in the prompt of that turn is text then, too.
         """
         near = [self.turns[self.numbers[plan.basis.id]]] if plan.basis.id is not None else []
-        if plan.reason == "added-text-unproven":
-            near += [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
+        with_words = [entry for entry in entries if entry.is_kept and entry.words] if plan.reason == "added-text-unproven" else []
+        wordless = [entry for entry in entries if entry.is_reply and not any(entry.loose[1:])] if self._follows else []
+        near += [self.turns[entry.turn] for entry in (*with_words, *wordless) if entry.turn is not None]
         settled = 0
         for said in near:
             n = len(said.entries) - said.continues
