@@ -45,7 +45,7 @@ def test_every_result_every_reason_and_every_rule_occurs():
 
 
 def _ignoring_ambiguity(echoed, judged):
-    return next((found for found in judged if found.verdict.supplied), None)
+    return [found for found in judged if found.verdict.supplied][:1]
 
 
 def _ignoring_reasoning(served, echoed, leniency):
@@ -794,3 +794,39 @@ def test_positions_of_replies_in_a_client_s_ids_are_not_recorded():
     client = msgspec.structs.replace(two, match="resplice", parent=None, reason="client-ids")
     assert evidence.placed_replies(client, {}) is None
     assert evidence.placed_replies(two, index.turns) is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [(_calling(C1, text="I look."), _calling(C1, text="I look.")), (_calling(C1, text="I look."), _calling(C1)), (OK, OK)],
+)
+def test_a_reply_that_is_text_in_the_prompt_is_in_no_other_place(said, again):
+    """The prompt of the turn that is continued has the reply as text. A harness that copies it does not send it back twice."""
+    for copied in (True, False):
+        index = _Index(Leniency(harness_rules=frozenset({"text-dropped"})))
+        one = index.add(_turn("a", said), S1, U1)
+        before = (U3, U1, said if copied else _calling(C2), U2)
+        parent = index.add(_turn("b", Message("assistant", "so")), *before)
+        found = index.match(*before, parent.served, U1, again, U2)
+        assert (found.parent, found.anchors) == (parent, () if copied else ((6, Hit(one)),))
+
+
+def test_replies_with_equal_tokens_after_different_prompts_are_known_by_their_position():
+    """The same words were also said elsewhere, after the same message, in other tokens."""
+    index = _Index()
+    index.add(_turn("a", OK), S1, U1)
+    for name in "bc":
+        turn = msgspec.structs.replace(_turn(name, OK), prefix_hash=name.encode(), completion_hash=b"same")
+        index.add(turn, U2, Message("assistant", "own"), U1)
+    found = index.match(U2, Message("assistant", "own"), U1, OK, U3)
+    assert (found.kind, [(place, hit.turn.id) for place, hit in found.anchors]) == ("resplice", [(3, "b")])
+
+
+def test_of_replies_with_equal_tokens_the_one_whose_prompt_still_holds_is_continued():
+    index = _Index()
+    own = [_thought("Like this.", thought) for thought in ("an example", "another")]
+    for name, example in zip("ab", own, strict=True):
+        turn = msgspec.structs.replace(_turn(name, OK), prefix_hash=name.encode(), completion_hash=b"same")
+        index.add(turn, U1, example, U2)
+    for name, example in zip("ab", own, strict=True):
+        assert index.match(U1, example, U2, OK, U3)[:3] == ("continue", "", index.turns[name])

@@ -30,7 +30,7 @@ If several turns are equally likely, the matcher chooses the turn that was sampl
 never guesses: if several recorded turns with different tokens remain, it chooses none.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -44,7 +44,17 @@ from tokencache.core.messages import Message, digest
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
-from tokencache.core.verdict import CUT_OFF, DeliveredPrefix, Verdict, delivered_prefix, is_unique, judge, keeps_id, may_be_delivered
+from tokencache.core.verdict import (
+    CUT_OFF,
+    DeliveredPrefix,
+    Verdict,
+    bare_id,
+    delivered_prefix,
+    is_unique,
+    judge,
+    keeps_id,
+    may_be_delivered,
+)
 
 
 class Hit(msgspec.Struct, frozen=True):
@@ -111,18 +121,19 @@ def match(
     claims: list[_Claim] = []
     parent: tuple[int, _Found] | None = None
     for i in conversation.replies():
-        chosen = finder.in_place(i)
-        if isinstance(chosen, _Found):
-            if finder.was_judged(chosen.hit.turn, i):
-                parent = (i, chosen)
-                break
-            if turns is None:
-                return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
-            if finder.still_holds(chosen.hit.turn):
-                parent = (i, chosen)
-                break
-            chosen = None
-        claims.append(finder.elsewhere(i) if chosen in {None, Reason.FOREIGN_REPLY} else _Claim(i, (), chosen or ""))
+        found = finder.in_place(i)
+        if isinstance(found, str):
+            claims.append(_Claim(i, (), found))
+            continue
+        if turns is not None:
+            found = [one for one in found if finder.was_judged(one.hit.turn, i) or finder.still_holds(one.hit.turn)]
+        elif not all(finder.was_judged(one.hit.turn, i) for one in found):
+            return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
+        if found and _interchangeable(_turns(found), in_place=True):
+            parent = (i, found[0])
+            break
+        # several prompts may have led to these tokens: the reply is certain, but not the tokens before it
+        claims.append(_Claim(i, tuple(found)) if found else finder.elsewhere(i))
     if parent is None and not claims:
         return Match("root")
     # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
@@ -165,6 +176,8 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     conversation = finder.conversation
     placed = evidence.placed_replies(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
     inside = {reply.turn.id for reply in placed} | ({parent[1].hit.turn.id} if parent is not None else set())
+    if parent is not None and claims:
+        inside |= _shown_as_text(finder, claims, parent[0], {reply.place for reply in placed})
     anchors, reasons = _settle(finder, claims, inside, parent)
     rules = {rule for _, found in anchors for rule in found.verdict.rules}
     hits = tuple((place, found.hit) for place, found in anchors)
@@ -185,6 +198,25 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
         return Match("resplice", Reason.CONTEXT_EDITED, found.hit.turn, i + 1, hits, applied_rules, found.delivered, added, unsure)
     kind: MatchKind = "branch" if found.hit.continued else "continue"
     return Match(kind, reasons[-1] if reasons else "", found.hit.turn, i + 1, (), applied_rules, found.delivered, added, unsure)
+
+
+def _shown_as_text(finder: "_Finder", claims: Sequence[_Claim], until: int, placed: Collection[int]) -> set[str]:
+    """Return the claimed turns that a reply before the place `until` may be, too, which the parent's prompt has as text.
+
+    A harness that has the same message twice copied it. Nothing shows that the second one is the model's.
+    """
+    conversation = finder.conversation
+    as_text = [i for i in conversation.replies() if i < until and i not in placed]
+    names = {call.id for i in as_text for call in conversation.messages[i].calls[:1]}
+    names |= set(map(bare_id, names))
+    words = {(reply_key(conversation.digests[i], conversation.model_key), finder.message_before(i)) for i in as_text}
+
+    def may_be_text(claim: _Claim, turn: Turn) -> bool:
+        if any(is_unique(call.id) and not names.isdisjoint({call.id, bare_id(call.id)}) for call in turn.served.calls[:1]):
+            return True
+        return (claim.after_message or claim.in_order) and (_served_key(turn, conversation), _message_before(turn)) in words
+
+    return {found.hit.turn.id for claim in claims for found in claim.candidates if may_be_text(claim, found.hit.turn)}
 
 
 def _settle(
@@ -320,8 +352,8 @@ class _Finder(NamedTuple):
     turns: Mapping[str, Turn]
     echoed: Mapping[int, ReturnedIdHashes]
 
-    def in_place(self, i: int) -> _Found | str | None:
-        """Find the turn of a reply in its position; a reason if no turn fits; `None` if no turn is recorded in this position."""
+    def in_place(self, i: int) -> list[_Found] | str:
+        """Find the turns of a reply in its position, which have the same tokens; a reason if they are in doubt; empty if there are none."""
         echoed, chain = self.conversation.messages[i], self.conversation.chain[i]
         by_name = [hit for hit in self._by_name(i) if hit.turn.position_key == chain]
         whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
@@ -336,13 +368,15 @@ class _Finder(NamedTuple):
         several = len({one.hit.turn.id for one in found} | {hit.turn.id for hit in others}) > 1
         by_tokens = self._by_tokens(i, found) if several else []
         chosen = _choose(echoed, by_tokens or found)
-        if isinstance(chosen, _Found) and not by_tokens:
+        if isinstance(chosen, str):
+            return chosen
+        if chosen and not by_tokens:
             undelivered = any(part is None for _, part in parts)
-            in_doubt = undelivered or self._may_be_barred(i, found, [chosen]) or self._may_be_another(i, chosen, others)
-            chosen = Reason.AMBIGUOUS_REPLY if in_doubt else chosen
-        if isinstance(chosen, _Found) and not chosen.verdict.ids_kept and self._issued_to_another(i, chosen.hit.turn):
+            if undelivered or self._may_be_barred(i, found, chosen) or any(self._may_be_another(i, one, others) for one in chosen):
+                return Reason.AMBIGUOUS_REPLY
+        if any(not one.verdict.ids_kept and self._issued_to_another(i, one.hit.turn) for one in chosen):
             return Reason.REWRITTEN_REPLY
-        if isinstance(chosen, _Found) and chosen.added is not None and not chosen.added.restored and self._is_reply(i):
+        if any(one.added is not None and not one.added.restored for one in chosen) and self._is_reply(i):
             return Reason.AMBIGUOUS_REPLY
         return chosen
 
@@ -434,7 +468,7 @@ class _Finder(NamedTuple):
         that the client continued is the beginning of the turn that continues it, not another one; nor is a beginning to which nothing was
         added a reply.
         """
-        here, found = self._message_before(i), {one.hit.turn.id for one in judged}
+        here, found = self.message_before(i), {one.hit.turn.id for one in judged}
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
         others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
         others = [turn for turn in others if not self._has_other_handle(i, turn) and not _is_beginning_alone(turn)]
@@ -443,7 +477,7 @@ class _Finder(NamedTuple):
 
     def _may_have_words(self, i: int, restored: Turn) -> bool:
         """Whether a reply with its stop string may be another one with the same text, to which the harness added that string."""
-        here = self._message_before(i)
+        here = self.message_before(i)
         same = [hit.turn for hit in self.hits.get(_served_key(restored, self.conversation), ()) if hit.turn.id != restored.id]
         others = [turn for turn in same if turn.completion_hash != restored.completion_hash and _message_before(turn) == here]
         added = [added_text(turn, self.conversation.messages[i], self.leniency) for turn in others]
@@ -465,7 +499,7 @@ class _Finder(NamedTuple):
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
         if not barred:  # as in nearly every call: nothing has to be hashed
             return False
-        here, rewritten = self._message_before(i), all(found.verdict.kind == "rewritten" for found in known)
+        here, rewritten = self.message_before(i), all(found.verdict.kind == "rewritten" for found in known)
         tokens = {found.hit.turn.completion_hash for found in known}
         return any((rewritten or _message_before(turn) == here) and turn.completion_hash not in tokens for turn in barred)
 
@@ -482,7 +516,7 @@ class _Finder(NamedTuple):
 
     def _after_same_message(self, i: int, genuine: list[_Found]) -> list[_Found]:
         """Keep the turns that were sampled after the message before the reply."""
-        echoed, here = self.conversation.messages[i], self._message_before(i)
+        echoed, here = self.conversation.messages[i], self.message_before(i)
         has_content = echoed.text or echoed.calls
         after_same = [found for found in genuine if has_content and here and _message_before(found.hit.turn) == here]
         ids_kept = [found for found in after_same if found.verdict.ids_kept]
@@ -531,7 +565,7 @@ class _Finder(NamedTuple):
         handle = self.handles.get(i, "")
         return bool(handle and turn.handle) and turn.handle != handle
 
-    def _message_before(self, i: int) -> bytes:
+    def message_before(self, i: int) -> bytes:
         return evidence.split_preceding_hash(evidence.preceding_hash(self.conversation, i)).message
 
 
@@ -556,25 +590,20 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
     return Reason.REWRITTEN_REPLY if any(found.verdict.kind == "rewritten" for found in judged) else Reason.FOREIGN_REPLY
 
 
-def _choose(echoed: Message, judged: Sequence[_Found]) -> _Found | str | None:
-    """Choose the turn of a reply in its position; a reason if there is no choice; `None` if there are no turns.
-
-    Also `None` if the turns have the same tokens after different prompts: then the reply may be certain, but not the tokens before it.
-    """
-    if not judged:
-        return None
+def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
+    """Choose the turns of a reply in its position, all with the same tokens; a reason if they are in doubt; empty if there are none."""
     genuine = [found for found in judged if found.verdict.supplied]
     if echoed.calls:
         genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
     if not genuine:
-        return _why_not(judged)
+        return Reason.REWRITTEN_REPLY if _why_not(judged) == Reason.REWRITTEN_REPLY else []
     if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in genuine):
         return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
-    if _interchangeable(_turns(genuine), in_place=True):
-        return genuine[0]
-    return None if _interchangeable(_turns(genuine), in_place=False) else Reason.AMBIGUOUS_REPLY
+    if _interchangeable(_turns(genuine), in_place=True) or _interchangeable(_turns(genuine), in_place=False):
+        return genuine
+    return Reason.AMBIGUOUS_REPLY
 
 
 def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:

@@ -8,7 +8,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tests.system.adversary.words import Message, arguments_of, call_ids, cut_thought, meaning, safe, says, shown, text_of, thoughts
+from tests.system.adversary.words import (
+    DRAWN,
+    Message,
+    arguments_of,
+    call_ids,
+    cut_thought,
+    meaning,
+    safe,
+    says,
+    shown,
+    text_of,
+    thoughts,
+    without_text,
+)
 
 if TYPE_CHECKING:
     from tests.system.adversary.template_reading import ReplyOpening
@@ -162,8 +175,15 @@ class SampledTurn:
         return found
 
     def is_said_by(self, entry: Entry) -> bool:
-        """Whether an entry has the words of this turn, and no other reasoning."""
-        return entry.loose in self.forms and entry.thoughts <= self.forms[entry.loose]
+        """Whether an entry has the words of this turn, and no other reasoning.
+
+        Calls exactly as they were issued, under ids that were drawn, need no text beside them (rule `text-dropped`).
+        """
+        if entry.loose in self.forms:
+            return entry.thoughts <= self.forms[entry.loose]
+        verbatim = entry.message.get("tool_calls") == self.reply.get("tool_calls") and all(map(DRAWN.search, self.names))
+        alone = without_text(self.reply, ())
+        return verbatim and entry.loose == meaning(alone) and entry.thoughts <= thoughts(alone)
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:

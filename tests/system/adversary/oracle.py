@@ -29,7 +29,7 @@ from tests.engine.template.template_lab import UNASKED
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms
+from tests.system.adversary.words import DRAWN, arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
 from tokencache.core import invariants
 
 if TYPE_CHECKING:
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from tests.system.adversary.words import Message
     from tokencache.core.turn import Turn
 
-_END_OF_THINKING = re.compile("</(seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
+_END_OF_THINKING = re.compile("</(?:seed:)?think>|<\\|END_THINKING\\|>|<\\|end\\|><\\|start\\|>assistant|\u52a9\u624b\uff1a")
 """What ends thinking, and what Hunyuan's model writes before each answer (its template omits that in histories without tools)."""
-_DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
-"""An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 CONTEXT_FREE = frozenset({"unreadable-history", "media", "continue-final-message", "record-only"})
 """Reasons for which no reply of a request has to be recognised: the request cannot be read."""
 
@@ -124,7 +122,7 @@ class Oracle:
         reply = called.generation.message
         spans = self._spans(called, entries)
         self._tokens(called, spans, entries)
-        if self._follows:
+        if self._follows and not (called.continues and plan.parent is not None):  # such a prompt is that of the reply, with its thinking
             self._thinking(called, spans)
         supplied = {span.place: span.turn for span in spans}
         for span in self._changed(spans, entries):
@@ -158,7 +156,7 @@ class Oracle:
         return number
 
     def _remember(self, said: SampledTurn) -> None:
-        for words in said.forms:
+        for words in {*said.forms, meaning(without_text(said.reply, ()))}:
             self._by_words[words].append(said)
         for name in call_ids(said.reply):
             self._issued[safe(name)].add(said.number)
@@ -185,7 +183,7 @@ class Oracle:
             number = self.numbers[anchor.turn]
             if not taken and called.prompt[: anchor.start] == self.turns[number].prompt:
                 # The prompt goes on with that turn's. The record need not name the replies in it again.
-                taken += [span for span in self.turns[number].spans if self.turns[span.turn].is_said_by(entries[span.place])]
+                taken += [span for span in self.turns[number].spans if self._still_there(span, entries[span.place])]
             place = getattr(anchor, "place", None)
             if place is None:  # before it was recorded
                 after = taken[-1].place if taken else -1
@@ -236,7 +234,8 @@ class Oracle:
         for span in spans:
             said = self.turns[span.turn]
             before, after = decode(said.completion[: span.offset]), decode(said.completion[span.offset :])
-            left_out = _END_OF_THINKING.sub("", before.rpartition(said.thinking or UNASKED)[2]).strip()
+            *ended, left_out = (part.strip() for part in _END_OF_THINKING.split(before))
+            left_out = left_out if ended else before.rpartition(said.thinking or UNASKED)[2].strip()
             there = decode(
                 called.prompt[max(span.start - 20, 0) : span.start]
             ).rstrip()  # the template may open an answer with the same words
@@ -287,6 +286,10 @@ class Oracle:
         parts = [self.turns[part] for part in entry.parts]  # a part has the same beginning as well
         return any((part.prompt, part.completion) == (given.prompt, given.completion) for part in parts)
 
+    def _still_there(self, span: Span, entry: Entry) -> bool:
+        """Whether a message may be the reply with these tokens: it is what a harness made of it, or has its words."""
+        return self._is_kept(span, entry) or self.turns[span.turn].is_said_by(entry)
+
     def _words_after(self, span: Span, entry: Entry) -> str:
         """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
         given = self.turns[span.turn]
@@ -299,7 +302,7 @@ class Oracle:
         if not 0 <= span.place < len(entries) or not entries[span.place].is_reply:
             self._find("false", f"message {span.place} is not a reply, but has the tokens of turn {span.turn}")
             return
-        entry, given = entries[span.place], self.turns[span.turn]
+        entry, given, written = entries[span.place], self.turns[span.turn], entries
         with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
         if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
             entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
@@ -308,7 +311,8 @@ class Oracle:
             if not self._began_there(given, entries[: span.place + 1], scope):
                 self._find("false", f"message {span.place} does not have the words of turn {span.turn}: {entry.exact} is not {given.reply}")
             return
-        self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
+        if not self._stood_there(span, written, scope):
+            self._judge_evidence(span, entries, scope, supplied, with_words=with_words)
 
     def _judge_evidence(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int], *, with_words: bool) -> None:
         """Judge whether a message whose words are those of the turn is that turn, or all evidence says so."""
@@ -320,8 +324,6 @@ class Oracle:
         if entry.handle and given.handle and entry.handle != given.handle:
             self._find("false", f"message {span.place} is {whose}, came back with its handle, and stands in the tokens of turn {span.turn}")
             return
-        if self._stood_there(span, entries, scope):
-            return
         fits = self._fitting(entries, span.place)
         if with_words and truth is not None and truth not in {said.number for said in fits} and truth >= self._kept:
             fits = [*fits, self.turns[truth]]  # as it was written, it may as well be that turn's reply with words
@@ -329,7 +331,13 @@ class Oracle:
         # The reply before may be known though its tokens could not be placed.
         previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
         in_order = [said for said in fits if said.last in previous]
-        indicated = next((level for level in [*self._levels(fits, entries, span.place, scope), in_order] if level), [])
+        levels = self._levels(fits, entries, span.place, scope)
+        itself = [place for place, one in enumerate(entries) if self.truth(one) == span.turn and given.is_said_by(one)]
+        copied = any(given in level for place in itself for level in self._levels([given], entries, place, scope))
+        if copied and not any(given in level for level in levels[:2]):
+            self._find("false", f"message {span.place} is {whose}, and has the tokens of turn {span.turn}, which is another message")
+            return
+        indicated = next((level for level in [*levels, in_order] if level), [])
         ordered = [said for said in indicated if said in in_order]
         since = _since(entries[: span.place])
         for level in (indicated, ordered, [said for said in ordered if _since(said.entries) == since]):
@@ -379,7 +387,7 @@ class Oracle:
         return [
             [said for said in placed if self._unchanged(said, entries[:place])],
             [said for said in placed if said.loose == context],
-            [said for said in fits if any(map(_DRAWN.search, names)) and said.names == names],
+            [said for said in fits if any(map(DRAWN.search, names)) and said.names == names],
             [said for said in fits if entry.handle and said.handle == entry.handle],
             [said for said in fits if before is not None and any(entry.loose[1:]) and said.entries and said.entries[-1].exact == before],
         ]
@@ -387,12 +395,13 @@ class Oracle:
     def _unchanged(self, said: SampledTurn, now: Sequence[Entry]) -> bool:
         """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
 
-        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text.
+        Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text. A
+        reply without its handle may be written otherwise.
         """
         supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
-            if was is one or was.exact == one.exact:
+            if was is one or (was.exact == one.exact and (was.handle == one.handle or place in supplied)):
                 return True
             same_words = was.words.strip() == one.words.strip()
             return (
@@ -443,19 +452,20 @@ class Oracle:
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
 
-        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. If the prompt of
-        that turn had no tokens of a reply, the whole prompt is text then.
+        Words that the client added to that reply keep the call from continuing it, if the history must be rendered again. So does a reply
+        without words, where the template is followed: it shows nothing of it. What was text in the prompt of that turn is text then, too.
         """
         near = [self.turns[self.numbers[plan.basis.id]]] if plan.basis.id is not None else []
-        if not near and plan.reason == "added-text-unproven":
-            with_words = [self.turns[entry.turn] for entry in entries if entry.is_kept and entry.words and entry.turn is not None]
-            near = [said for said in reversed(with_words) if not said.spans]
+        with_words = [entry for entry in entries if entry.is_kept and entry.words] if plan.reason == "added-text-unproven" else []
+        wordless = [entry for entry in entries if entry.is_reply and not any(entry.loose[1:])] if self._follows else []
+        near += [self.turns[entry.turn] for entry in (*with_words, *wordless) if entry.turn is not None]
+        settled = 0
         for said in near:
             n = len(said.entries) - said.continues
             same_context = said.scope == scope and said.loose[:n] == tuple(entry.loose for entry in entries[:n])
             if n < len(entries) and same_context and self._is_echo(entries[n], said):
-                return n
-        return 0
+                settled = max(settled, n)
+        return settled
 
     @staticmethod
     def _is_echo(entry: Entry, said: SampledTurn) -> bool:
@@ -532,7 +542,9 @@ class Oracle:
 
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
-        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply and self._is_echo(entry, own)]
+        understood = set(map(meaning, understood_forms(own.reply)))
+        others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply]
+        others = [i for i in others if self._is_echo(entries[i], own) or entries[i].loose in understood]
         if any(entries[i].turn == own.number for i in others):
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
@@ -722,7 +734,7 @@ def _may_be(call: Message, cut: Message) -> bool:
 
 def _same_make(ours: str, theirs: str) -> bool:
     """Whether an id has the same form as another one, with other random characters."""
-    drawn = [_DRAWN.search(name) for name in (ours, theirs)]
+    drawn = [DRAWN.search(name) for name in (ours, theirs)]
     if ours == theirs or None in drawn:
         return False
     (head, length), (other, same) = [(name[: one.start()], len(one[0])) for name, one in zip((ours, theirs), drawn, strict=True) if one]

@@ -38,6 +38,7 @@ from tokencache.proxy.recorder import Recorded, turns_of
 FEW, SEED = 250, 11
 USUAL = ("Qwen2.5",)
 ASK = {"role": "user", "content": "Look."}
+DRAWN_ID = "chatcmpl-tool-567dc421e65c3c45"
 CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls"}'}}
 
 
@@ -109,7 +110,7 @@ def test_it_finds_a_matcher_that_accepts_other_words_with_the_right_ids(monkeypa
     def trusting(self, i):
         came = self.echoed.get(i)
         named = [hit for hits in self.hits.values() for hit in hits if came is not None and came.names(hit.turn)]
-        return match._Found(named[0], verdict.Verdict("same")) if named else in_place(self, i)
+        return [match._Found(named[0], verdict.Verdict("same"))] if named else in_place(self, i)
 
     monkeypatch.setattr(match._Finder, "in_place", trusting)
     assert finds("false")
@@ -434,7 +435,7 @@ async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_sta
     talk = Judged()
     ask, tally = talk.ask, talk.tally
 
-    call = {**CALL, "id": "chatcmpl-tool-567dc421e65c3c45"}
+    call = {**CALL, "id": DRAWN_ID}
     looked = await ask({"content": "I look.", "tool_calls": [call]}, Entry(ASK))
     looked = replace(looked, message={**looked.message, "content": None}, kept={**looked.message, "content": None}, owed=False)
     result = Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"})
@@ -460,25 +461,74 @@ async def test_the_position_does_not_choose_between_replies_that_a_harness_may_u
     assert (tally.counts["owed"], tally.counts["missed"], tally.counts["false"]) == (owed, 0, 0)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"content": None}, set()),
+        ({"content": "No."}, {"false"}),
+        ({"content": None, "tool_calls": [{**CALL, "id": f"{DRAWN_ID[:-1]}6"}]}, {"false"}),
+        ({"content": None, "tool_calls": [{**CALL, "id": DRAWN_ID, "function": {"name": "bash", "arguments": "{}"}}]}, {"false"}),
+    ],
+)
+async def test_calls_under_ids_that_were_drawn_may_be_a_reply_without_its_text(change, found, copied):
+    """Whoever wrote them, all evidence says so; but not if the reply itself is in the history, too (`copied`)."""
+    talk = Spliced()
+    reply = await talk.ask([Entry(ASK)], {"content": "I look.", "tool_calls": [{**CALL, "id": DRAWN_ID}]})
+    result = Entry({"role": "tool", "tool_call_id": DRAWN_ID, "content": "a.txt"})
+    own = Entry({**reply.message, **change})
+    after = "\n<|im_start|>user\n<tool_response>\na.txt\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    await talk.ask([Entry(ASK), own, result, *([reply, result] if copied else [])], {"content": "Done."}, after)
+    assert await talk.found() & {"false"} == (found | {"false"} if copied else found)
+
+
+@pytest.mark.parametrize(("added", "found"), [("</search> ", set()), ("</search> a.txt", {"unfaithful"})])
+async def test_a_prompt_that_goes_on_with_a_clients_ids_has_its_replies_with_what_the_client_wrote_behind_them(added, found):
+    """The record does not say where they are. Blanks after a stop string are not shown."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle, limits = Oracle(stack, 0, tally), {"stop": ["</search>"]}
+
+    async def ask(session, reply, *entries, was=()):
+        called = await stack.call(session, dialects.write("chat", entries, [], {}, limits), reply)
+        number = oracle.judge(called, [*was, *entries[len(was) :]], scope="", owing=False)
+        return called, Entry(dialects.served("chat", called.answer)[0], number, stop=called.generation.stop)
+
+    called, searched = await ask("s", {"content": "I search</search>"}, Entry(ASK))
+    oracle.lose_store()
+    carried = {"prompt_token_ids": called.prompt, "generation_token_ids": called.completion}
+    searched = replace(searched, message={**searched.message, **carried})
+    sent = Entry(ASK), written(searched, "</search> "), Entry(ASK)
+    called, done = await ask("t", {"content": "Done."}, *sent)
+    assert called.plan.reason == "client-ids"
+    called, _ = await ask("t", {"content": "Yes."}, *sent, written(done, "</search> b.txt"), was=[Entry(ASK), written(searched, added)])
+    assert (called.plan.reason, len(called.plan.anchors)) == ("reply-extended", 1)
+    assert {kind for kind in NEVER if tally.counts[kind]} == found
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize(("reason", "missed"), [("added-text-unproven", 0), ("foreign-reply", 1)])
-async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reason, missed):
-    """The reply was text in the prompt of the turn to which the words were added; it was counted then."""
+async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reason, missed, goes_on):
+    """The reply was text in the prompt of the turn to which the words were added; it was counted then. A prompt may go on with another."""
     stack, tally = Stack("Qwen2.5", seed=3), Tally()
     oracle = Oracle(stack, 0, tally)
 
-    async def ask(reason, text, *entries):
+    async def ask(reason, text, *entries, after=None):
         async def planned(*_):
-            return Plan(match="plain", reason=reason), await stack.model()
+            return Plan(match="plain", reason=reason, basis=Basis(after)), await stack.model()
 
         stack._planner = SimpleNamespace(plan=planned)
         called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
         number = oracle.judge(called, entries, scope="")
-        return Entry(dialects.served("chat", called.answer)[0], number)
+        return called.turn, Entry(dialects.served("chat", called.answer)[0], number)
 
-    looked = await ask("root", "I look.", Entry(ASK))
-    searched = replace(written(await ask("opener-unknown", "I search.", Entry(ASK), looked, Entry(ASK)), " a.txt"), owed=False)
+    first, began = await ask("root", "I begin.", Entry(ASK))
+    began = replace(began, owed=False)
+    _, looked = await ask("root", "I look.", Entry(ASK), began, Entry(ASK))
+    history = (Entry(ASK), began, Entry(ASK), looked, Entry(ASK))
+    _, searched = await ask("opener-unknown", "I search.", *history)
     assert (tally.counts["not placed"], tally.counts["missed"]) == (1, 0)
-    await ask(reason, "Done.", Entry(ASK), looked, Entry(ASK), searched, Entry(ASK))
+    searched = replace(written(searched, " a.txt"), owed=False)
+    await ask(reason, "Done.", *history, searched, Entry(ASK), after=first if goes_on else None)
     assert tally.counts["missed"] == missed
 
 

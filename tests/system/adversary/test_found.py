@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.system.adversary.stack import Called, Stack
+from tokencache.core.rules import Leniency
 
 if TYPE_CHECKING:
     from tests.system.adversary.words import Message
@@ -266,3 +267,21 @@ async def test_a_reply_with_its_stop_string_may_change_messages_of_the_client_s_
     called = await talk.ask("Done.")
     assert talk.written(called).count("hm") == called.text().count("hm") == 0
     assert len(called.turn.anchors) == 1
+
+
+@pytest.mark.parametrize("text", ["I look.", ""])
+async def test_of_a_reply_without_its_thinking_no_call_is_left_out(text):
+    """In a session that follows the template. Hermes drops a call that stands twice: one of the two was missing, the first or the last."""
+    stack, names = Stack("Qwen3", seed=3), ["chatcmpl-tool-11112222", "chatcmpl-tool-33334444"]
+    stack.history = "follow"
+    calls = [{**OWN_CALL, "id": name} for name in names]
+    said: Message = {"role": "assistant", "content": text, "reasoning": "hm", "tool_calls": calls}
+    asked = await stack.call("s", json.dumps({"model": "m", "messages": [user("Look.")]}).encode(), said)
+    history = [user("Look."), {**said, "tool_calls": calls[:1]}, result(names[0]), user("And now?")]
+    body, leniency = json.dumps({"model": "m", "messages": history}).encode(), Leniency(harness_rules=frozenset({"repeated-dropped"}))
+    called = await stack.call("s", body, {"role": "assistant", "content": "Done."}, leniency=leniency)
+    (anchor,) = called.turn.anchors
+    kept = called.prompt[anchor.start : anchor.end]
+    assert kept == asked.completion[anchor.offset :]
+    assert stack.renderer.words.decode(kept).count("<tool_call>") == 2
+    assert called.plan.reason == "thinking-dropped"

@@ -19,6 +19,8 @@ Message = dict[str, Any]
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _BLANK = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
 _LONE = re.compile("[\ud800-\udfff]")
+DRAWN = re.compile(r"(?=[a-zA-Z]*[0-9])[0-9a-zA-Z]{8,}$")
+"""An id that was drawn at random, so that it is unique. Other ids count calls, and clients count, too."""
 
 
 def stripped(text: str) -> str:

@@ -79,7 +79,7 @@ def as_served(raw: bytes, served: Message) -> bytes:
     """Write an echoed assistant message (raw JSON) as it was served, with its thinking; the ids of its calls stay as they are.
 
     White space that the client trimmed from the text stays trimmed: without the proxy, the policy would not see it either. Arguments that
-    are not a JSON object stay as they are, too: the engine might refuse them.
+    are not a JSON object stay as they are, too: the engine might refuse them. Calls that the client left out are restored.
     """
     entry = msgspec.json.decode(raw)
     entry.pop("reasoning_content", None)
@@ -87,11 +87,10 @@ def as_served(raw: bytes, served: Message) -> bytes:
     if not isinstance(content, str | None) or (content or "").strip(BLANK) != (served.content or "").strip(BLANK):
         content = served.content
     entry |= {"content": content, "reasoning": served.reasoning}
-    calls = entry.get("tool_calls") or []
-    if len(calls) == len(served.calls):
-        for call, ours in zip(calls, served.calls, strict=True):
-            if _is_object(ours.arguments):
-                call["function"] |= {"name": ours.name, "arguments": ours.arguments}
+    if len(calls := entry.get("tool_calls") or []) != len(served.calls):
+        calls = entry["tool_calls"] = [{"id": ours.id, "type": "function", "function": {"arguments": "{}"}} for ours in served.calls]
+    for call, ours in zip(calls, served.calls, strict=True):
+        call["function"] |= {"name": ours.name} | ({"arguments": ours.arguments} if _is_object(ours.arguments) else {})
     return msgspec.json.encode(entry)
 
 
