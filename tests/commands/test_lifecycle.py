@@ -65,6 +65,16 @@ async def test_the_life_of_a_session(shell):
     assert (found["group"], found["tags"], found["metadata"]) == ("", [], {"n": 1})
 
 
+async def test_finish_says_what_failed(shell):
+    await record(shell.rig, "a")
+    assert "needs `failed`" in (await shell("finish", "a", "--detail", "no disk", code=1)).stderr
+    assert "not 'No'" in (await shell("finish", "a", "--failed", "No", code=1)).stderr
+    await shell("finish", "a", "--failed", "sandbox", "--detail", "no disk", "--reward", "0")
+    found = await state(shell, "a")
+    assert (found["outcome"], found["outcome_detail"], found["valid"], found["reward"]) == ("sandbox", "no disk", False, 0.0)
+    assert "cannot become 'ok'" in (await shell("finish", "a", "--failed", "ok", code=1)).stderr
+
+
 async def test_force_seals_a_session_that_runs_and_says_so(shell):
     await record(shell.rig, "a")
     await shell("seal", "a", "--force")

@@ -244,10 +244,12 @@ OPERATIONS = (
         "Finish a session: the rollout is over.",
         SessionState,
         description="New calls receive 409 (`session_finished`); calls in flight end normally. The session enters the queue. A reward and "
-        "labels may be given, as with `setReward` and `labelSession`. Finishing again has no effect, except that a reward that is given "
-        "again is stored again.",
+        "labels may be given, as with `setReward` and `labelSession`. `failed` says that the rollout failed, and how: `engine`, `harness`, "
+        "`sandbox`, `timeout`, `budget`, `canceled`, `store`, or a word of your own; `ok` says that nothing failed, whatever the proxy "
+        "saw. `detail` says it in words. Finishing again has no effect, except that a reward that is given again is stored again, and "
+        "that an outcome may still be given where none was, until the session is sealed.",
         body=Finish,
-        errors=_NO_SESSION,
+        errors={**_NO_SESSION, 409: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed."},
     ),
     Operation(
         "sealSession",

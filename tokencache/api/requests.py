@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokencache.core.budget import Budget
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import History, LabelChanges, Labels, Number, Reward, SessionSettings
 from tokencache.core.weights import PauseMode
 
@@ -76,7 +77,14 @@ class NewReward(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """What may be given when a session is finished: a reward (`NewReward`) and labels (`LabelChanges`)."""
+    """What may be given when a session is finished: a reward (`NewReward`), labels (`LabelChanges`) and an outcome.
+
+    Attributes:
+        reward, components, turns, sequences: the reward.
+        group, metadata, tags: the labels.
+        failed: the kind of failure, a word of the API or of the caller's own; `ok` if nothing failed, whatever the proxy saw.
+        detail: what failed, in words.
+    """
 
     reward: Number | UnsetType | None = UNSET
     components: dict[str, Number] = {}
@@ -85,6 +93,19 @@ class Finish(msgspec.Struct, frozen=True):
     group: str | UnsetType = UNSET
     metadata: dict[str, Any] | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
+    failed: str | None = None
+    detail: str = ""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome; `None` if none is given.
+
+        Raises:
+            ValueError: the kind is no such word, or there is a detail without one.
+        """
+        if self.failed is None and self.detail:
+            raise ValueError("`detail` says what failed: it needs `failed`")
+        return None if self.failed is None else Outcome(self.failed, self.detail)
 
     @property
     def new_reward(self) -> NewReward | None:

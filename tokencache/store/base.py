@@ -27,6 +27,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -79,6 +80,30 @@ class SessionExistsError(TokencacheError):
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
         return f"session {self} exists already; use another name, delete it first, or send exist_ok to join it"
+
+
+class OutcomeConflictError(TokencacheError):
+    """The session has another outcome, or it is sealed without that outcome. Nothing was changed.
+
+    Attributes:
+        session: name of the session.
+        wanted: the outcome that was to be stored.
+        stored: the outcome that was given before; `""` if none was.
+    """
+
+    status = 409
+    kind = "outcome_conflict"
+
+    def __init__(self, session: str, wanted: str, stored: str) -> None:
+        super().__init__(session, wanted, stored)
+        self.session, self.wanted, self.stored = session, wanted, stored
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        if self.stored:
+            return f"session {self.session} has the outcome {self.stored!r}, which cannot become {self.wanted!r}: the first one stays"
+        return f"session {self.session} is sealed, so its outcome cannot become {self.wanted!r} any more: a trainer may have it"
 
 
 class SettingsConflictError(TokencacheError):
@@ -297,6 +322,8 @@ class SessionInfo(msgspec.Struct, frozen=True):
         rewards: number of rewards that were set.
         sampled: number of tokens sampled in its turns.
         harness, model: of its settings and its newest turn; `""` if unknown.
+        latest: its newest turn; `None` if it has none.
+        outcome: the outcome that was given when it was finished; `None` if none was (`core.outcome`).
     """
 
     id: str
@@ -315,6 +342,8 @@ class SessionInfo(msgspec.Struct, frozen=True):
     sampled: int = 0
     harness: str = ""
     model: str = ""
+    latest: LatestTurn | None = None
+    outcome: Outcome | None = None
 
     @property
     def state(self) -> SessionStage:
@@ -552,8 +581,19 @@ class Store(Protocol):
             KeyError: there is no such turn.
         """
 
-    async def finish(self, session: str) -> bool:
-        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing. Returns false if it does not exist."""
+    async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
+        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing.
+
+        Args:
+            session: name of the session.
+            outcome: the outcome to store. The first one of a session stays, with its detail. `None` stores none.
+
+        Returns:
+            Whether the session exists.
+
+        Raises:
+            OutcomeConflictError: an outcome of another kind is stored, or none and the session is sealed. Nothing was changed.
+        """
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         """Seal a session: it accepts no calls, and nothing of it changes any more.

@@ -16,7 +16,7 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `once`       each turn and each sequence occurs once
 `labels`     `start`, `reason`, `parent`, `root`, `continued`, `tools` agree with the turns
 `figures`    figures, weights and lengths agree with the sequences
-`complete`   agrees with the incidents
+`complete`   agrees with the incidents, and `valid` with it and the outcome
 ===========  =========================================================================================================
 
 A limit of length (`lengths`) may leave turns out. Then the export names them, and checks that need them are skipped.
@@ -35,6 +35,7 @@ import xxhash
 
 from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.outcome import OutcomeKind
 from tokencache.core.turn import TurnMark, hash_ids, hash_logprobs
 from tokencache.trajectories.values import Sequence, Trajectory, TurnSpan
 
@@ -402,3 +403,5 @@ def _complete(t: Trajectory) -> Iterator[CheckFailure]:
     if t.complete == bool(missing):
         why = f"incidents report missing data: {', '.join(missing)}" if missing else "no incident reports missing data"
         yield CheckFailure(session="", check="complete", words=f"complete is {str(t.complete).lower()}, but {why}")
+    if not t.valid and t.complete and t.outcome == OutcomeKind.OK:
+        yield CheckFailure(session="", check="complete", words="valid is false, but it is complete and its outcome is ok")

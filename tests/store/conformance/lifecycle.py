@@ -5,8 +5,10 @@ import asyncio
 from tests.store.conformance.support import build, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.store.base import (
+    OutcomeConflictError,
     SealOutcome,
     SessionDeletedError,
     SessionExistsError,
@@ -82,6 +84,42 @@ async def check_forced_seal(store: Store) -> None:
     await store.seal(busy, force=True)
     incident = await _only_incident(store, busy)
     true("not finished" not in incident.detail and "1 call " in incident.detail, "what a forced seal of a finished session cuts off")
+
+
+async def check_outcome(store: Store) -> None:
+    """The first outcome that is given stays. One of another kind is refused, and so is a first one once the session is sealed."""
+    session, late, plain = name_of("outcome"), name_of("late"), name_of("plain")
+    failed = Outcome("my-word", "naïve }{ ☕\nx")
+    same(await store.finish(session, failed), False, "finish of a missing session")
+    await record(store, session, build("a"))
+    info = await info_of(store, session)
+    same((info.outcome, info.latest), (None, LatestTurn("a", build("a").turn.model)), "outcome and newest turn of an open session")
+    same(await store.finish(session, failed), True, "finish with an outcome")
+    for again in (failed, Outcome("my-word", "other"), None):
+        same(await store.finish(session, again), True, "finish again")
+    for other in ("ok", "engine"):
+        async with raises(OutcomeConflictError, "another outcome"):
+            await store.finish(session, Outcome(other))
+    await store.seal(session)
+    same(await store.finish(session, failed), True, "the same outcome of a sealed session")
+    same((await info_of(store, session)).outcome, failed, "outcome")
+    await store.define(late, SessionSettings(), Labels())
+    await store.finish(late)
+    same((await info_of(store, late)).outcome, None, "outcome of a session that was finished without one")
+    await store.finish(late, Outcome("ok"))
+    same((await info_of(store, late)).outcome, Outcome("ok"), "an outcome that came later")
+    await store.define(plain, SessionSettings(), Labels())
+    await store.finish(plain)
+    await store.seal(plain)
+    async with raises(OutcomeConflictError, "a first outcome of a sealed session"):
+        await store.finish(plain, failed)
+    same(((await info_of(store, plain)).outcome, (await info_of(store, plain)).latest), (None, None), "outcome of a sealed session")
+    refused = name_of("refused")
+    await record(store, refused, build("a"))
+    await store.seal(refused, force=True)
+    async with raises(OutcomeConflictError, "an outcome of a session that was sealed by force"):
+        await store.finish(refused, failed)
+    same((await info_of(store, refused)).finished, None, "a refused finish changes nothing")
 
 
 async def check_definition(store: Store) -> None:

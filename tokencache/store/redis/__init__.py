@@ -17,6 +17,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 ===========================================  =========================================================================
 `life` `created` `used` `sealed`             id of this epoch of the session; times; `1` if sealed
 `finished`                                   when its owner finished it
+`failed` `outcome`                           kind of the outcome that was given with that; the outcome
 `settings` `digest`                          what holds for its calls, and 16 bytes that identify it; absent if nothing is set
 `group` `metadata` `tags`                    labels, each as a `LabelChanges` with that member
 `rewards` `R<n>`                             how many rewards were set; the newest ones, numbered from 1

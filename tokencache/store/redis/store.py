@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -27,6 +28,7 @@ from tokencache.store.base import (
     EngineEntry,
     Entry,
     Join,
+    OutcomeConflictError,
     Page,
     QueueEntry,
     RemoveOutcome,
@@ -353,8 +355,12 @@ class RedisStore:
         with decoding(session):
             return dict(zip(turns, reply, strict=True))
 
-    async def finish(self, session: str) -> bool:
-        return bool(await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl))
+    async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
+        given = (outcome.kind, pack(outcome)) if outcome is not None else ("", b"")
+        reply = await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl, *given)
+        if isinstance(reply, list):
+            raise OutcomeConflictError(session, given[0], reply[1].decode())
+        return bool(reply)
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         keys, cut = [self._keys.session(session)], "1 0"  # finished, no open calls
