@@ -140,7 +140,7 @@ class Take(msgspec.Struct, frozen=True):
         group_size: sessions of one group in a delivery; 1: one session, whatever its group.
         wait: for how many seconds to wait for a delivery.
         lease: for how many seconds the deliveries belong to the consumer.
-        rewarded: only sessions with a reward.
+        rewarded: only sessions with a reward, and those that were finished as failed, which nobody rewards.
         group, tag, harness: only sessions that have them; `""` stands for any.
         max_lag: only sessions none of whose sampled tokens lags more than that many policy versions behind the current one. The lag of all
             must be known. `None`: any session.

@@ -129,7 +129,7 @@ class Client(ProxyAddress):
             group_size: the number of sessions of one group in a delivery. 1: one session, whatever its group.
             format: of the trajectories; see `Session.fetch`. `max_length`, `max_prompt_length`, `max_response_length` and `overlong`
                 limit their length.
-            rewarded: take only sessions with a reward.
+            rewarded: take only sessions with a reward, and those that were finished as failed, which nobody rewards.
             lease: for how many seconds a delivery belongs to this consumer (600). Taking the next delivery extends the leases of those
                 that are not acknowledged yet.
             timeout: stop after so many seconds without a delivery; `None`: never.

@@ -499,7 +499,8 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     """The queue of finished sessions.
 
     Attributes:
-        candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight.
+        candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight. `invalid`: those of them
+            that are not valid.
         taken: sessions that a consumer took and has not acknowledged. `consumers`: the same for each consumer.
     """
 
@@ -507,6 +508,7 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     taken: int
     consumers: dict[str, int]
+    invalid: int = 0
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
