@@ -25,7 +25,10 @@ from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SealOutcome, SessionInfo
 
-_SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>"'
+_SETTINGS_FORM = (
+    '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>", '
+    '"deadline"?: unix_time, "silent_for"?: seconds'
+)
 _LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
 _REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
 _RETRY_SECONDS = 5
@@ -147,7 +150,13 @@ class LifecycleRoutes:
         except ValueError as error:
             raise HarnessError(f"sampling: {error}", param="sampling") from None
         labels = _valid(lambda: asked.labels)
+        left = asked.settings.seconds_left(now := time.time())
+        if asked.deadline is not None and asked.deadline <= now:
+            message = f"`deadline` {asked.deadline:.0f} is in the past: it is a Unix time in seconds, and now is {now:.0f}"
+            raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param="deadline")
         await self._check_ready(name, exist_ok=asked.exist_ok)
+        if left is not None:  # before it is defined, so that a crash in between does not lose the limits
+            await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)
 
     async def _check_ready(self, name: str, *, exist_ok: bool) -> None:

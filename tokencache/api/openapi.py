@@ -49,6 +49,8 @@ class RegisteredKey(Binding, frozen=True):
 
     key: str = ""
     id: str = ""
+    deadline: float = 0.0
+    silent_for: float = 0.0
 
 
 class EngineUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +157,8 @@ OPERATIONS = (
         SessionState,
         description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
         "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
-        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. `group`, `metadata` and "
+        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache; `deadline` (Unix time) "
+        "and `silent_for` (seconds without a call) finish it with the outcome `timeout`. `group`, `metadata` and "
         "`tags` are labels. With `exist_ok` the session may exist (200), if it has the same settings or none are given. The name of a "
         "deleted session can be used again.",
         body=NewSession,

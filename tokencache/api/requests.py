@@ -19,6 +19,8 @@ LONGEST_LEASE = 7 * 86400.0
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
 _UpdateSeconds = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
+_Deadline = Annotated[float, msgspec.Meta(gt=0, le=1e11)]
+_Silence = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400.0)]
 _Lease = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)]
 
 
@@ -27,7 +29,7 @@ class NewSession(msgspec.Struct, frozen=True):
 
     Attributes:
         session: its name; without one it gets a random one.
-        harness, models, sampling, budget, tenant, history: its settings (`SessionSettings`).
+        harness, models, sampling, budget, tenant, history, deadline, silent_for: its settings (`SessionSettings`).
         group, metadata, tags: its labels (`Labels`).
         exist_ok: whether it may exist already, with the same settings or if none are given here.
     """
@@ -39,6 +41,8 @@ class NewSession(msgspec.Struct, frozen=True):
     budget: Budget = Budget()
     tenant: str = ""
     history: History | Literal[""] = ""
+    deadline: _Deadline | None = None
+    silent_for: _Silence | None = None
     group: str = ""
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
@@ -47,7 +51,8 @@ class NewSession(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> SessionSettings:
         """Its settings."""
-        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history)
+        limits = self.deadline or 0.0, self.silent_for or 0.0
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history, *limits)
 
     @property
     def labels(self) -> Labels:

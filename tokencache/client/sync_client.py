@@ -95,6 +95,8 @@ class Client(ProxyAddress):
             history: `follow` omits the thinking of earlier replies where the chat template does; `supply` keeps it (docs/templates.md).
                 Default: that of the proxy.
             budget: limits after which the session ends (docs/budgets.md). For limits that it does not set, those of the proxy apply.
+            deadline: when the session is finished at the latest, as Unix time: `time.time() + 600`. The outcome is then `timeout`.
+            silent_for: finish it, with the same outcome, once no call has begun or ended for so many seconds: its harness is lost.
             config_dir: where to write the configuration of the harness: a new directory, or one from an earlier call. Without it,
                 variables that name it are left out.
             group, metadata, tags: labels of the session; see `Session.finish`.

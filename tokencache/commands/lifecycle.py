@@ -56,6 +56,16 @@ def create_session(  # noqa: PLR0917 - one parameter per option
             show_default=False,
         ),
     ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option("--deadline", metavar="TIME", help="Finish it at this Unix time at the latest, as a timeout.", show_default=False),
+    ] = None,
+    silent_for: Annotated[
+        float | None,
+        typer.Option(
+            "--silent-for", metavar="SECONDS", help="Finish it after so many seconds without a call, as a timeout.", show_default=False
+        ),
+    ] = None,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept a session that exists, if its settings are the same.")] = False,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -81,6 +91,8 @@ def create_session(  # noqa: PLR0917 - one parameter per option
                 tags=tags or (),
                 exist_ok=exist_ok,
                 history=history,
+                deadline=deadline,
+                silent_for=silent_for,
             )
     except (ClientError, AdapterError) as error:
         raise failed(error) from None

@@ -32,6 +32,7 @@ from tokencache.store.base import (
     Join,
     SessionFinishedError,
     SessionGoneError,
+    SessionOverError,
     SessionSealedError,
     Store,
     StoreError,
@@ -122,6 +123,11 @@ class Ledger:
         """
         try:
             return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join, settings=settings)
+        except SessionOverError as why:
+            with contextlib.suppress(StoreError):
+                info = await self.store.session(session)
+                why.outcome = info.outcome if info is not None else None
+            raise
         except StoreError as why:
             self._failed("begin", session, call, why)
             return None

@@ -46,28 +46,42 @@ class StoreError(TokencacheError):
         return f"the store failed: {self}"
 
 
-class SessionSealedError(TokencacheError):
-    """The session that the message names is sealed: it accepts no more calls."""
+class SessionOverError(TokencacheError):
+    """The session that the message names accepts no calls.
+
+    Attributes:
+        outcome: the outcome with which it was finished; `None` if none was given, or if it is not known here.
+    """
 
     status = 409
+    outcome: Outcome | None = None
+
+    @property
+    def why(self) -> str:
+        """The failure with which it ended, in brackets; `""` if none is known."""
+        return f" ({self.outcome.kind}: {self.outcome.detail})" if self.outcome is not None and not self.outcome.ok else ""
+
+
+class SessionSealedError(SessionOverError):
+    """The session that the message names is sealed: it accepts no more calls."""
+
     kind = "session_sealed"
 
     @property
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
-        return f"session {self} is sealed and accepts no more calls"
+        return f"session {self} is sealed{self.why} and accepts no more calls"
 
 
-class SessionFinishedError(TokencacheError):
+class SessionFinishedError(SessionOverError):
     """The session that the message names is finished: it accepts no new calls. Calls in flight end normally."""
 
-    status = 409
     kind = "session_finished"
 
     @property
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
-        return f"session {self} is finished and accepts no new calls; use another session name"
+        return f"session {self} is finished{self.why} and accepts no new calls; use another session name"
 
 
 class SessionExistsError(TokencacheError):
@@ -193,6 +207,8 @@ SECRET_BYTES = 32
 """Length of the deployment's secret (`Store.secret`)."""
 REMEMBER_SECONDS = 3600
 """How long a store remembers at least what was removed from the queue."""
+MOST_OVERDUE = 1000
+"""Sessions that one look for overdue ones returns."""
 Join = Literal["never", "orphaned", "any"]
 """Which open call with the same fingerprint a new call may join: none, one whose client has disconnected, or any."""
 
@@ -351,6 +367,18 @@ class SessionInfo(msgspec.Struct, frozen=True):
         if self.sealed:
             return SessionStage.SEALED
         return SessionStage.OPEN if self.finished is None else SessionStage.FINISHED
+
+
+class Overdue(NamedTuple):
+    """Result of `Store.overdue`.
+
+    Attributes:
+        now: the time of the store's clock, as Unix time in seconds. `SessionInfo.used` is a time of the same clock.
+        sessions: the sessions whose time has passed.
+    """
+
+    now: float
+    sessions: list[str]
 
 
 class SealOutcome(StrEnum):
@@ -679,6 +707,15 @@ class Store(Protocol):
         Returns:
             Whether `state` is stored now. False if another state was stored meanwhile.
         """
+
+    async def watch(self, session: str, seconds: float) -> None:
+        """Let `overdue` name a session once so many seconds have passed, whether or not it exists. Replaces its earlier time."""
+
+    async def overdue(self) -> Overdue:
+        """Return the watched sessions whose time has passed, at most `MOST_OVERDUE`. One round trip."""
+
+    async def unwatch(self, session: str) -> None:
+        """Watch a session no longer whose time has passed. If it was set anew meanwhile, nothing changes."""
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         """Put a session into the queue.

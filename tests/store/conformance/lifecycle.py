@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.store.conformance.support import build, info_of, name_of, open_calls, raises, record, same, true
+from tests.store.conformance.support import LONG, build, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.outcome import LatestTurn, Outcome
@@ -20,7 +20,7 @@ from tokencache.store.base import (
 )
 
 FULL = SessionSettings("codex", {"gpt-*": "ü", "*": "x"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3, tokens=0, seconds=1.5), "me")
-OTHER = SessionSettings("codex", sampling={"temperature": 0.5})
+OTHER = SessionSettings("codex", sampling={"temperature": 0.5}, deadline=2e9)
 LABELS = Labels("naïve }{", {"a": [1, 2.5, None, {"b": "☕"}], "big": 2**70}, ("x", "y z"))
 
 
@@ -122,6 +122,26 @@ async def check_outcome(store: Store) -> None:
     same((await info_of(store, refused)).finished, None, "a refused finish changes nothing")
 
 
+async def check_watched(store: Store) -> None:
+    """A watched session is overdue once its time has passed, whether or not it exists. It is watched until that is taken back."""
+    due, later, again = name_of("due }{ ü"), name_of("later"), name_of("again")
+    for session, seconds in ((due, 0.0), (later, LONG), (again, LONG), (again, -1.0)):
+        await store.watch(session, seconds)
+    for _ in range(2):
+        same({due, again} & set((await store.overdue()).sessions), {due, again}, "overdue")
+        true(later not in (await store.overdue()).sessions, "a session whose time has not passed")
+    await store.watch(again, LONG)
+    for session in (due, later, again, name_of("unknown")):
+        await store.unwatch(session)
+    same({due, later, again} & set((await store.overdue()).sessions), set(), "overdue after that was taken back")
+    await store.watch(later, 0.0)
+    await store.begin(again, "k", [])
+    now = (await store.overdue()).now
+    true(0.0 <= now - (await info_of(store, again)).used < LONG, "the time is that of the clock by which sessions are used")
+    true(later in (await store.overdue()).sessions, "a session whose time was set anew")
+    await store.unwatch(later)
+
+
 async def check_definition(store: Store) -> None:
     """A definition creates a session with settings and labels, and lifts a tombstone. A session that exists is joined only on request."""
     session, called = name_of("defined"), name_of("called")
@@ -141,7 +161,7 @@ async def check_definition(store: Store) -> None:
         try:
             await store.define(session, OTHER, Labels("lost"), **options)
         except SettingsConflictError as why:
-            same((why.session, set(why.members)), (session, {"models", "sampling", "budget", "tenant"}), "conflict")
+            same((why.session, set(why.members)), (session, {"models", "sampling", "budget", "tenant", "deadline"}), "conflict")
         else:
             raise AssertionError("join with other settings: no SettingsConflictError")
     info = await info_of(store, session)

@@ -36,6 +36,7 @@ class Keys:
         self.secret = self._prefix + b":secret"
         self.engines = self._prefix + b":engines"
         self.weights = self._prefix + b":weights"
+        self.watched = self._prefix + b":watched"
         queue = self._prefix + b":queue:{queue}"
         self.queue = [queue, queue + b":deliveries", queue + b":removed"]
 

@@ -21,6 +21,7 @@ from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.store import pruning
 from tokencache.store.base import (
+    MOST_OVERDUE,
     REMEMBER_SECONDS,
     BeginResult,
     Binding,
@@ -29,6 +30,7 @@ from tokencache.store.base import (
     Entry,
     Join,
     OutcomeConflictError,
+    Overdue,
     Page,
     QueueEntry,
     RemoveOutcome,
@@ -45,7 +47,7 @@ from tokencache.store.base import (
     StoreFullError,
     TurnLostError,
 )
-from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens
+from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
@@ -457,6 +459,17 @@ class RedisStore:
 
     async def replace_weights(self, state: WeightsState) -> bool:
         return bool(await self._script("replace_weights", scripts.REPLACE_WEIGHTS, [self._keys.weights], state.revision, pack(state)))
+
+    async def watch(self, session: str, seconds: float) -> None:
+        await self._script("watch", queue_scripts.WATCH, [self._keys.watched], text(session), repr(float(seconds)))
+
+    async def overdue(self) -> Overdue:
+        now, names = await self._script("overdue", queue_scripts.OVERDUE, [self._keys.watched], MOST_OVERDUE)
+        with decoding("that are watched"):
+            return Overdue(float(now), list(map(untext, names)))
+
+    async def unwatch(self, session: str) -> None:
+        await self._script("unwatch", queue_scripts.UNWATCH, [self._keys.watched], text(session))
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         await self._script("offer", queue_scripts.OFFER, self._keys.queue, text(session), text(epoch), f"{at:017.6f}")
