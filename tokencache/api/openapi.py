@@ -40,7 +40,7 @@ _SEQUENCE = _SESSION + "/sequences/{sequence}"
 _SCHEMA_PATH = "#/components/schemas/{name}"
 
 DRIFT_MODES = ("off", "sequences", "turns")
-SESSION_STATES = ("any", "live", "incomplete", "complete", "incidents", "open", "finished", "sealed")
+SESSION_STATES = ("any", "live", "incomplete", "complete", "failed", "incidents", "open", "finished", "sealed")
 SORTS = ("used", "created", "session", "state", "harness", "model", "group", "reward", "turns", "tokens")
 
 
