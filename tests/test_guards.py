@@ -63,7 +63,7 @@ LINES, LINES_OF_A_CALL = 400, 300
 LARGER = {  # lines of the classes above their limit
     "proxy/call.py CallAttempt": 333,
     "proxy/endpoints.py Endpoints": 315,
-    "proxy/ledger.py Ledger": 317,
+    "proxy/ledger.py Ledger": 322,
     "store/file/store.py FileStore": 520,
     "store/redis/store.py RedisStore": 431,
     "testing/engine.py SimulatedEngine": 406,

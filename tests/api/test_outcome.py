@@ -7,7 +7,9 @@ import pytest
 
 from tests.api.test_lifecycle import SESSIONS, InFlight, call, refused, say
 from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tests.proxy.test_store_faults import Flaky
 from tests.support.waiting import until
+from tokencache.core.incidents import IncidentKind
 from tokencache.testing import Fault
 
 FINISH = f"{SESSIONS}/s/finish"
@@ -105,6 +107,45 @@ async def test_a_session_that_is_sealed_by_force(rig):
     async with InFlight(rig):
         _, state = await call(rig, "POST", f"{SESSIONS}/s/seal?force=true")
     assert (state["outcome"], state["valid"]) == ("canceled", False)
+
+
+async def test_a_replica_that_dies_before_it_records_a_failure_leaves_an_invalid_rollout(rig):
+    await say(rig)
+    epoch = (await rig.store.begin("s", "k", [], replica="killed")).epoch
+    kind, _, valid = await finished(rig, reward=0.0)
+    assert (kind, valid) == ("ok", False)  # the call is open: what became of it is not known
+
+    lost = IncidentKind.REPLICA_LOST.incident("the proxy that served this call is gone", call="k", at=1.0)
+    await rig.store.settle("s", epoch, "k", [lost])  # as whoever waits for the session does
+    state = await rig.info()
+    assert (state["complete"], state["valid"]) == (False, False)
+
+
+async def test_a_failure_counts_although_the_store_cannot_record_it():
+    async with proxied(store=Flaky()) as rig:
+        await say(rig)
+        rig.store.broken |= {"settle", "add_incidents"}
+        rig.engine.faults.append(Fault.answer(500, "{}"))
+        await say(rig)
+        assert [(await rig.info())[name] for name in ("outcome", "valid")] == ["engine", False]
+        rig.store.broken.clear()
+
+        async def saved():
+            return not (await rig.info())["open_calls"]
+
+        await until(saved)
+        assert (await finished(rig))[0] == "engine"
+
+
+async def test_a_store_that_fails_calls_is_a_failure_unless_they_are_repeated():
+    async with proxied(store=Flaky(), on_store_error="fail") as rig:
+        await say(rig)
+        rig.store.broken.add("begin")
+        assert (await say(rig))[0] == 503
+        assert [(await rig.info())[name] for name in ("outcome", "complete", "valid")] == ["store", True, False]
+        rig.store.broken.clear()
+        await say(rig)
+        assert await finished(rig) == ("ok", "", True)
 
 
 @pytest.mark.parametrize("failed", ["sandbox", "my-word_2"])

@@ -71,3 +71,8 @@ def test_a_kind_of_another_shape_is_refused_by_name(kind):
 
 def test_a_long_detail_is_cut():
     assert Outcome("sandbox", "x" * (MAX_DETAIL + 1)).detail == "x" * MAX_DETAIL
+
+
+def test_a_call_that_was_refused_because_the_store_failed_may_be_repeated():
+    refused = [IncidentKind.STORE_ERROR.incident("refused", at=at, hole=False) for at in (BEFORE, AFTER)]
+    assert [outcome(one).kind for one in refused] == ["ok", "store"]

@@ -7,7 +7,7 @@ the policy.
 The outcome is a function of what is stored: what was given when the session was finished, its incidents, and its newest turn. So it is the
 same on every replica, and for a session that an older version recorded. What was given decides. Otherwise the first of these that holds:
 
-1. An incident whose cause is `lasting` (`CAUSES`): nothing that the harness does later makes up for it.
+1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
 2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back.
 4. The session is over, and has no turn: its harness made no call.
@@ -41,7 +41,7 @@ class OutcomeKind(StrEnum):
     `timeout`   the time was up
     `budget`    the budget of the session was used up
     `canceled`  somebody ended the rollout early
-    `store`     the proxy's store lost a part of it
+    `store`     the proxy's store lost a part of it, or failed, and the harness gave up
     """
 
     OK = "ok"
@@ -141,7 +141,7 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         return given
     evidence = [one for one in incidents if _is_failure(one)]
     for kind, cause in CAUSES.items():
-        if cause.lasting and (found := _newest([one for one in evidence if one.kind == kind])):
+        if cause.lasting and (found := _newest([one for one in evidence if one.kind == kind and not _lost_nothing(one)])):
             return _from(found)
     began = latest.created if latest is not None else 0.0
     if found := _newest([one for one in evidence if one.at >= began]):
@@ -161,6 +161,11 @@ def _newest(incidents: Sequence[Incident]) -> Incident | None:
 def _is_failure(incident: Incident) -> bool:
     cause = CAUSES.get(incident.kind)
     return cause is not None and not (cause.only_faults and (not incident.status or _is_refusal(incident.status)))
+
+
+def _lost_nothing(incident: Incident) -> bool:
+    """Whether nothing is missing although the kind is a hole: a call was refused because the store failed."""
+    return IncidentKind(incident.kind).hole and not incident.hole
 
 
 def _is_refusal(status: int) -> bool:

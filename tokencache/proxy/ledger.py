@@ -107,6 +107,7 @@ class Ledger:
         self._media = MediaRecord(store, max_media_bytes)
         self._late = SampledCounter()
         self._spent = SampledCounter()
+        self._refused = SampledCounter()
         self._unsaved: dict[str, list[Incident]] = {}
         self._open: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
         self._saving: asyncio.Task[None] | None = None
@@ -129,6 +130,9 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
+            if self._strict and self._refused.count(session):
+                detail = "the store failed when the call began, and it was refused; nothing was sampled"
+                self._save_later(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
             self._failed("begin", session, call, why)
             return None
 
@@ -298,6 +302,7 @@ class Ledger:
             await self.store.withdraw(session, info.epoch)
         self._late.forget(session)
         self._spent.forget(session)
+        self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known
