@@ -28,6 +28,7 @@ MAX_DETAIL = 2000
 """Characters of a detail that are kept, from its beginning."""
 _OWN_WORD = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _REFUSALS, _TOO_MANY = range(400, 500), 429
+_HOLES = frozenset(kind for kind in IncidentKind if kind.hole)
 _ANSWERED_LATER = frozenset({IncidentKind.RETRY_JOINED, IncidentKind.RETRY_REPLAYED})
 
 
@@ -165,7 +166,7 @@ def _is_failure(incident: Incident) -> bool:
 
 def _lost_nothing(incident: Incident) -> bool:
     """Whether nothing is missing although the kind is a hole: a call was refused because the store failed."""
-    return IncidentKind(incident.kind).hole and not incident.hole
+    return incident.kind in _HOLES and not incident.hole
 
 
 def _is_refusal(status: int) -> bool:
