@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True):
         return self.kind == OutcomeKind.OK
 
 
-class Cause(NamedTuple):
+class FailureCause(NamedTuple):
     """The failure that an incident is evidence of.
 
     Attributes:
@@ -96,19 +96,19 @@ class Cause(NamedTuple):
     only_faults: bool = False
 
 
-CAUSES: Mapping[str, Cause] = MappingProxyType(
+CAUSES: Mapping[str, FailureCause] = MappingProxyType(
     {
-        IncidentKind.STORE_ERROR: Cause(OutcomeKind.STORE, lasting=True),
-        IncidentKind.SESSION_LOST: Cause(OutcomeKind.STORE, lasting=True),
-        IncidentKind.TORN_RECORD: Cause(OutcomeKind.STORE, lasting=True),
-        IncidentKind.SEALED_EARLY: Cause(OutcomeKind.CANCELED, lasting=True),
-        IncidentKind.BUDGET_SPENT: Cause(OutcomeKind.BUDGET, lasting=True),
-        IncidentKind.ENGINE_REFUSED: Cause(OutcomeKind.ENGINE, only_faults=True),
-        IncidentKind.UPSTREAM_DOWN: Cause(OutcomeKind.ENGINE),
-        IncidentKind.UPSTREAM_BROKE: Cause(OutcomeKind.ENGINE),
-        IncidentKind.ENGINE_ERROR: Cause(OutcomeKind.ENGINE),
-        IncidentKind.ENGINE_ABORTED: Cause(OutcomeKind.ENGINE),
-        IncidentKind.CLIENT_GONE: Cause(OutcomeKind.HARNESS),
+        IncidentKind.STORE_ERROR: FailureCause(OutcomeKind.STORE, lasting=True),
+        IncidentKind.SESSION_LOST: FailureCause(OutcomeKind.STORE, lasting=True),
+        IncidentKind.TORN_RECORD: FailureCause(OutcomeKind.STORE, lasting=True),
+        IncidentKind.SEALED_EARLY: FailureCause(OutcomeKind.CANCELED, lasting=True),
+        IncidentKind.BUDGET_SPENT: FailureCause(OutcomeKind.BUDGET, lasting=True),
+        IncidentKind.ENGINE_REFUSED: FailureCause(OutcomeKind.ENGINE, only_faults=True),
+        IncidentKind.UPSTREAM_DOWN: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.UPSTREAM_BROKE: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.CLIENT_GONE: FailureCause(OutcomeKind.HARNESS),
     }
 )
 """Which incident leads to which failure. All other incidents lead to none. The order is that of rule 1."""
