@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from tests.api.test_lifecycle import SESSIONS, InFlight, call, refused, say
 from tests.proxy.kit import CHAT, HEADER, proxied, user
 from tests.proxy.test_store_faults import Flaky
 from tests.support.waiting import until
+from tokencache.batching import group_advantages, select
 from tokencache.core.incidents import IncidentKind
 from tokencache.testing import Fault
+from tokencache.trajectories.values import Trajectory
 
 FINISH = f"{SESSIONS}/s/finish"
 
@@ -146,6 +149,23 @@ async def test_a_store_that_fails_calls_is_a_failure_unless_they_are_repeated():
         rig.store.broken.clear()
         await say(rig)
         assert await finished(rig) == ("ok", "", True)
+
+
+async def test_failures_of_the_infrastructure_move_no_advantage(rig):
+    """One rollout meets a failing engine, one a harness that dies before its first call; both get a reward of 0 as the others could."""
+    rewards = {"good": 1.0, "bad": 0.0, "failed": 0.0, "dead": 0.0}
+    for name, reward in rewards.items():
+        await call(rig, "POST", SESSIONS, {"session": name, "group": "g"})
+        if name != "dead":
+            await say(rig, name)
+        if name == "failed":
+            rig.engine.faults.append(Fault.answer(500, "{}"))
+            await say(rig, name)
+        await call(rig, "POST", f"{SESSIONS}/{name}/finish", {"reward": reward})
+    group = [msgspec.convert((await call(rig, "GET", f"{SESSIONS}/{name}/trajectories"))[1], Trajectory) for name in rewards]
+    assert [one.complete for one in group] == [True] * 4
+    assert group_advantages(group) == {**group_advantages(group[:2]), "failed": 0.0, "dead": 0.0}
+    assert {row.trajectory.session for row in select(group).kept} == {"good", "bad"}
 
 
 @pytest.mark.parametrize("failed", ["sandbox", "my-word_2"])
