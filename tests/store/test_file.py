@@ -403,6 +403,9 @@ async def test_damaged_data_is_reported(store):
         await store.turns("s")
     with pytest.raises(StoreError, match="session s is damaged"):
         await store.session("s")
+    await store.writer.run("damage", lambda database: database.execute("UPDATE sessions SET outcome = x'00'").rowcount)
+    with pytest.raises(StoreError, match="session s is damaged"):
+        await store.finish("s", Outcome("ok"))
 
 
 async def test_a_closed_store_says_so(url):

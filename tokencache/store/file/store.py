@@ -371,7 +371,8 @@ class FileStore(FileQueue):
         held = self._use(db, session)
         if held is None:
             return False
-        stored = _outcome(held)
+        with decoding(session):
+            stored = _outcome(held)
         if outcome is not None and (held["sealed"] if stored is None else stored.kind != outcome.kind):
             raise OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
         packed = pack(outcome) if outcome is not None else None
