@@ -53,7 +53,8 @@ class TestUnknownMembers:
             (
                 {"session": "s", "temperature": 0},
                 "temperature",
-                "(the members are: session, harness, models, sampling, budget, tenant, history, group, metadata, tags, exist_ok)",
+                "(the members are: session, harness, models, sampling, budget, tenant, history, deadline, silent_for, group, metadata, tags, "
+                "exist_ok)",
             ),
             ({"session": "s", "": 0}, "", "'' (the members are: "),
             ({"session": "s", "nope": 1, "modls": {}}, "nope", "exist_ok), 'modls' (did you mean 'models'?)"),
