@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The demo needs a third of the packages, and a tenth of their bytes.
+DEMO_VENV := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
 VLLM_VENV ?= .venv-vllm
 MINISWE_VENV ?= .venv-miniswe
 NEMO_GYM_VENV ?= .venv-nemo-gym
@@ -49,12 +51,17 @@ help: ## list the targets
 
 install: $(STAMP) ## install the package (editable) and its tools into .venv
 
+# Makes an environment with uv, which downloads in parallel and keeps what it has downloaded.
+define environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
+@echo "installing into $(@D): half a minute the first time"
+$(PYTHON) -m venv $(@D)
+$(@D)/bin/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
+endef
+
 $(STAMP): pyproject.toml vllm_plugin/pyproject.toml requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version}")'
-	@echo "installing into $(VENV): half a minute the first time"
-	@# uv downloads in parallel and keeps what it has downloaded; --no-deps: the lock is complete
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip --disable-pip-version-check install -q --no-deps "uv==$$(sed -n 's/^uv==\([^ ]*\).*/\1/p' requirements.lock)"
+	$(environment)
+	@# --no-deps: the lock is complete
 	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python -q --no-deps --no-build-isolation -e . -e vllm_plugin
 	@touch $@
@@ -67,8 +74,13 @@ lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgra
 audit: $(STAMP) ## check requirements.lock for known vulnerabilities; RESULT=FILE writes the result into a file, too
 	$(BIN)/python .ci/audit.py requirements.lock $(if $(RESULT),--result $(RESULT))
 
-demo: $(STAMP) ## run one agent directly and through the proxy, on a simulated engine: seconds, no GPU
-	@$(BIN)/tokencache demo $(ARGS)
+.venv-demo/.installed: pyproject.toml requirements.lock
+	$(environment)
+	.venv-demo/bin/uv pip install --python .venv-demo/bin/python -q --constraint requirements.lock -e '.[testing]'
+	@touch $@
+
+demo: $(DEMO_VENV)/.installed ## run one agent directly and through the proxy, on a simulated engine: seconds, no GPU
+	@$(DEMO_VENV)/bin/tokencache demo $(ARGS)
 
 lint: docs ## run ruff, its formatter, mypy, the import contracts, and the checks of the documentation
 	$(BIN)/ruff check
@@ -171,6 +183,6 @@ bench-engine: bench-others ## measure the engine's gain: first token, prefix cac
 bench-others: $(STAMP)
 	PYTHON=$(PYTHON) bench/install_others.sh .bench-venvs
 
-clean: ## remove .venv, caches and builds (keeps .venv-vllm*, the other .venv-*, .bench-venvs and .harnesses: gigabytes)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
+clean: ## remove .venv, .venv-demo, caches and builds (keeps .venv-vllm*, the other .venv-*, .bench-venvs and .harnesses: gigabytes)
+	rm -rf $(VENV) .venv-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist site bench/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.commands.test_commands import Shell, record
-from tests.proxy.kit import proxied
+from tests.proxy.kit import proxied, user
 from tokencache.commands.rewards import RewardFileError, RewardValues, read_reward
 
 
@@ -124,6 +124,21 @@ async def test_nothing_is_deleted_without_a_yes(shell):
     assert (await state(shell, "a"))["turns"] == 2
     assert (await shell("delete", "a", "--yes")).stdout == "a deleted\n"
     assert "there is no session 'a'" in (await shell("show", "a", code=1)).stderr
+
+
+async def test_a_deleted_session_can_be_made_usable_again(shell):
+    await record(shell.rig, "a", 1)
+    await shell("delete", "a", "--yes")
+    status, said = await shell.rig.post("a", messages=[user("hi")])
+    assert (status, "`tokencache delete a --reuse`" in said["error"]["message"]) == (409, True)
+    await shell("delete", "a", "--yes", "--reuse")
+    assert (await shell.rig.post("a", messages=[user("hi")]))[0] == 200
+
+
+@pytest.mark.parametrize("command", [("reward", "a", "nan"), ("finish", "a", "--reward", "inf")])
+async def test_a_reward_is_a_finite_number(shell, command):
+    await record(shell.rig, "a", 1)
+    assert "is not a finite number" in (await shell(*command, code=2)).stderr
 
 
 async def test_a_reward_of_a_turn_from_a_file(shell, tmp_path):

@@ -107,7 +107,7 @@ async def test_an_engine_is_added_and_serves():
         (url,) = made
         said = await request(rig, "POST", url=url + "/v1", status=201)  # as NeMo RL's workers say their URL
         assert (said["url"], said["state"], said["calls"], said["drained"]) == (url, "serving", 0, False)
-        await serves(rig, url)
+        assert (said["serves"], said["models"][0]["model"]) == (True, "sim"), "it was probed before the answer"
         await play(rig, "s", 3)
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue", "continue"]
         assert (await request(rig, "POST", url=url))["url"] == url  # again: nothing new
@@ -121,12 +121,8 @@ async def test_one_that_differs_is_not_used_beside_the_first():
         (url,), (lesser,) = made, others
         await request(rig, "POST", url=url, status=201)
         await serves(rig, url)
-        await request(rig, "POST", url=lesser, status=201)
-
-        async def told():
-            return "NOT USED" in (await listed(rig))[lesser]["error"]
-
-        await until(told)
+        said = await request(rig, "POST", url=lesser, status=201)
+        assert (said["serves"], "NOT USED: it differs" in said["error"]) == (False, True)
         for n in range(4):
             await play(rig, f"s{n}")
         assert not [entry for entry in others[lesser].ground_truth if entry.session]

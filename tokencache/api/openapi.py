@@ -385,7 +385,8 @@ OPERATIONS = (
         BASE + "/engines",
         "Let an engine accept calls: a new one, or one that was drained.",
         EngineState,
-        description="All replicas use it. 201 if the engine is new, 200 if it was known.",
+        description="All replicas use it. 201 if the engine is new, 200 if it was known. The proxy probes it before it answers, for "
+        "at most 10 seconds. `error` is the reason if it does not serve: it differs from the engines that serve, or was not probed yet.",
         body=EngineUrl,
         statuses=(201, 200),
     ),

@@ -136,7 +136,7 @@ def _conflict(update: Update | None) -> str:
     if update is None:
         return (
             "no such update of the weights is under way: it was finished or cancelled, or its timeout has passed. If the engines have the "
-            "new weights, announce their version (PUT /tokencache/v1/weights)"
+            "new weights, announce their version: `tokencache weights set VERSION`, or PUT /tokencache/v1/weights"
         )
     if update.ended:
         return f"the engines of the last update, by {update.owner or 'another trainer'!r}, are being resumed; send this request again"

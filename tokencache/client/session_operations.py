@@ -206,9 +206,12 @@ def medium(session: Access, sha256: str) -> Steps[bytes]:
     return content
 
 
-def delete(session: Access) -> Steps[None]:
-    """Delete the session with all its tokens, whatever its state."""
-    yield from send_delete(path_of(session.id))
+def delete(session: Access, *, reuse: bool = False) -> Steps[None]:
+    """Delete the session with all its tokens, whatever its state.
+
+    A late call does not create it again for a while. With `reuse` it may: the name is usable at once, also after an earlier deletion.
+    """
+    yield from send_delete(path_of(session.id), {"reuse": "true"} if reuse else {})
 
 
 def revoke(session: Access) -> Steps[None]:

@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from tokencache.commands import files
+from tokencache.commands.completion import complete_format
 from tokencache.commands.console import failed, plural
 from tokencache.commands.sink import FileError
 from tokencache.errors import HarnessError
@@ -18,7 +19,9 @@ from tokencache.trajectories.formats.registry import FORMATS, Format, format_nam
 def convert_file(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="Native export: .jsonl, .jsonl.gz, .parquet or .json.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.")] = "-",
-    format_name: Annotated[str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")] = "native",
+    format_name: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.", autocompletion=complete_format)
+    ] = "native",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Convert a native export to another format, without a proxy.

@@ -1,7 +1,9 @@
 """`tokencache drift`: reports the drift of many sessions, from files or from a proxy."""
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tokencache.client import Client, ClientError, Trajectory
-from tokencache.commands.console import AdminKeyOption, failed
-from tokencache.commands.files import EXPORTS, read
+from tokencache.commands.completion import complete_session
+from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed
+from tokencache.commands.files import ENDINGS, EXPORTS, read
 from tokencache.commands.sink import FileError
 from tokencache.errors import extra_missing
 from tokencache.trajectories.drift_rates import DriftRates, drift_rates, total
@@ -21,7 +24,6 @@ _HOW_TO_MEASURE = (
     "no turn was measured. Measure all turns (or with `sequences` the last one of each sequence) when you export:\n"
     "  tokencache export --all --drift turns --to rollouts.jsonl"
 )
-_TIMEOUT = 120.0
 
 
 class DriftError(Exception):
@@ -29,16 +31,15 @@ class DriftError(Exception):
 
 
 def report_drift(  # noqa: PLR0917 - one parameter per option
-    files: Annotated[
+    targets: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE",
-            help="Native exports (.jsonl, .jsonl.gz, .parquet, .json), or directories of them. With --proxy: names of sessions.",
+            metavar="SESSION|FILE",
+            help="Sessions of a proxy, native exports (.jsonl, .jsonl.gz, .parquet, .json), or directories of exports.",
+            autocompletion=complete_session,
         ),
     ],
-    proxy: Annotated[
-        str, typer.Option(metavar="URL", help="Measure sessions at this proxy instead of reading files.", show_default=False)
-    ] = "",
+    proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[
@@ -56,7 +57,9 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     the last turn of each sequence. docs/drift.md explains the terms.
     """
     try:
-        rows = _measured(files, _from_proxy(proxy, admin_key, files) if proxy else _from_files(files))
+        with contextlib.ExitStack() as stack:
+            connect = functools.cache(lambda: stack.enter_context(Client(proxy, admin_key, timeout=TIMEOUT)))  # files need no proxy
+            rows = _measured(targets, _read(targets, connect))
         if as_json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"rates": rows, "total": total(rows)})) + b"\n")
         else:
@@ -76,24 +79,24 @@ def _measured(names: Iterable[str], trajectories: Iterable[Trajectory]) -> list[
     return rows
 
 
-def _from_files(names: Iterable[str]) -> Iterator[Trajectory]:
-    for name in names:
-        path = Path(name)
-        exports = sorted(one for one in path.iterdir() if one.name.endswith(EXPORTS)) if path.is_dir() else [path]
-        if not exports:
-            raise DriftError(f"{name}: a directory without exports")
-        for export in exports:
-            for place, value in read(export):
-                try:
-                    yield msgspec.convert(value, Trajectory)
-                except msgspec.ValidationError as error:
-                    raise DriftError(f"{export}, number {place}: not a native trajectory: {error}") from None
+def _read(targets: Iterable[str], connect: Callable[[], Client]) -> Iterator[Trajectory]:
+    for target in targets:
+        if target.endswith(ENDINGS) or Path(target).exists():
+            yield from _from_files(Path(target))
+        else:
+            yield connect().session(target).fetch(drift="turns")
 
 
-def _from_proxy(proxy: str, admin_key: str | None, sessions: Iterable[str]) -> Iterator[Trajectory]:
-    with Client(proxy, admin_key, timeout=_TIMEOUT) as client:
-        for session in sessions:
-            yield client.session(session).fetch(drift="turns")
+def _from_files(path: Path) -> Iterator[Trajectory]:
+    exports = sorted(one for one in path.iterdir() if one.name.endswith(EXPORTS)) if path.is_dir() else [path]
+    if not exports:
+        raise DriftError(f"{path}: a directory without exports")
+    for export in exports:
+        for place, value in read(export):
+            try:
+                yield msgspec.convert(value, Trajectory)
+            except msgspec.ValidationError as error:
+                raise DriftError(f"{export}, number {place}: not a native trajectory: {error}") from None
 
 
 def _draw(rows: list[DriftRates], path: Path, title: str) -> None:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState, UnfinishedError
 from tokencache.commands import files
+from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
 from tokencache.commands.media import write_media
 from tokencache.commands.sink import FileError, Sink
@@ -239,10 +240,14 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         str,
         typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.", show_default=False),
     ],
-    sessions: Annotated[list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False)] = None,
+    sessions: Annotated[
+        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False, autocompletion=complete_session)
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
-    format_name: Annotated[str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.")] = "native",
+    format_name: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.", autocompletion=complete_format)
+    ] = "native",
     text: Annotated[
         bool, typer.Option("--text", help="Native format: also write the messages, so that `tokencache convert` can write any format.")
     ] = False,

@@ -16,6 +16,7 @@ from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
 from tokencache.client import Client, ClientError, RefusedError
+from tokencache.commands.completion import complete_harness
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, read_reward
 from tokencache.errors import HarnessError
@@ -28,7 +29,9 @@ _LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and only 
 _DIR = Path("DIR")
 """`tokencache env` prints this for the configuration directory if none is named."""
 
-_Harness = Annotated[str, typer.Argument(metavar="HARNESS", help="the harness; `tokencache harnesses` lists all")]
+_Harness = Annotated[
+    str, typer.Argument(metavar="HARNESS", help="the harness; `tokencache harnesses` lists all", autocompletion=complete_harness)
+]
 _Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness, after --", show_default=False)]
 _Session = Annotated[
     str | None, typer.Option("--session", help="name of the rollout; default: a new one, which is printed", show_default=False)

@@ -3,6 +3,7 @@
 A command that takes several sessions continues after an error with the next one; its exit code is 1 if one of them failed.
 """
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,14 +14,23 @@ import typer
 
 from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, Session
+from tokencache.commands.completion import complete_group, complete_harness, complete_session
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
 from tokencache.core.session import History
 
-_Name = Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")]
-_Names = Annotated[list[str], typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.")]
+_Name = Annotated[
+    str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session)
+]
+_Names = Annotated[
+    list[str],
+    typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session),
+]
 _Group = Annotated[
-    str | None, typer.Option("--group", metavar="NAME", help="Group: the rollouts of one prompt, as in GRPO.", show_default=False)
+    str | None,
+    typer.Option(
+        "--group", metavar="NAME", help="Group: the rollouts of one prompt, as in GRPO.", show_default=False, autocompletion=complete_group
+    ),
 ]
 _Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. May be repeated.", show_default=False)]
 _Metadata = Annotated[str | None, typer.Option("--metadata", metavar="JSON", help="Metadata: a JSON object.", show_default=False)]
@@ -31,7 +41,13 @@ def create_session(  # noqa: PLR0917 - one parameter per option
         str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.", show_default=False)
     ] = None,
     harness: Annotated[
-        str, typer.Option("--harness", metavar="NAME", help="Harness whose rules apply; `tokencache harnesses` lists all.")
+        str,
+        typer.Option(
+            "--harness",
+            metavar="NAME",
+            help="Harness whose rules apply; `tokencache harnesses` lists all.",
+            autocompletion=complete_harness,
+        ),
     ] = "",
     config_dir: Annotated[
         Path | None,
@@ -200,16 +216,18 @@ def seal_sessions(
     _each(sessions, lambda session: session.seal(force=force), "sealed", as_json, proxy, admin_key)
 
 
-def delete_sessions(
+def delete_sessions(  # noqa: PLR0917 - one parameter per option
     sessions: _Names,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    reuse: Annotated[bool, typer.Option("--reuse", help="Calls may create the sessions again at once.")] = False,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
 ) -> None:
     """Delete sessions with all their tokens. Asks first.
 
-    Calls in flight are dropped when they end.
+    Calls in flight are dropped when they end. A late call does not create a
+    deleted session again, unless --reuse is given, now or later.
 
     tokencache delete r17 r18
     """
@@ -217,7 +235,7 @@ def delete_sessions(
         if not sys.stdin.isatty():
             raise failed(f"this would delete {plural(len(sessions), 'session')}: add --yes if that is what you want")
         typer.confirm(f"Delete {plural(len(sessions), 'session')}: {', '.join(sessions)}?", abort=True, err=True)
-    _each(sessions, lambda session: session.delete(), "deleted", as_json, proxy, admin_key)
+    _each(sessions, lambda session: session.delete(reuse=reuse), "deleted", as_json, proxy, admin_key)
 
 
 def _each(  # noqa: PLR0917 - as the commands pass them
@@ -249,6 +267,8 @@ def _each(  # noqa: PLR0917 - as the commands pass them
 def _reward_values(reward: float | None, file: Path | None) -> RewardValues | None:
     if reward is not None and file is not None:
         raise typer.BadParameter("give a reward or --reward-file, not both")
+    if reward is not None and not math.isfinite(reward):
+        raise typer.BadParameter(f"the reward {reward} is not a finite number")
     if file is None:
         return None if reward is None else RewardValues(reward)
     try:

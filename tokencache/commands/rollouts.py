@@ -10,12 +10,16 @@ import typer
 
 from tokencache.client import Client
 from tokencache.commands import files
+from tokencache.commands.completion import complete_session
 from tokencache.commands.console import TIMEOUT
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.digest import digest_of, recorded_digest
 
 TargetsArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False, autocompletion=complete_session
+    ),
 ]
 EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.", show_default=False)]
 EngineKeyOption = Annotated[

@@ -9,20 +9,32 @@ import msgspec
 import typer
 
 from tokencache.client import Client, ClientError, SessionState
+from tokencache.commands.completion import complete_group, complete_harness, complete_session
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural
 from tokencache.core.outcome import OutcomeKind
 
 
 def list_sessions(  # noqa: PLR0917 - one parameter per option
-    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only sessions whose names begin with this.", show_default=False)] = "",
+    prefix: Annotated[
+        str,
+        typer.Argument(
+            metavar="PREFIX", help="Only sessions whose names begin with this.", show_default=False, autocompletion=complete_session
+        ),
+    ] = "",
     pattern: PatternOption = "*",
     state: Annotated[
         str | None, typer.Option("--state", metavar="STATE", help="Only sessions that are open, finished or sealed.", show_default=False)
     ] = None,
-    group: Annotated[str | None, typer.Option("--group", metavar="NAME", help="Only sessions of this group.", show_default=False)] = None,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="NAME", help="Only sessions of this group.", show_default=False, autocompletion=complete_group),
+    ] = None,
     tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only sessions with this tag.", show_default=False)] = None,
     harness: Annotated[
-        str | None, typer.Option("--harness", metavar="NAME", help="Only sessions of this harness.", show_default=False)
+        str | None,
+        typer.Option(
+            "--harness", metavar="NAME", help="Only sessions of this harness.", show_default=False, autocompletion=complete_harness
+        ),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Print only the newest N; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each session.")] = False,

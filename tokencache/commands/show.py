@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tokencache.client import Client, ClientError, Trajectory, TurnSpan
 from tokencache.client import Sequence as TrainingSequence
+from tokencache.commands.completion import complete_session
 from tokencache.commands.console import (
     PROXY_URL,
     TIMEOUT,
@@ -41,7 +42,10 @@ Part = str | tuple[str, str]
 
 
 def show_session(  # noqa: PLR0917 - one parameter per option
-    session: Annotated[str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.")],
+    session: Annotated[
+        str,
+        typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session),
+    ],
     turns: Annotated[bool, typer.Option("--turns", help="Show every turn; do not fold runs that only continue.")] = False,
     drift: Annotated[
         bool, typer.Option("--drift", help="Also measure drift, as `tokencache drift` does: the engine renders each prompt once more.")

@@ -13,6 +13,7 @@ from rich.console import Console
 from tokencache.batching.forest_check import verify_forest
 from tokencache.client import Client, ClientError
 from tokencache.commands import files
+from tokencache.commands.completion import complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
@@ -31,6 +32,7 @@ class Checked(msgspec.Struct, kw_only=True):
 
     Attributes:
         rows: lines of the file. `rollouts`: those that are native rollouts.
+        read: whether the lines were read. Of a Parquet file in another format than `native`, only the digest is compared.
         without_digest: lines that an older version wrote. A change of their text would not be found.
         incomplete: rollouts with missing data, and the kinds of incidents that report it.
         breaks: the failed checks.
@@ -39,6 +41,7 @@ class Checked(msgspec.Struct, kw_only=True):
     target: str
     rows: int = 0
     rollouts: int = 0
+    read: bool = True
     without_digest: int = 0
     turns: int = 0
     trainable_tokens: int = 0
@@ -47,7 +50,10 @@ class Checked(msgspec.Struct, kw_only=True):
 
 
 def verify_exports(
-    targets: Annotated[list[str], typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", autocompletion=complete_session),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each target.")] = False,
     every: Annotated[bool, typer.Option("--all", help=f"Print all failed checks, not only the first {_SHOWN} of a target.")] = False,
     proxy: ProxyOption = PROXY_URL,
@@ -97,7 +103,7 @@ def _check_table(target: str, table: "Inspection") -> Checked:
     if table.native:
         checked = _check_all(target, files.read(Path(target)))
     else:
-        checked = Checked(target=target, rows=table.rows, without_digest=table.rows if table.genuine is None else 0)
+        checked = Checked(target=target, rows=table.rows, read=False, without_digest=table.rows if table.genuine is None else 0)
     if table.genuine is False:
         checked.breaks.append(CheckFailure(session="", check="digest", words="the rows of the file are not those that were written"))
     return checked
@@ -139,12 +145,7 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
         console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
 
     for one in checked:
-        what = plural(one.rollouts, "rollout") if one.rollouts == one.rows else plural(one.rows, "row")
-        counts = f"{what}, {plural(one.turns, 'turn')}, {one.trainable_tokens:,} trainable tokens"
-        if one.breaks:
-            print_line(f"{one.target}: {counts}: {plural(len(one.breaks), 'check')} FAILED:", "bold red")
-        else:
-            print_line(f"{one.target}: {counts}: all checks passed", "green")
+        print_line(*_result(one))
         for failure in one.breaks[:most]:
             print_line(f"  {failure}".replace("\n", "\n  "))
         if most is not None and len(one.breaks) > most:
@@ -157,3 +158,17 @@ def _print_report(console: Console, checked: Sequence[Checked], *, most: int | N
     print_line("not checked, because an export cannot show it:")
     for line in NOT_CHECKED:
         print_line(f"  {line}")
+
+
+def _result(checked: Checked) -> tuple[str, str]:
+    """Return the first line about a target, and its style."""
+    what = plural(checked.rollouts, "rollout") if checked.rollouts == checked.rows else plural(checked.rows, "row")
+    if checked.read:
+        what += f", {plural(checked.turns, 'turn')}, {checked.trainable_tokens:,} trainable tokens"
+    if checked.breaks:
+        return f"{checked.target}: {what}: {plural(len(checked.breaks), 'check')} FAILED:", "bold red"
+    if checked.read:
+        return f"{checked.target}: {what}: all checks passed", "green"
+    if checked.without_digest:
+        return f"{checked.target}: {what}: NOT checked", "yellow"
+    return f"{checked.target}: {what}: as they were written, by their digest; what they hold was not checked", "yellow"

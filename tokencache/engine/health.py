@@ -80,6 +80,7 @@ class EngineMonitor:
 
     Attributes:
         alone: whether there is no other engine to compare it with (`gain_peers`).
+        checked: set after the first check, whatever it found.
         draining: whether it takes no new calls; calls under way run to their end.
         has_health: whether it has `GET /health`, as far as is known.
         has_label: whether it has `GET /weight_info`, as far as is known.
@@ -93,6 +94,7 @@ class EngineMonitor:
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
         self.engine = engine
         self.draining = False
+        self.checked = asyncio.Event()
         self.has_health = self.has_label = True
         self.gone_at, self.falls = 0.0, 0
         self.identity: EngineIdentity | None = None
@@ -144,6 +146,7 @@ class EngineMonitor:
             else:
                 self._strikes = 0
                 await self._identify()
+        self.checked.set()
 
     async def answers(self) -> bool:
         """Whether the engine answers a check now."""

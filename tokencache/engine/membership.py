@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 """Seconds between two reads of the store. After that, every replica has followed a request to another one."""
+_FIRST_CHECK_SECONDS = 10.0
+"""Longest wait for the first check of an engine that is added."""
 _REPORT_SECONDS = 60.0
 """Seconds for which the report of a replica is valid."""
 _REMOVED_SECONDS = 3600.0
@@ -86,12 +88,16 @@ class EngineMembership:
         return [self._member(monitor, entries) for monitor in self._pool.monitors]
 
     async def add(self, url: str) -> EngineMember:
-        """Add an engine, or let a drained engine take calls again, on all replicas.
+        """Add an engine, or let a drained engine take calls again, on all replicas. Wait for its first check here, at most 10 seconds.
 
         Raises:
             StoreError: the store does not answer; nothing was changed.
         """
-        return await self._set(url, "serving")
+        member = await self._set(url, "serving")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_CHECK_SECONDS):
+                await member.monitor.checked.wait()
+        return member
 
     async def drain(self, url: str) -> EngineMember:
         """Send no new calls to an engine, on all replicas.

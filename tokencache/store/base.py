@@ -185,7 +185,7 @@ class SessionDeletedError(TokencacheError):
     @property
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
-        reuse = f"DELETE /tokencache/v1/sessions/{self}?reuse=true makes its name usable again"
+        reuse = f"`tokencache delete {self} --reuse` makes its name usable again (DELETE /tokencache/v1/sessions/{self}?reuse=true)"
         return f"session {self} was deleted, and a late call does not create it again; {reuse}"
 
 

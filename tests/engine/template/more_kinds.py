@@ -2,6 +2,8 @@
 
 # ruff: noqa: RUF001 - DeepSeek's tokens are spelled with full-width bars
 
+import pytest
+
 from tests.engine.template.template_lab import CHATML, KINDS, MARKUP, Kind
 
 _LLAMA = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>")
@@ -69,3 +71,5 @@ MORE_KINDS = {
     )
 }
 ALL_KINDS = KINDS | MORE_KINDS
+EACH_KIND = [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
+"""Parameters: the name of each kind; those without a real template in the whole run only."""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from tests.engine.template.more_kinds import ALL_KINDS
+from tests.engine.template.more_kinds import ALL_KINDS, EACH_KIND
 from tests.system.adversary import dialects, stack
 from tests.system.adversary.observed import NEVER, Entry, Span, Tally
 from tests.system.adversary.oracle import Oracle
@@ -42,7 +42,7 @@ CALL = {"id": "functions.bash:0", "type": "function", "function": {"name": "bash
 
 
 @pytest.mark.parametrize("turns", [FEW // 8, pytest.param(FEW, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("template", ALL_KINDS)
+@pytest.mark.parametrize("template", EACH_KIND)
 def test_there_is_no_violation(template, turns):
     tally = run(turns, SEED, templates=[template])
     assert not tally.guilty, "\n".join([tally.table(), *tally.shown(3)])

@@ -1,0 +1,52 @@
+"""What a shell offers after TAB: harnesses, formats, and the sessions and groups of the proxy that the command names.
+
+Nothing is offered if the proxy does not answer within a second.
+"""
+
+import os
+from collections.abc import Iterable
+
+import click
+
+from tokencache.adapters.load import load_all
+from tokencache.client import Client, ClientError, SessionState
+from tokencache.commands.console import PROXY_URL
+from tokencache.trajectories.formats.registry import FORMATS
+
+_TIMEOUT = 1.0
+_MOST = 200
+
+
+def complete_harness(incomplete: str) -> list[str]:
+    """List the harnesses that have an adapter."""
+    return _beginning(load_all(), incomplete)
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """List the formats of exports."""
+    return _beginning(FORMATS, incomplete)
+
+
+def complete_session(ctx: click.Context, incomplete: str) -> list[str]:
+    """List the newest sessions whose names begin so."""
+    return [state.session for state in _sessions(ctx, incomplete)]
+
+
+def complete_group(ctx: click.Context, incomplete: str) -> list[str]:
+    """List the groups of the newest sessions that begin so."""
+    return _beginning({state.group for state in _sessions(ctx) if state.group}, incomplete)
+
+
+def _sessions(ctx: click.Context, prefix: str = "") -> list[SessionState]:
+    def given(option: str) -> str | None:
+        return ctx.params.get(option) or os.environ.get(f"TOKENCACHE_{option.upper()}")
+
+    try:
+        with Client(given("proxy") or PROXY_URL, given("admin_key"), timeout=_TIMEOUT) as client:
+            return client.page(prefix, limit=_MOST).sessions
+    except ClientError:
+        return []
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
+    return sorted(name for name in names if name.startswith(incomplete))
