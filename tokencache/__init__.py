@@ -39,6 +39,8 @@ lag             how many policy versions a token is behind the one announced las
 hole            an incident by which something that the model sampled is missing from the record
 finished        declared over by its owner (of a session): it accepts no new calls
 sealed          finished and fixed (of a session): what is recorded does not change any more
+outcome         how a rollout ended: `ok`, or a kind of failure
+valid           complete, and with the outcome `ok` (of a rollout): its reward says something about the policy
 settings        what holds for all calls of a session: harness, model aliases, sampling, budget, tenant, history
 labels          what a trainer stores with a session: group, metadata, tags
 group           the rollouts of one prompt

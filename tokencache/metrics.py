@@ -47,6 +47,12 @@ TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], reg
 PROMPT_TOKENS, COMPLETION_TOKENS = TOKENS.labels("prompt"), TOKENS.labels("completion")
 APPLIED_RULES = Counter("tokencache_forgiven", "Rules that were applied to recognise a reply.", ["rule"], registry=REGISTRY)
 REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters that a policy replaced.", ["name"], registry=REGISTRY)
+FINISHED = Counter(
+    "tokencache_sessions_finished",
+    "Sessions that were finished, by their outcome then; `other` are words of the callers.",
+    ["outcome"],
+    registry=REGISTRY,
+)
 INCIDENTS = Counter("tokencache_incidents", "Incidents added to sessions.", ["kind"], registry=REGISTRY)
 STORE_ERRORS = Counter("tokencache_store_errors", "Failed operations of the store.", ["operation"], registry=REGISTRY)
 RELAYED = Counter("tokencache_relayed", "Requests relayed to the engine unchanged.", ["status"], registry=REGISTRY)

@@ -21,6 +21,7 @@ from tests.support.waiting import PATIENCE
 from tokencache.api import queue as queue_module
 from tokencache.api.queue import SessionQueue
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.weights import WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
@@ -82,7 +83,7 @@ class TestDeliveries:
         assert ([info.id for info in one.sessions], one.attempt, one.sessions[0].sealed) == (["a"], 1, True)
         (two,) = await take(queue, Take("c2"))
         assert names_of([two]) == [["b"]]
-        assert await queue.counts() == {"candidates": 0, "ready": 0, "taken": 2, "consumers": {"c1": 1, "c2": 1}}
+        assert await queue.counts() == {"candidates": 0, "ready": 0, "invalid": 0, "taken": 2, "consumers": {"c1": 1, "c2": 1}}
         assert await queue.acknowledge(Acknowledge([one.id])) == 1
         assert await queue.acknowledge(Acknowledge([one.id])) == 0  # again, because the answer was lost
         assert (await store.session("a"), (await store.session("b")).sealed) == (None, True)
@@ -150,6 +151,17 @@ class TestDeliveries:
         await store.set_labels("lone", LabelChanges(group="a"))
         (two,) = await take(queue, Take("c", group_size=3, holding=[one.id]))
         assert (two.group, sorted(info.id for info in two.sessions)) == ("a", ["a1", "a2", "lone"])
+
+    async def test_a_failed_session_does_not_let_its_group_wait_for_a_reward(self, store):
+        queue = queue_of(store)
+        await finish(store, "rewarded", reward=0.0, group="g")
+        await finish(store, "waiting", group="g")
+        assert await take(queue, Take("c", rewarded=True, group_size=2)) == []
+        await store.finish("rewarded", Outcome("ok"))
+        await store.finish("waiting", Outcome("sandbox"))
+        assert (await queue.counts())["invalid"] == 1
+        (one,) = await take(queue, Take("c", rewarded=True, group_size=2))
+        assert names_of([one]) == [["rewarded", "waiting"]]
 
     async def test_filters(self, store):
         queue = queue_of(store)

@@ -41,6 +41,9 @@ async def error(rig, method, path, **more):
     return found["message"], found["param"]
 
 
+NEW_SESSION = "session, harness, models, sampling, budget, tenant, history, deadline, silent_for, group, metadata, tags, exist_ok"
+
+
 class TestUnknownMembers:
     @pytest.mark.parametrize(
         ("body", "param", "named"),
@@ -53,7 +56,7 @@ class TestUnknownMembers:
             (
                 {"session": "s", "temperature": 0},
                 "temperature",
-                "(the members are: session, harness, models, sampling, budget, tenant, history, group, metadata, tags, exist_ok)",
+                f"(the members are: {NEW_SESSION})",
             ),
             ({"session": "s", "": 0}, "", "'' (the members are: "),
             ({"session": "s", "nope": 1, "modls": {}}, "nope", "exist_ok), 'modls' (did you mean 'models'?)"),

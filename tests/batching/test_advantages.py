@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,3 +69,28 @@ def test_missing_rewards_repeated_sessions_and_unknown_rows_are_refused():
         group_advantages([shape("linear", reward=1.0)] * 2)
     with pytest.raises(ValueError, match="session 'linear' has no advantage"):
         row_advantages(rows_of(shape("linear")), {"other": 1.0})
+
+
+OUTCOMES = st.lists(
+    st.tuples(st.sampled_from(["ok", "ok", "engine", "own-word"]), st.booleans(), st.none() | st.floats(-1e3, 1e3)), min_size=1, max_size=8
+)
+
+
+@SOME
+@given(OUTCOMES, st.sampled_from([mean_std, leave_one_out]), st.integers(1, 3))
+def test_a_group_is_compared_as_if_it_had_only_its_valid_members(drawn, method, min_valid):
+    members = [
+        shape("linear", session=f"s{n}", group="g", outcome=outcome, complete=complete, reward=0.5 if reward is None else reward)
+        for n, (outcome, complete, reward) in enumerate(drawn)
+    ]
+    valid = [one for one, (outcome, complete, _) in zip(members, drawn, strict=True) if outcome == "ok" and complete]
+    wanted = dict.fromkeys((one.session for one in members), 0.0)
+    if len(valid) >= min_valid:
+        wanted |= group_advantages(valid, method)
+    unrewarded = [msgspec.structs.replace(one, reward=None) if one not in valid else one for one in members]
+    assert group_advantages(members, method, min_valid=min_valid) == group_advantages(unrewarded, method, min_valid=min_valid) == wanted
+
+
+def test_a_group_needs_a_valid_member():
+    with pytest.raises(ValueError, match="min_valid is 0"):
+        group_advantages([], min_valid=0)

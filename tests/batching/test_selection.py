@@ -27,7 +27,7 @@ RULES = [at_least(2), complete_only, main_line, no_discarded_retries, no_side_ca
 
 def kept(trajectory, *rules):
     """The first turns of the sequences that are kept."""
-    return [row.sequence.id for row in select([trajectory], *rules).kept]
+    return [row.sequence.id for row in select([trajectory], *rules, keep_invalid=True).kept]
 
 
 def linked(trajectory, source, turn, kind="delegation"):
@@ -36,7 +36,7 @@ def linked(trajectory, source, turn, kind="delegation"):
 
 
 def test_without_rules_every_row_is_kept():
-    selection = select([shape(name) for name in ROLLOUTS])
+    selection = select([shape(name) for name in ROLLOUTS], keep_invalid=True)
     assert len(selection.kept) == sum(len(rollout.sequences) for rollout in ROLLOUTS.values())
     assert selection.dropped == []
     assert selection.without_rows == [rollout.session for rollout in ROLLOUTS.values() if not rollout.sequences]
@@ -135,8 +135,16 @@ def test_a_link_to_turns_that_were_left_out_is_ignored():
 
 
 def test_an_incomplete_session_is_dropped_with_its_incidents():
-    (dropped, *_) = select([shape("aborted")], complete_only).dropped
-    assert dropped.reason == "the session is not complete: call-open"
+    for selection in (select([shape("aborted")], complete_only, keep_invalid=True), select([shape("aborted")])):
+        assert {dropped.reason for dropped in selection.dropped} == {"the session is not complete: call-open"}
+        assert selection.kept == []
+
+
+def test_a_failed_session_is_dropped_with_its_failure_unless_invalid_ones_are_kept():
+    failed = shape("linear", outcome="sandbox", outcome_detail="no disk", reward=1.0)
+    (dropped,) = select([failed], rewarded).dropped
+    assert (dropped.rule, dropped.reason) == ("valid_only", "the rollout failed: sandbox (no disk)")
+    assert kept(failed, rewarded) == ["t0"]
 
 
 def test_a_session_without_a_reward_is_dropped():

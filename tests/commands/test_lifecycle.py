@@ -65,6 +65,42 @@ async def test_the_life_of_a_session(shell):
     assert (found["group"], found["tags"], found["metadata"]) == ("", [], {"n": 1})
 
 
+async def test_finish_says_what_failed(shell):
+    await record(shell.rig, "a")
+    assert "needs `failed`" in (await shell("finish", "a", "--detail", "no disk", code=1)).stderr
+    assert "not 'No'" in (await shell("finish", "a", "--failed", "No", code=1)).stderr
+    await shell("finish", "a", "--failed", "sandbox", "--detail", "no disk", "--reward", "0")
+    found = await state(shell, "a")
+    assert (found["outcome"], found["outcome_detail"], found["valid"], found["reward"]) == ("sandbox", "no disk", False, 0.0)
+    assert "cannot become 'ok'" in (await shell("finish", "a", "--failed", "ok", code=1)).stderr
+
+
+async def test_a_failed_session_is_seen_and_left_out(shell, tmp_path):
+    for name in ("a", "b"):
+        await record(shell.rig, name)
+    assert "outcome" not in (await shell("sessions")).stdout
+    await shell("finish", "a", "--failed", "sandbox", "--detail", "no disk")
+    listed = (await shell("sessions")).stdout
+    assert "sandbox" in listed
+    assert "2 sessions, 1 failed" in listed
+    shown = (await shell("show", "a")).stdout
+    assert "FAILED: sandbox" in shown
+    assert "sandbox: no disk" in shown
+    for form in ("native", "verifiers"):
+        everything = await shell("export", "--all", "--format", form, "--to", str(tmp_path / f"{form}.jsonl"))
+        assert "1 FAILED: no trainer learns from them (see `tokencache sessions`): a" in everything.stderr
+        valid = await shell("export", "--all", "--format", form, "--to", str(tmp_path / f"{form}-valid.jsonl"), "--valid-only")
+        assert "1 incomplete or failed, and left out: a" in valid.stderr
+        assert len((tmp_path / f"{form}-valid.jsonl").read_text().splitlines()) == 1
+
+
+async def test_create_takes_a_deadline_and_a_limit_of_silence(shell):
+    await shell("create", "r1", "--deadline", "4000000000", "--silent-for", "600")
+    settings = (await shell.rig.store.session("r1")).settings
+    assert (settings.deadline, settings.silent_for) == (4e9, 600.0)
+    assert "is in the past" in (await shell("create", "r2", "--deadline", "5", code=1)).stderr
+
+
 async def test_force_seals_a_session_that_runs_and_says_so(shell):
     await record(shell.rig, "a")
     await shell("seal", "a", "--force")

@@ -8,7 +8,7 @@ import pytest
 from tokencache.core.budget import Budget
 from tokencache.core.session import MAX_METADATA, LabelChanges, Labels, Reward, SessionSettings
 
-FULL = SessionSettings("codex", {"gpt-*": "ü"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3), "me", "follow")
+FULL = SessionSettings("codex", {"gpt-*": "ü"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3), "me", "follow", 2e9, 60.0)
 
 
 @pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack])
@@ -22,7 +22,7 @@ def test_a_digest_survives_every_encoding(codec, settings):
 
 def test_digests_differ_where_settings_differ():
     others = [msgspec.structs.replace(FULL, **{name: getattr(SessionSettings(), name)}) for name in FULL.__struct_fields__]
-    assert len({one.digest for one in (FULL, *others)}) == 7
+    assert len({one.digest for one in (FULL, *others)}) == 9
     assert [FULL.differences(other) for other in others] == [(name,) for name in FULL.__struct_fields__]
     assert (SessionSettings().digest, bool(SessionSettings()), bool(FULL)) == (b"", False, True)
 
@@ -87,3 +87,21 @@ def test_rewards_of_a_request():
             msgspec.json.decode(body, type=Reward)
     with pytest.raises(ValueError, match="components"):
         Reward(components={str(n): 0.5 for n in range(101)})
+
+
+@pytest.mark.parametrize(
+    ("limits", "silent", "busy", "up", "left"),
+    [
+        ({}, 1e9, False, "", None),
+        ({"deadline": 110.0}, 0.0, False, "", 10.0),
+        ({"deadline": 100.0}, 0.0, True, "its deadline passed at 100", 0.0),
+        ({"silent_for": 60.0}, 59.0, False, "", 1.0),
+        ({"silent_for": 60.0}, 60.0, False, "no call began or ended for 60 seconds", 0.0),
+        ({"silent_for": 60.0}, 99.0, True, "", -39.0),
+        ({"deadline": 130.0, "silent_for": 60.0}, 50.0, False, "", 10.0),
+    ],
+)
+def test_the_time_of_a_session(limits, silent, busy, up, left):
+    settings = SessionSettings(**limits)
+    found = settings.time_up(100.0, silent=silent, busy=busy)
+    assert (found.removesuffix(" (Unix time)"), settings.seconds_left(100.0, silent=silent)) == (up, left)

@@ -19,6 +19,7 @@ from tokencache.api.openapi import OPERATIONS, document
 from tokencache.cli import app
 from tokencache.config import PREFIX
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.outcome import CAUSES, OutcomeKind
 from tokencache.core.reasons import Described, Reason
 from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
@@ -102,6 +103,21 @@ def incidents() -> str:
     return table(("kind", "hole", "what happened", "what is missing"), *rows)
 
 
+def outcomes() -> str:
+    """What the proxy sees of a session, and the outcome that follows."""
+    rows = [(f"the incident `{kind}`", f"`{CAUSES[kind].kind}`") for kind in CAUSES if CAUSES[kind].lasting]
+    for failure in dict.fromkeys(cause.kind for cause in CAUSES.values() if not cause.lasting):
+        kinds = [
+            f"`{kind}`" + (" (not 4xx but 429)" if cause.only_faults else "")
+            for kind, cause in CAUSES.items()
+            if cause.kind == failure and not cause.lasting
+        ]
+        rows.append((f"the newest incident of these, if no later turn began: {', '.join(kinds)}", f"`{failure}`"))
+    rows.append(("the reply of the newest turn was received by nobody (mark `unanswered`)", f"`{OutcomeKind.HARNESS}`"))
+    rows.append(("the session is finished, and made no call", f"`{OutcomeKind.HARNESS}`"))
+    return table(("what the proxy saw", "outcome"), *rows, ("anything else", f"`{OutcomeKind.OK}`"))
+
+
 def incident_actions() -> str:
     """The kinds of incidents and what to do about each."""
     rows = [(f"`{kind}`", "yes" if kind.hole else "no", kind.action) for kind in IncidentKind]
@@ -130,6 +146,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "routes": routes,
     "metrics": metric_families,
     "incidents": incidents,
+    "outcomes": outcomes,
     "incident-actions": incident_actions,
     "rules": rules,
     "reasons": lambda: described("reason", Reason),

@@ -66,6 +66,7 @@ async def test_a_harness_that_raises_leaves_a_finished_session_without_a_reward(
         await rollouts(failing, delete=True).run(rig.client, SAMPLE, sampling={})
     (state,) = await rig.client.sessions()
     assert (state.state, state.reward, state.turns) == ("finished", None, 3)
+    assert (state.outcome, state.outcome_detail, state.valid) == ("harness", "RuntimeError: the harness broke", False)
 
 
 async def test_a_call_that_does_not_end_leaves_the_session_unsealed(rig):

@@ -49,6 +49,11 @@ def test_two_lines_are_refused_unless_one_is_asked_for():
     assert row_of(trajectory_of("respliced"), "longest")["tokens_left_out"] > 0
 
 
+def test_a_failed_rollout_trains_nothing_and_has_no_reward():
+    row = row_of(trajectory_of("linear", reward=1.0, outcome="engine"), "main")
+    assert (row["env_mask"], row["reward"], row["tokens_left_out"]) == ([0], None, 0)
+
+
 @pytest.mark.parametrize("shape", ["speechless", "empty"])
 def test_a_rollout_without_a_sampled_token_trains_nothing_and_has_no_reward(shape, caplog):
     with caplog.at_level(logging.WARNING):

@@ -21,6 +21,7 @@ from tests.store.machine import machine_of
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
@@ -381,6 +382,20 @@ async def test_a_file_of_another_version_is_refused(url):
         await refused.ping()
 
 
+async def test_a_file_of_an_earlier_release_is_opened_and_takes_outcomes(url):
+    store = FileStore(url)
+    await store.open()
+    await record(store, "s", build("a"))
+    await store.writer.run("age", lambda database: database.execute("ALTER TABLE sessions DROP COLUMN outcome").rowcount)
+    await store.close()
+    store = FileStore(url)
+    await store.open()
+    assert (await store.session("s")).outcome is None
+    await store.finish("s", Outcome("sandbox"))
+    assert (await store.session("s")).outcome == Outcome("sandbox")
+    await store.close()
+
+
 async def test_damaged_data_is_reported(store):
     await record(store, "s", build("a"))
     await store.writer.run("damage", lambda database: database.execute("UPDATE turns SET record = x'00'").rowcount)
@@ -388,6 +403,9 @@ async def test_damaged_data_is_reported(store):
         await store.turns("s")
     with pytest.raises(StoreError, match="session s is damaged"):
         await store.session("s")
+    await store.writer.run("damage", lambda database: database.execute("UPDATE sessions SET outcome = x'00'").rowcount)
+    with pytest.raises(StoreError, match="session s is damaged"):
+        await store.finish("s", Outcome("ok"))
 
 
 async def test_a_closed_store_says_so(url):

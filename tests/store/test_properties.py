@@ -16,9 +16,11 @@ from tests.support.profiles import examples
 from tokencache.core.incidents import Incident
 from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import (
     Entry,
+    OutcomeConflictError,
     SessionDeletedError,
     SessionExistsError,
     SessionFinishedError,
@@ -109,6 +111,7 @@ JOINS = st.sampled_from(["never", "orphaned", "any"])
 SETTINGS = [SessionSettings(), SessionSettings("codex", sampling={"temperature": 1.0}), SessionSettings(tenant="me")]
 DELIVERIES = st.sampled_from(["d1", "d2", "d3"])
 ERRORS = (
+    OutcomeConflictError,
     SessionSealedError,
     SessionFinishedError,
     SessionGoneError,
@@ -139,6 +142,7 @@ STEPS = st.one_of(
     operation("define", NAMES, st.sampled_from(SETTINGS), Labels("defined"), options=[{}, {"exist_ok": True}, {"adopt": True}]),
     operation("set_labels", NAMES, st.sampled_from([LabelChanges("g"), LabelChanges(tags=("x", "y")), LabelChanges("", {"a": 1})])),
     operation("add_reward", NAMES, st.sampled_from([Reward(1.0), Reward(None, {"x": 0.5}, at=1.5)])),
+    operation("finish", NAMES, st.sampled_from([Outcome("ok"), Outcome("sandbox", "why")])),
     operation("offer", NAMES, st.sampled_from(["e1", "e2"]), 1.0),
     operation("withdraw", NAMES, st.sampled_from(["e1", "e2"])),
     operation("lease", st.sampled_from([("s",), ("t",), ("s", "t")]), DELIVERIES, "consumer", 600),

@@ -20,7 +20,8 @@ from tokencache.store.base import StoreError
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (
     "on >PASSWORD ~tokencache:* resetchannels -@all +select +client +eval +evalsha +time +get +set +getex "
-    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +hlen +hgetall +zadd +zscore +zremrangebyscore +dbsize +info"
+    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +hlen +hgetall +zadd "
+    "+zscore +zrangebyscore +zrem +zremrangebyscore +dbsize +info"
 )
 """The rights that docs/store.md names."""
 IN_A_CLUSTER = "+cluster +command"

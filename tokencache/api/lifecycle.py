@@ -17,6 +17,7 @@ from tokencache.core.lineage import lineages
 from tokencache.core.session import LabelChanges, Reward, SessionStage
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.errors import HarnessError
+from tokencache.proxy.finishing import finish, offer
 from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.request_body import whole_body_of
@@ -24,7 +25,10 @@ from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SealOutcome, SessionInfo
 
-_SETTINGS_FORM = '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>"'
+_SETTINGS_FORM = (
+    '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>", '
+    '"deadline"?: unix_time, "silent_for"?: seconds'
+)
 _LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
 _REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
 _RETRY_SECONDS = 5
@@ -74,26 +78,27 @@ class LifecycleRoutes:
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Finish a session, and store what is given with it."""
         info = await self._existing(check_name(request.match_info["session"]))
-        form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}}}, or no body'
+        form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}, "failed"?: "<kind>", "detail"?: "<words>"}}, or no body'
         asked = (
             await read_body(request, Finish, form, invalid=HTTPStatus.UNPROCESSABLE_ENTITY) if await whole_body_of(request) else Finish()
         )
-        reward, changes = await self._checked(info, asked.new_reward), _valid(lambda: asked.label_changes)
+        outcome, changes = _valid(lambda: asked.outcome), _valid(lambda: asked.label_changes)
+        reward = await self._checked(info, asked.new_reward)
+        if outcome is not None and info.state is not SessionStage.OPEN:  # it may be refused, and then nothing else is stored
+            await self._store.finish(info.id, outcome)
         if changes.given:
             await self._store.set_labels(info.id, changes)
         if reward is not None:
             await self._store.add_reward(info.id, reward)
-        await self._offer(info)
-        if not await self._store.finish(info.id):
+        if not await finish(self._ledger, info, outcome):
             raise no_session(info.id)
-        self._ledger.changed.notify()
         return json_response(self._state(await self._existing(info.id)))
 
     async def seal(self, request: web.Request) -> web.StreamResponse:
         """Seal a session."""
         name, force = check_name(request.match_info["session"]), flag(request, "force")
         if force:
-            await self._offer(await self._existing(name))
+            await offer(self._store, await self._existing(name))
         match await self._store.seal(name, force=force, at=time.time()):
             case SealOutcome.MISSING:
                 raise no_session(name)
@@ -145,7 +150,13 @@ class LifecycleRoutes:
         except ValueError as error:
             raise HarnessError(f"sampling: {error}", param="sampling") from None
         labels = _valid(lambda: asked.labels)
+        left = asked.settings.seconds_left(now := time.time())
+        if asked.deadline is not None and asked.deadline <= now:
+            message = f"`deadline` {asked.deadline:.0f} is in the past: it is a Unix time in seconds, and now is {now:.0f}"
+            raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param="deadline")
         await self._check_ready(name, exist_ok=asked.exist_ok)
+        if left is not None:  # before it is defined, so that a crash in between does not lose the limits
+            await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)
 
     async def _check_ready(self, name: str, *, exist_ok: bool) -> None:
@@ -167,11 +178,6 @@ class LifecycleRoutes:
             raise HarnessError(
                 message, status=HTTPStatus.TOO_MANY_REQUESTS, kind="too_many_ready", headers={"Retry-After": str(_RETRY_SECONDS)}
             )
-
-    async def _offer(self, info: SessionInfo) -> None:
-        """Put an open session into the queue. This is done before it is finished, so that a crash in between cannot lose it."""
-        if info.state is SessionStage.OPEN:
-            await self._store.offer(info.id, info.epoch, time.time())
 
     async def _checked(self, info: SessionInfo, asked: NewReward | None) -> Reward | None:
         """Check that the turns and sequences of a reward exist.

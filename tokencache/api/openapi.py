@@ -40,7 +40,7 @@ _SEQUENCE = _SESSION + "/sequences/{sequence}"
 _SCHEMA_PATH = "#/components/schemas/{name}"
 
 DRIFT_MODES = ("off", "sequences", "turns")
-SESSION_STATES = ("any", "live", "incomplete", "complete", "incidents", "open", "finished", "sealed")
+SESSION_STATES = ("any", "live", "incomplete", "complete", "failed", "incidents", "open", "finished", "sealed")
 SORTS = ("used", "created", "session", "state", "harness", "model", "group", "reward", "turns", "tokens")
 
 
@@ -49,6 +49,8 @@ class RegisteredKey(Binding, frozen=True):
 
     key: str = ""
     id: str = ""
+    deadline: float = 0.0
+    silent_for: float = 0.0
 
 
 class EngineUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +157,8 @@ OPERATIONS = (
         SessionState,
         description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
         "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
-        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache. `group`, `metadata` and "
+        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache; `deadline` (Unix time) "
+        "and `silent_for` (seconds without a call) finish it with the outcome `timeout`. `group`, `metadata` and "
         "`tags` are labels. With `exist_ok` the session may exist (200), if it has the same settings or none are given. The name of a "
         "deleted session can be used again.",
         body=NewSession,
@@ -244,10 +247,12 @@ OPERATIONS = (
         "Finish a session: the rollout is over.",
         SessionState,
         description="New calls receive 409 (`session_finished`); calls in flight end normally. The session enters the queue. A reward and "
-        "labels may be given, as with `setReward` and `labelSession`. Finishing again has no effect, except that a reward that is given "
-        "again is stored again.",
+        "labels may be given, as with `setReward` and `labelSession`. `failed` says that the rollout failed, and how: `engine`, `harness`, "
+        "`sandbox`, `timeout`, `budget`, `canceled`, `store`, or a word of your own; `ok` says that nothing failed, whatever the proxy "
+        "saw. `detail` says it in words. Finishing again has no effect, except that a reward that is given again is stored again, and "
+        "that an outcome may still be given where none was, until the session is sealed.",
         body=Finish,
-        errors=_NO_SESSION,
+        errors={**_NO_SESSION, 409: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed."},
     ),
     Operation(
         "sealSession",

@@ -29,6 +29,7 @@ from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent
 from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
+from tokencache.trajectories.rollout import worth_object
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
 
@@ -166,6 +167,7 @@ class SessionQueue:
         return {
             "candidates": len(free),
             "ready": sum(is_ready(one.info) for one in free),
+            "invalid": sum(not self._is_valid(one.info) for one in free),
             "taken": len(found) - len(free),
             "consumers": dict(Counter(one.entry.consumer for one in found if one.entry.leased)),
         }
@@ -265,6 +267,9 @@ class SessionQueue:
             await self._lost.close(info)  # it is ready when it is looked at again
         return is_ready(info)
 
+    def _is_valid(self, info: SessionInfo) -> bool:
+        return bool(worth_object(info, self._ledger.unsaved(info.id))["valid"])
+
     async def _delete(self, delivery: str) -> int:
         """Delete the sessions of a delivery, which nobody can take any more. Returns how many there were."""
         found = await self._candidates([entry for entry in await self._store.queue() if entry.delivery == delivery])
@@ -307,11 +312,16 @@ def is_ready(info: SessionInfo) -> bool:
 def _wanted(asked: Take, info: SessionInfo) -> bool:
     """Whether a session passes the filters of a consumer."""
     return (
-        (not asked.rewarded or _has_reward(info))
+        (not asked.rewarded or _has_reward(info) or _has_failed(info))
         and asked.group in {"", info.labels.group}
         and (not asked.tag or asked.tag in info.labels.tags)
         and asked.harness in {"", info.harness}
     )
+
+
+def _has_failed(info: SessionInfo) -> bool:
+    """Whether a session was finished as failed. Nobody rewards it, and its group need not wait for that."""
+    return info.outcome is not None and not info.outcome.ok
 
 
 def _has_reward(info: SessionInfo) -> bool:

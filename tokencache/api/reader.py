@@ -16,7 +16,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object, labels_object, reward_object
-from tokencache.trajectories.rollout import Records, incidents_of, is_complete
+from tokencache.trajectories.rollout import Records, worth_object
 
 
 class SessionReader:
@@ -77,7 +77,7 @@ def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:
         "tokens": info.sampled,
         **reward_object(info.reward or Reward()),
         **labels_object(info.labels),
-        "complete": is_complete(incidents_of(info, owed)),
+        **worth_object(info, owed),
         "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
         "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
     }

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tokencache.core.budget import Budget
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import History, LabelChanges, Labels, Number, Reward, SessionSettings
 from tokencache.core.weights import PauseMode
 
@@ -18,6 +19,8 @@ LONGEST_LEASE = 7 * 86400.0
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
 _UpdateSeconds = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
+_Deadline = Annotated[float, msgspec.Meta(gt=0, le=1e11)]
+_Silence = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400.0)]
 _Lease = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)]
 
 
@@ -26,7 +29,7 @@ class NewSession(msgspec.Struct, frozen=True):
 
     Attributes:
         session: its name; without one it gets a random one.
-        harness, models, sampling, budget, tenant, history: its settings (`SessionSettings`).
+        harness, models, sampling, budget, tenant, history, deadline, silent_for: its settings (`SessionSettings`).
         group, metadata, tags: its labels (`Labels`).
         exist_ok: whether it may exist already, with the same settings or if none are given here.
     """
@@ -38,6 +41,8 @@ class NewSession(msgspec.Struct, frozen=True):
     budget: Budget = Budget()
     tenant: str = ""
     history: History | Literal[""] = ""
+    deadline: _Deadline | None = None
+    silent_for: _Silence | None = None
     group: str = ""
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
@@ -46,7 +51,8 @@ class NewSession(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> SessionSettings:
         """Its settings."""
-        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history)
+        limits = self.deadline or 0.0, self.silent_for or 0.0
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history, *limits)
 
     @property
     def labels(self) -> Labels:
@@ -76,7 +82,14 @@ class NewReward(msgspec.Struct, frozen=True):
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """What may be given when a session is finished: a reward (`NewReward`) and labels (`LabelChanges`)."""
+    """What may be given when a session is finished: a reward (`NewReward`), labels (`LabelChanges`) and an outcome.
+
+    Attributes:
+        reward, components, turns, sequences: the reward.
+        group, metadata, tags: the labels.
+        failed: the kind of failure, a word of the API or of the caller's own; `ok` if nothing failed, whatever the proxy saw.
+        detail: what failed, in words.
+    """
 
     reward: Number | UnsetType | None = UNSET
     components: dict[str, Number] = {}
@@ -85,6 +98,19 @@ class Finish(msgspec.Struct, frozen=True):
     group: str | UnsetType = UNSET
     metadata: dict[str, Any] | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
+    failed: str | None = None
+    detail: str = ""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome; `None` if none is given.
+
+        Raises:
+            ValueError: the kind is no such word, or there is a detail without one.
+        """
+        if self.failed is None and self.detail:
+            raise ValueError("`detail` says what failed: it needs `failed`")
+        return None if self.failed is None else Outcome(self.failed, self.detail)
 
     @property
     def new_reward(self) -> NewReward | None:
@@ -119,7 +145,7 @@ class Take(msgspec.Struct, frozen=True):
         group_size: sessions of one group in a delivery; 1: one session, whatever its group.
         wait: for how many seconds to wait for a delivery.
         lease: for how many seconds the deliveries belong to the consumer.
-        rewarded: only sessions with a reward.
+        rewarded: only sessions with a reward, and those that were finished as failed, which nobody rewards.
         group, tag, harness: only sessions that have them; `""` stands for any.
         max_lag: only sessions none of whose sampled tokens lags more than that many policy versions behind the current one. The lag of all
             must be known. `None`: any session.

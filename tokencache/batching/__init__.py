@@ -12,7 +12,7 @@ All functions compute from `Trajectory` values alone: none opens a socket or cal
 `media`       loads the images of a row (as images of Pillow, if that is installed), and processes them for a model
 `tensors`     pads or packs rows, or a forest, to numpy arrays or torch tensors (needs numpy)
 
-    selection = select(trajectories, complete_only, no_side_calls, at_least(16))
+    selection = select(trajectories, no_side_calls, at_least(16))
     advantages = row_advantages(selection.kept, group_advantages(trajectories))
     batch = pad(selection.kept, advantages)
 """
@@ -34,6 +34,7 @@ from tokencache.batching.selection import (
     no_side_calls,
     rewarded,
     select,
+    valid_only,
 )
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "rewarded",
     "row_advantages",
     "select",
+    "valid_only",
 ]

@@ -9,8 +9,8 @@ advantage.
 `leave_one_out`     reward - mean of all others, as in RLOO (arXiv 2402.14740)
 ==================  =================================================================================================================
 
-A group of one has nothing to compare with: its advantage is 0.0. (verl uses the reward itself.) If all rewards of a group are equal, all
-advantages are exactly 0.0.
+A session that is not valid (`Trajectory.valid`) counts in no group. A group of one has nothing to compare with: its advantage is 0.0. (verl
+uses the reward itself.) If all rewards of a group are equal, all advantages are exactly 0.0.
 """
 
 import math
@@ -60,34 +60,43 @@ def _nothing_to_compare(rewards: Sequence[float]) -> bool:
     return len(set(rewards)) <= 1
 
 
-def group_advantages(trajectories: Iterable[Trajectory], method: Callable[[Sequence[float]], list[float]] = mean_std) -> dict[str, float]:
-    """Compute the advantage of each session over its group, from `reward` and `group` of the trajectories.
+def group_advantages(
+    trajectories: Iterable[Trajectory], method: Callable[[Sequence[float]], list[float]] = mean_std, *, min_valid: int = 1
+) -> dict[str, float]:
+    """Compute the advantage of each session over the valid members of its group, from `reward` and `group` of the trajectories.
 
-    Sessions without a group (`""`) are groups of one.
+    Sessions without a group (`""`) are groups of one. An invalid session counts in no group, whatever its reward, and its advantage is 0.0.
 
     Args:
         trajectories: whole groups. Sessions that are left out are missing in the mean.
         method: `mean_std`, `leave_one_out` or any other function from the rewards of a group to its advantages.
+        min_valid: in a group with fewer valid members than this, all advantages are 0.0.
 
     Returns:
         The advantage of each session, by name.
 
     Raises:
-        ValueError: a session has no reward, or occurs twice.
+        ValueError: a valid session has no reward, a session occurs twice, or `min_valid` is less than 1.
     """
+    if min_valid < 1:
+        raise ValueError(f"min_valid is {min_valid}: a group needs at least 1 valid member")
     rewards: dict[str, float] = {}
+    advantages: dict[str, float] = {}
     groups: dict[tuple[str, str], list[str]] = {}
     for trajectory in trajectories:
         session = trajectory.session
-        if session in rewards:
+        if session in advantages:
             raise ValueError(f"session {session!r} occurs twice")
+        advantages[session] = 0.0
+        if not trajectory.valid:
+            continue
         if trajectory.reward is None:
             raise ValueError(f"session {session!r} has no reward: set one, or leave the session out")
         rewards[session] = trajectory.reward
         groups.setdefault((trajectory.group, "" if trajectory.group else session), []).append(session)
-    advantages: dict[str, float] = {}
     for members in groups.values():
-        advantages.update(zip(members, method([rewards[session] for session in members]), strict=True))
+        if len(members) >= min_valid:
+            advantages.update(zip(members, method([rewards[session] for session in members]), strict=True))
     return advantages
 
 

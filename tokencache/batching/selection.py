@@ -1,6 +1,6 @@
 """Chooses the rows to train on. A row is one sequence of a trajectory.
 
-    selection = select(trajectories, complete_only, no_side_calls, at_least(16))
+    selection = select(trajectories, no_side_calls, at_least(16))
     for row in selection.kept: ...
     print(selection.report())
 
@@ -11,6 +11,8 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
         return "is longer than 8,192 tokens" if sequence.tokens > 8192 else ""
 
 ========================  ==========================================================================================================
+`valid_only`              drops all rows of a trajectory that is not complete, or that ended with a failure; always applied first, unless
+                          `select(…, keep_invalid=True)`
 `complete_only`           drops all rows of a trajectory in which something is missing
 `rewarded`                drops all rows of a trajectory without a reward
 `main_line`               drops sub-agents, side calls and retries: only the rollout itself remains
@@ -25,6 +27,7 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from tokencache.core.outcome import OutcomeKind
 from tokencache.core.weights import Announced
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.values import Sequence, Trajectory
@@ -85,8 +88,13 @@ def _counted(rows: Iterable[TrainingRow]) -> str:
     return f"{len(tokens)} row{'s' * (len(tokens) != 1)}, {sum(tokens):,} trainable tokens"
 
 
-def select(trajectories: Iterable[Trajectory], *rules: Rule) -> Selection:
-    """Apply rules to every sequence of trajectories, in the given order. The first rule that drops a row is reported."""
+def select(trajectories: Iterable[Trajectory], *rules: Rule, keep_invalid: bool = False) -> Selection:
+    """Apply rules to every sequence of trajectories, in the given order. The first rule that drops a row is reported.
+
+    `valid_only` comes before all others, unless `keep_invalid` is set.
+    """
+    if not keep_invalid:
+        rules = (valid_only, *rules)
     kept: list[TrainingRow] = []
     dropped: list[DroppedRow] = []
     without_rows: list[str] = []
@@ -103,6 +111,15 @@ def select(trajectories: Iterable[Trajectory], *rules: Rule) -> Selection:
         if len(kept) == before:
             without_rows.append(trajectory.session)
     return Selection(kept, dropped, without_rows)
+
+
+def valid_only(trajectory: Trajectory, sequence: Sequence) -> str:
+    """Drop all rows of a trajectory that is not valid: its reward says nothing about the policy."""
+    if trajectory.valid:
+        return ""
+    if trajectory.outcome == OutcomeKind.OK:
+        return complete_only(trajectory, sequence)
+    return f"the rollout failed: {trajectory.outcome}" + (f" ({trajectory.outcome_detail})" if trajectory.outcome_detail else "")
 
 
 def complete_only(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001

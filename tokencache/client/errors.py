@@ -13,6 +13,7 @@
         ├── UnfinishedError   409: the session is not finished, or has calls in flight
         ├── ExistsError  409: there is such a session already
         │   └── OtherSettingsError  409: and it has other settings
+        ├── OutcomeError     409: the session has another outcome, or is sealed without this one
         ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
         ├── TooManyReadyError 429: too many finished sessions are not consumed (`--max-ready`)
         ├── EngineInUseError  409: the engine is not drained, or `--upstream` names it
@@ -101,6 +102,12 @@ class OtherSettingsError(ExistsError):
     """There is a session of this name already, and it has other settings. The message names them."""
 
 
+class OutcomeError(AnswerError):
+    """The outcome was not stored: the session has another one, or is sealed without one."""
+
+    status = 409
+
+
 class DeliveryExpiredError(AnswerError):
     """The lease of the delivery ended, and another consumer took its sessions."""
 
@@ -138,6 +145,7 @@ _BY_TYPE: dict[str, type[AnswerError]] = {
     "calls_in_flight": UnfinishedError,
     "session_exists": ExistsError,
     "settings_conflict": OtherSettingsError,
+    "outcome_conflict": OutcomeError,
     "delivery_expired": DeliveryExpiredError,
     "too_many_ready": TooManyReadyError,
     "weights_conflict": WeightsConflictError,

@@ -36,6 +36,8 @@ class SessionOptions(TypedDict, total=False):
     tenant: str
     history: History | None
     budget: Budget | None
+    deadline: float | None
+    silent_for: float | None
     config_dir: Path | None
     group: str
     metadata: Mapping[str, Any]
@@ -100,6 +102,9 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
     for member in ("harness", "models", "sampling", "tenant", "history", "group", "metadata", "tags", "exist_ok"):
         if value := options.get(member):
             members[member] = list(value) if member == "tags" else value  # type: ignore[call-overload]
+    for limit in ("deadline", "silent_for"):
+        if (seconds := options.get(limit)) is not None:
+            members[limit] = seconds
     if budget := options.get("budget"):
         members["budget"] = msgspec.to_builtins(budget)
     registered = yield from _register(Request("POST", f"{BASE}/keys", body=written(members), repeatable=False), options.get("wait", 0.0))

@@ -83,11 +83,13 @@ def finish(
     group: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     tags: Iterable[str] | None = None,
+    failed: str | None = None,
+    detail: str = "",
 ) -> Steps[SessionState]:
     """Declare the rollout finished: the session accepts no new calls. Calls in flight end normally. Returns its state.
 
-    Finishing again has no effect, except that a reward that is given again is stored again. The labels replace those stored before;
-    `None` leaves them as they are.
+    Finishing again has no effect, except that a reward that is given again is stored again, and that an outcome may still be given where
+    none was, until the session is sealed. The labels replace those stored before; `None` leaves them as they are.
 
     Args:
         session: the session.
@@ -98,12 +100,18 @@ def finish(
         group: the name that the rollouts of one prompt share.
         metadata: a JSON object of at most 16 KiB.
         tags: at most 32 strings.
+        failed: what failed, if the reward says nothing about the policy: `engine`, `harness`, `sandbox`, `timeout`, `budget`, `canceled`,
+            `store`, or a word of your own (a lower-case letter and at most 31 of `a-z 0-9 _ -`). `ok`: nothing failed, whatever the proxy
+            saw. `None`: the proxy says what it saw (docs/lifecycle.md).
+        detail: the failure in words; cut after 2,000 characters.
 
     Raises:
         NotFoundError: there is no such session.
-        RefusedError: a reward or a label is invalid; nothing was changed.
+        OutcomeError: the session has another outcome, or is sealed without this one; nothing was changed.
+        RefusedError: a reward, a label or the outcome is invalid; nothing was changed.
     """
     members = {**_reward(reward, components, turns, sequences), **_labels(group, metadata, tags)}
+    members |= ({} if failed is None else {"failed": failed}) | ({"detail": detail} if detail else {})
     return (yield from call(Request("POST", f"{path_of(session.id)}/finish", body=written(members)), SessionState))
 
 

@@ -95,6 +95,8 @@ class Client(ProxyAddress):
             history: `follow` omits the thinking of earlier replies where the chat template does; `supply` keeps it (docs/templates.md).
                 Default: that of the proxy.
             budget: limits after which the session ends (docs/budgets.md). For limits that it does not set, those of the proxy apply.
+            deadline: when the session is finished at the latest, as Unix time: `time.time() + 600`. The outcome is then `timeout`.
+            silent_for: finish it, with the same outcome, once no call has begun or ended for so many seconds: its harness is lost.
             config_dir: where to write the configuration of the harness: a new directory, or one from an earlier call. Without it,
                 variables that name it are left out.
             group, metadata, tags: labels of the session; see `Session.finish`.
@@ -129,7 +131,7 @@ class Client(ProxyAddress):
             group_size: the number of sessions of one group in a delivery. 1: one session, whatever its group.
             format: of the trajectories; see `Session.fetch`. `max_length`, `max_prompt_length`, `max_response_length` and `overlong`
                 limit their length.
-            rewarded: take only sessions with a reward.
+            rewarded: take only sessions with a reward, and those that were finished as failed, which nobody rewards.
             lease: for how many seconds a delivery belongs to this consumer (600). Taking the next delivery extends the leases of those
                 that are not acknowledged yet.
             timeout: stop after so many seconds without a delivery; `None`: never.

@@ -24,6 +24,7 @@ from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
 from tokencache.commands.media import write_media
 from tokencache.commands.sink import FileError, Sink
+from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
 from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
@@ -40,7 +41,8 @@ _NAMES_SHOWN = 5
 class FetchedRollout(msgspec.Struct, frozen=True):
     """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `tokens`: number of tokens of its sequences.
 
-    `overlong`, `stale`: what the limits of length and lag did; `None` without limits. `placeholders`: see `Export`.
+    `overlong`, `stale`: what the limits of length and lag did; `None` without limits. `placeholders`: see `Export`. `failed`: whether it
+    ended with a failure.
     """
 
     session: str
@@ -51,6 +53,7 @@ class FetchedRollout(msgspec.Struct, frozen=True):
     overlong: OverlongFigures | None
     stale: StaleFigures | None
     placeholders: int
+    failed: bool
 
 
 class Export(msgspec.Struct, kw_only=True):
@@ -60,8 +63,8 @@ class Export(msgspec.Struct, kw_only=True):
         names: the sessions, in the order in which they are written.
         drift: the turns whose drift is measured first; `""` uses the default of the proxy.
         exact: whether the user named each session, so that a missing one is an error.
-        exported, incomplete: sessions that were written; those of them that are incomplete.
-        skipped: incomplete sessions that were left out (`complete_only`).
+        exported, incomplete, failed: sessions that were written; those of them that are incomplete; those that ended with a failure.
+        skipped: sessions that were left out: incomplete ones (`complete_only`), or all that are not valid (`valid_only`).
         gone: sessions that were deleted before they could be fetched.
         seal, delete, force: whether sessions are sealed first, and deleted afterwards; whether unfinished ones are sealed, too.
         deleted, kept: sessions that were deleted after the export; those that may still change, and so were neither sealed nor deleted.
@@ -83,9 +86,11 @@ class Export(msgspec.Struct, kw_only=True):
     delete: bool = False
     force: bool = False
     complete_only: bool = False
+    valid_only: bool = False
     media: Path | None = None
     exported: list[str] = []
     incomplete: list[str] = []
+    failed: list[str] = []
     skipped: list[str] = []
     gone: list[str] = []
     deleted: list[str] = []
@@ -133,13 +138,15 @@ class Export(msgspec.Struct, kw_only=True):
             self.deleted.append(name)
 
     def _write(self, fetched: FetchedRollout, sink: Sink) -> bool:
-        if not fetched.complete and self.complete_only:
+        if (not fetched.complete and (self.complete_only or self.valid_only)) or (fetched.failed and self.valid_only):
             self.skipped.append(fetched.session)
             return False
         sink.write(fetched.rollout)
         self.exported.append(fetched.session)
         if not fetched.complete:
             self.incomplete.append(fetched.session)
+        if fetched.failed:
+            self.failed.append(fetched.session)
         self.tokens += fetched.tokens
         if fetched.overlong is not None:
             self.dropped += fetched.overlong.dropped
@@ -186,10 +193,11 @@ class Export(msgspec.Struct, kw_only=True):
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
+        failed = (summary.outcome or summary.info.tokencache.outcome) != OutcomeKind.OK
         tokens = figures.trainable_tokens + figures.masked_tokens
         final = state.sealed and not state.open_calls
         placeholders = figures.placeholders.dropped if figures.placeholders is not None else 0
-        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale, placeholders)
+        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale, placeholders, failed)
 
 
 class _Figures(msgspec.Struct, frozen=True):
@@ -202,6 +210,7 @@ class _Figures(msgspec.Struct, frozen=True):
 
 class _Labels(msgspec.Struct, frozen=True):
     figures: _Figures = _Figures()
+    outcome: str = OutcomeKind.OK
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -209,9 +218,10 @@ class _Info(msgspec.Struct, frozen=True):
 
 
 class _Summary(msgspec.Struct, frozen=True):
-    """Members that most formats have. verifiers has the figures in `info`, and no `complete`: the state of the session has it."""
+    """Members that most formats have. verifiers has figures and outcome in `info`, and no `complete`: the state of the session has it."""
 
     complete: bool | None = None
+    outcome: str = ""
     figures: _Figures | None = None
     info: _Info = _Info()
 
@@ -252,6 +262,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         bool, typer.Option("--force", help="With --seal or --delete: also sessions that are not finished. They become incomplete.")
     ] = False,
     complete_only: Annotated[bool, typer.Option("--complete-only", help="Leave out incomplete sessions.")] = False,
+    valid_only: Annotated[bool, typer.Option("--valid-only", help="Leave out sessions that are incomplete or failed.")] = False,
     max_length: MaxLength = None,
     max_prompt_length: MaxPromptLength = None,
     max_response_length: MaxResponseLength = None,
@@ -317,6 +328,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
             delete=delete,
             force=force,
             complete_only=complete_only,
+            valid_only=valid_only,
             media=media,
         )
         sink = files.create(to, wanted, overwrite=overwrite)
@@ -373,7 +385,8 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
         _print(console, f"{plural(export.placeholders, 'sequence')} {words}", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
-        (export.skipped, "incomplete and left out", "yellow"),
+        (export.failed, "FAILED: no trainer learns from them (see `tokencache sessions`)", "bold red"),
+        (export.skipped, f"incomplete {'or failed, ' if export.valid_only else ''}and left out", "yellow"),
         (export.gone, "deleted by someone else before they could be fetched", "yellow"),
         (
             export.kept if export.seal or export.delete else (),

@@ -72,6 +72,16 @@ def create_session(  # noqa: PLR0917 - one parameter per option
             show_default=False,
         ),
     ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option("--deadline", metavar="TIME", help="Finish it at this Unix time at the latest, as a timeout.", show_default=False),
+    ] = None,
+    silent_for: Annotated[
+        float | None,
+        typer.Option(
+            "--silent-for", metavar="SECONDS", help="Finish it after so many seconds without a call, as a timeout.", show_default=False
+        ),
+    ] = None,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept a session that exists, if its settings are the same.")] = False,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -97,6 +107,8 @@ def create_session(  # noqa: PLR0917 - one parameter per option
                 tags=tags or (),
                 exist_ok=exist_ok,
                 history=history,
+                deadline=deadline,
+                silent_for=silent_for,
             )
     except (ClientError, AdapterError) as error:
         raise failed(error) from None
@@ -111,6 +123,16 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
     sessions: _Names,
     reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.", show_default=False)] = None,
     reward_file: RewardFileOption = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--failed",
+            metavar="KIND",
+            help="What failed: engine, harness, sandbox, timeout, budget, canceled, store, or a word of your own; ok: nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    detail: Annotated[str, typer.Option("--detail", metavar="TEXT", help="The failure in words.", show_default=False)] = "",
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
@@ -121,10 +143,12 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
     Finishing it again changes nothing.
 
     tokencache finish r17 --reward 0.5
+
+    tokencache finish r18 --failed sandbox --detail "out of memory"
     """
     values = _reward_values(reward, reward_file)
-    act = (lambda session: session.finish()) if values is None else (lambda session: session.finish(**msgspec.structs.asdict(values)))
-    _each(sessions, act, "finished", as_json, proxy, admin_key)
+    given = {} if values is None else msgspec.structs.asdict(values)
+    _each(sessions, lambda session: session.finish(**given, failed=kind, detail=detail), "finished", as_json, proxy, admin_key)
 
 
 def set_reward(  # noqa: PLR0917 - one parameter per option

@@ -11,6 +11,7 @@ import typer
 from tokencache.client import Client, ClientError, SessionState
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural
+from tokencache.core.outcome import OutcomeKind
 
 
 def list_sessions(  # noqa: PLR0917 - one parameter per option
@@ -43,7 +44,8 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
     """List the sessions of a proxy, newest first.
 
     "calls" counts calls that have begun and not ended. A session is complete
-    if no call is open and no reply of the model is missing.
+    if no call is open and no reply of the model is missing. "outcome" is there
+    if one failed: what failed.
 
     tokencache sessions run7-
     """
@@ -65,10 +67,12 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
 def _table(states: Sequence[SessionState], found: int) -> Iterator[str]:
     """Yield the lines of the table. Rich's tables take a minute for 100,000 rows."""
     groups = any(state.group for state in states)
-    names = ["session", *(["group"] if groups else []), "state", "turns", "tokens", "calls", "incidents", "complete", "reward", "age"]
+    failures = any(state.outcome != OutcomeKind.OK for state in states)
+    names = ["session", *(["group"] if groups else []), "state", "turns", "tokens", "calls", "incidents", "complete"]
+    names += [*(["outcome"] if failures else []), "reward", "age"]
     left = 1 + groups
     now = time.time()
-    rows = [[state.session, *([state.group] if groups else []), *_cells(state, now)] for state in states]
+    rows = [[state.session, *([state.group] if groups else []), *_cells(state, now, outcome=failures)] for state in states]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     for state, cells in zip((None, *states), ([*names], *rows), strict=True):
         padded = [cell.ljust(width) if n < left else cell.rjust(width) for n, (cell, width) in enumerate(zip(cells, widths, strict=True))]
@@ -81,11 +85,13 @@ def _table(states: Sequence[SessionState], found: int) -> Iterator[str]:
         if states:
             yield "  ".join(padded)
     incomplete = sum(not state.complete for state in states)
+    lost = sum(state.outcome != OutcomeKind.OK for state in states)
     older = f" of {found:,}" if found > len(states) else ""
-    yield plural(len(states), "session") + older + (f", {incomplete} incomplete" if incomplete else "")
+    worthless = f", {incomplete} incomplete" * bool(incomplete) + f", {lost} failed" * bool(lost)
+    yield plural(len(states), "session") + older + worthless
 
 
-def _cells(state: SessionState, now: float) -> list[str]:
+def _cells(state: SessionState, now: float, *, outcome: bool) -> list[str]:
     return [
         state.state,
         f"{state.turns:,}",
@@ -93,6 +99,7 @@ def _cells(state: SessionState, now: float) -> list[str]:
         str(len(state.open_calls)),
         str(len(state.incidents)),
         "yes" if state.complete else "no",
+        *([state.outcome] if outcome else []),
         "-" if state.reward is None else f"{state.reward:.4g}",
         _age(now - state.created) if state.created else "-",
     ]
@@ -101,6 +108,8 @@ def _cells(state: SessionState, now: float) -> list[str]:
 def _colors(state: SessionState) -> dict[str, str]:
     """Return the columns that have a color."""
     colors = {"complete": "green" if state.complete else "red"}
+    if state.outcome != OutcomeKind.OK:
+        colors["outcome"] = "red"
     if state.open_calls:
         colors["calls"] = "yellow"
     if state.incidents:

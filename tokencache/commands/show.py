@@ -29,6 +29,7 @@ from tokencache.commands.console import (
     print_json,
     printable,
 )
+from tokencache.core.outcome import OutcomeKind
 from tokencache.trajectories.drift_rates import drift_rates, total
 
 MAX_DEPTH = 8
@@ -105,9 +106,12 @@ def tree_lines(rollout: Trajectory, *, unfold: bool = False) -> Iterator[Text]:
 def _heading(rollout: Trajectory) -> Iterator[Text]:
     figures = rollout.figures
     state = ("complete", "green") if rollout.complete else ("INCOMPLETE", "bold red")
+    failure = "" if rollout.outcome == OutcomeKind.OK else (f"  FAILED: {rollout.outcome}", "bold red")
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(rollout.created)) if rollout.created else "not begun"
     sealed = "sealed" if rollout.sealed else "not sealed"
-    yield Text.assemble("session ", (rollout.session, "bold"), "  ", state, f"  {sealed}  began {began}")
+    yield Text.assemble("session ", (rollout.session, "bold"), "  ", state, failure, f"  {sealed}  began {began}")
+    if rollout.outcome_detail:
+        yield Text(f"{rollout.outcome}: {printable(rollout.outcome_detail)}", style="red")
     counts = [
         ("calls", figures.calls),
         ("turns", figures.turns),

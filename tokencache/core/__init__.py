@@ -25,6 +25,7 @@
 `drift`         where plain renderings differ from what was sent, and why
 `session`       a session's state, settings, labels and rewards
 `incidents`     the kinds of incidents
+`outcome`       how a rollout ended: well, or by which kind of failure
 `finish`        the reasons with which an engine ends a reply
 `reasons`       the reasons why a turn does not simply continue another
 `invariants`    checks what must always hold

@@ -20,6 +20,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
         hole: whether the record lacks something that the model generated, or may have generated.
         call, turn: the ids of the call and the turn; `""` if it concerns none.
         at: Unix time in seconds.
+        status: the HTTP status with which the engine answered; 0 if it gave none, or if an older version recorded the incident.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Incident(msgspec.Struct, frozen=True, omit_defaults=True):
     call: str = ""
     turn: str = ""
     at: float = 0.0
+    status: int = 0
 
 
 class IncidentKind(StrEnum):
@@ -49,9 +51,9 @@ class IncidentKind(StrEnum):
         """Whether an incident of this kind is a hole."""
         return bool(self.missing)
 
-    def incident(self, detail: str, *, at: float, call: str = "", turn: str = "", hole: bool | None = None) -> Incident:
+    def incident(self, detail: str, *, at: float, call: str = "", turn: str = "", hole: bool | None = None, status: int = 0) -> Incident:
         """Make an incident of this kind; `at` is Unix time in seconds, `hole` overrides the kind's own value."""
-        return Incident(str(self), detail, self.hole if hole is None else hole, call, turn, at)
+        return Incident(str(self), detail, self.hole if hole is None else hole, call, turn, at, status)
 
     # Holes.
     STORE_ERROR = (

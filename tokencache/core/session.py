@@ -55,6 +55,8 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
         budget: limits of the session.
         tenant: owner of the session. Tenants do not share entries of the engine's prefix cache.
         history: `follow` omits thinking from earlier replies where the chat template does, `supply` keeps it. `""` is the proxy's default.
+        deadline: when the session is finished at the latest, as Unix time in seconds; 0 for never.
+        silent_for: seconds without a call after which it is finished; 0 for no limit.
     """
 
     harness: str = ""
@@ -63,6 +65,8 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
     budget: Budget = Budget()
     tenant: str = ""
     history: History | Literal[""] = ""
+    deadline: float = 0.0
+    silent_for: float = 0.0
 
     def __bool__(self) -> bool:
         """Whether anything is set."""
@@ -76,6 +80,23 @@ class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
             return b""
         members = {name: getattr(self, name) for name in self.differences(unset)}
         return xxhash.xxh3_128_digest(msgspec.json.encode(members, order="deterministic"))
+
+    def seconds_left(self, now: float, *, silent: float = 0.0) -> float | None:
+        """Return after how many seconds the session must be looked at: its time may then be up. `None` without such limits.
+
+        `now` is Unix time in seconds. No call began or ended for `silent` seconds.
+        """
+        ends = [self.deadline - now] if self.deadline else []
+        ends += [self.silent_for - silent] if self.silent_for else []
+        return min(ends, default=None)
+
+    def time_up(self, now: float, *, silent: float, busy: bool) -> str:
+        """Say why the time of the session is up; `""` if it is not. A session with a call in flight (`busy`) is not silent."""
+        if self.deadline and now >= self.deadline:
+            return f"its deadline passed at {self.deadline:.0f} (Unix time)"
+        if self.silent_for and silent >= self.silent_for and not busy:
+            return f"no call began or ended for {self.silent_for:g} seconds"
+        return ""
 
     def differences(self, other: "SessionSettings") -> tuple[str, ...]:
         """Name the members that differ."""

@@ -11,6 +11,8 @@ The harness is a coroutine function that you write:
 rewards itself (`session.set_reward`), or if the trainer computes them.
 """
 
+import asyncio
+import contextlib
 import pkgutil
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -18,7 +20,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from tokencache.batching.selection import Selection
-from tokencache.client import AsyncClient, AsyncSession, Trajectory
+from tokencache.client import AsyncClient, AsyncSession, OutcomeError, Trajectory
+from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import RowPolicy, choose_rows
 from tokencache.trajectories.lengths import ExportOptions
 
@@ -51,7 +54,8 @@ async def play_and_finish(
 ) -> None:
     """Run the harness, finish the session with its reward, and wait up to `seconds` for calls that are still in flight.
 
-    If `play` raises, the session is finished without a reward and stays on the proxy, and the exception is passed on.
+    If `play` raises, the session is finished as failed and stays on the proxy, and the exception is passed on. If `play` has finished the
+    session itself, for example as failed, that stays.
 
     Raises:
         WaitTimeoutError: a call is still in flight after `seconds`.
@@ -59,8 +63,10 @@ async def play_and_finish(
     """
     try:
         reward = await play(session, sample)
-    except BaseException:
-        await session.finish()
+    except BaseException as error:
+        kind = OutcomeKind.CANCELED if isinstance(error, asyncio.CancelledError) else OutcomeKind.HARNESS
+        with contextlib.suppress(OutcomeError):  # `play` said what failed
+            await session.finish(failed=kind, detail=f"{type(error).__name__}: {error}")
         raise
     await session.finish(reward)
     await session.wait(timeout=seconds)
@@ -129,7 +135,7 @@ class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
     ) -> FinishedRollout:
         """Create a session, run the harness, finish and seal the session, and return the rollout.
 
-        If `play` raises, the session is finished without a reward and stays on the proxy, and the exception is passed on.
+        If `play` raises, the session is finished as failed and stays on the proxy, and the exception is passed on.
 
         Raises:
             RowsError: the rows do not fit the policy, or have images that the trainer does not get. The session stays on the proxy.

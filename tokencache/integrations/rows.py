@@ -56,13 +56,14 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
         images: whether the trainer gets the images of the rows.
 
     Returns:
-        The rows to train on, at least one, and all others with the reason why each was left out.
+        The rows to train on, at least one, and all others with the reason why each was left out. Those of an invalid rollout are chosen in
+        the same way: trainers need a row, and its format lets them learn nothing from it.
 
     Raises:
         RowsError: no row has a trainable token, or several remain where one is allowed, or a row has images and the trainer gets none.
     """
     rules = (no_placeholders, at_least(1))
-    chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()))
+    chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()), keep_invalid=True)
     if rows == "longest" and chosen.kept:
         longest = max(chosen.kept, key=lambda row: sum(row.sequence.loss_mask))
         shorter = [

@@ -114,8 +114,9 @@ class TokencacheGenerator(GeneratorInterface):
         places = [place for place, labels in enumerate(batch["tokencache"]) if labels["id"] in rollout.kept]
         output = {field: [values[place] for place in places] for field, values in batch.items() if isinstance(values, list)}
         if "rewards" not in output:
+            failed = "" if rollout.trajectory.valid else f" that counts, because it is not valid ({rollout.trajectory.outcome})"
             raise ValueError(
-                f"session {rollout.trajectory.session!r} has no reward, and SkyRL requires one: return it from play, "
+                f"session {rollout.trajectory.session!r} has no reward{failed}, and SkyRL requires one: return it from play, "
                 "or store it with session.set_reward"
             )
         for labels in output["tokencache"]:

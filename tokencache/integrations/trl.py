@@ -57,8 +57,8 @@ class TrlRollouts:
     """A `rollout_func` for `GRPOTrainer` that plays each prompt in a session of its own.
 
     All generations of a prompt have the same `group`. Sessions sample with the trainer's `temperature`, `top_p`, `top_k`, `min_p` and
-    `repetition_penalty`, whatever the harness asks for. If a harness fails, its exception ends the step; catch it in `play` to return a
-    reward instead.
+    `repetition_penalty`, whatever the harness asks for. If a harness fails, its exception ends the step; to go on, catch it in `play`
+    and call `session.finish(failed="harness")`: the rollout is then left out of its group.
     """
 
     def __init__(
@@ -137,15 +137,16 @@ def sampling_of(trainer: Any) -> dict[str, float]:
 def row_of(trajectory: Trajectory, rows: RowPolicy) -> TrlRow:
     """Make the row of a rollout.
 
-    A rollout that sampled no trainable token has nothing to choose from, and TRL needs a row: it gets a completion of one masked token, and
-    no reward, so TRL leaves it out of the group.
+    TRL needs a row. A rollout that is not valid, or sampled no trainable token, gets a completion of one masked token, and no reward, so
+    TRL leaves it out of the group.
 
     Raises:
         RowsError: the rollout does not have one row under the policy.
     """
-    trainable = sum(sum(sequence.loss_mask) for sequence in trajectory.sequences)
+    trainable = sum(sum(sequence.loss_mask) for sequence in trajectory.sequences) if trajectory.valid else 0
     if not trainable:
-        log.warning("session %r: nothing to train on, so it has a masked row and no reward", trajectory.session)
+        why = "" if trajectory.valid else f", because it is not valid ({trajectory.outcome})"
+        log.warning("session %r: nothing to train on%s: it has a masked row and no reward", trajectory.session, why)
         ids = trajectory.sequences[0].token_ids if trajectory.sequences else [0, 0]
         return TrlRow(
             prompt_ids=ids[:-1],

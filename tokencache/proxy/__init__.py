@@ -34,6 +34,7 @@ In the order of a call:
 `policy_version`     finds out which policy version sampled each token
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails
+`finishing`          finishes sessions: at their owner's request, or because their time is up
 `passthrough`        forwards every other request byte for byte
 
 A request without a session goes to `passthrough`, unchanged.

@@ -237,10 +237,10 @@ class CallAttempt:
         if self.client.state is ClientState.LEFT and not had_left:
             raise asyncio.CancelledError
 
-    async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
+    async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None, status: int = 0) -> None:
         """End a call without a turn, and record an incident. Raises the errors of `close`."""
         metrics.CALLS.labels(self._call.chat.dialect, kind).inc()
-        incident = self._call.incident(kind, detail, hole=hole)
+        incident = self._call.incident(kind, detail, hole=hole, status=status)
         self._log(incident)
         await self.close([incident])
 
@@ -358,7 +358,7 @@ class CallAttempt:
         if end.kind is EndKind.ABORTED:
             await self._store(self._write_turns(TurnMark.ENGINE_ABORTED, _ASKED_AGAIN))
         elif end.incident is not None:
-            await self._settle(end.incident, end.detail)
+            await self._settle(end.incident, end.detail, status=end.status)
         else:
             if end.kind is EndKind.UNPARSED and end.detail:
                 self._dispatch.planned.engine.doubt(end.detail)

@@ -42,9 +42,9 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     noted: list[Incident] = []
 
-    def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None) -> Incident:
+    def incident(self, kind: IncidentKind, detail: str = "", *, hole: bool | None = None, status: int = 0) -> Incident:
         """Make an incident of this call."""
-        return kind.incident(detail, call=self.id, hole=hole, at=time.time())
+        return kind.incident(detail, call=self.id, hole=hole, at=time.time(), status=status)
 
     def note(self, kind: IncidentKind, detail: str) -> None:
         """Keep an incident until the end of the call."""

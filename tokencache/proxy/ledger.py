@@ -32,6 +32,7 @@ from tokencache.store.base import (
     Join,
     SessionFinishedError,
     SessionGoneError,
+    SessionOverError,
     SessionSealedError,
     Store,
     StoreError,
@@ -177,6 +178,7 @@ class Ledger:
         self._media = MediaRecord(store, max_media_bytes)
         self._late = SampledCounter()
         self._spent = SampledCounter()
+        self._refused = SampledCounter()
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -191,7 +193,15 @@ class Ledger:
         """
         try:
             return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join, settings=settings)
+        except SessionOverError as why:
+            with contextlib.suppress(StoreError):
+                info = await self.store.session(session)
+                why.outcome = info.outcome if info is not None else None
+            raise
         except StoreError as why:
+            if self._strict and self._refused.count(session):
+                detail = "the store failed when the call began, and it was refused; nothing was sampled"
+                self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
             self._failed("begin", session, call, why)
             return None
 
@@ -360,6 +370,7 @@ class Ledger:
             await self.store.withdraw(session, info.epoch)
         self._late.forget(session)
         self._spent.forget(session)
+        self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known

@@ -68,7 +68,7 @@ class End(NamedTuple):
         incident: the incident with which the call ends if there is no turn to record; otherwise `None`.
         error: what the client receives in place of the reply; `None` if it receives the reply.
         cut: whether the connection to the engine broke, and not only the reply.
-        status: of a refusal: the engine's HTTP status.
+        status: the engine's HTTP status, if it is not that of a reply.
         body: of a refusal: the engine's error.
     """
 
@@ -132,7 +132,7 @@ class Body(WholeSource):
             body = await read_reply(answer, self._holding)
         except MemoryFullError as why:
             kind = IncidentKind.REPLY_NOT_READ if is_success(answer.status) else IncidentKind.ENGINE_REFUSED
-            self.end = End(EndKind.BROKEN, str(why), incident=kind, error=why)
+            self.end = End(EndKind.BROKEN, str(why), incident=kind, error=why, status=answer.status)
             return b""
         except (aiohttp.ClientError, TimeoutError) as why:
             self.end = End(EndKind.BROKEN, f"{type(why).__name__}: {why}", incident=IncidentKind.UPSTREAM_BROKE)
@@ -171,7 +171,7 @@ class Body(WholeSource):
         unexpected = UnexpectedAnswerError(status)
         sampled = is_success(status) and bool(body)  # its body may hold sampled tokens
         kind = IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.ENGINE_REFUSED
-        return End(EndKind.BROKEN, str(unexpected), incident=kind, error=unexpected)
+        return End(EndKind.BROKEN, str(unexpected), incident=kind, error=unexpected, status=status)
 
 
 class Stream(ReplySource):

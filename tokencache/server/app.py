@@ -35,6 +35,7 @@ from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.dispatch import Services
 from tokencache.proxy.endpoints import EndpointOptions, Endpoints
 from tokencache.proxy.fetched_media import FetchedMedia
+from tokencache.proxy.finishing import TimeLimits
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.kv_salt import KvSalts
@@ -179,6 +180,7 @@ class Proxy:
             await opened.enter_async_context(self.weights.following())
             await opened.enter_async_context(self._calls.heartbeats())
             opened.push_async_callback(self.ledger.close)
+            await opened.enter_async_context(TimeLimits(self.ledger).enforced())
             opened.push_async_callback(self._calls.close)
             opened.push_async_callback(end, asyncio.create_task(repeat("secret", self._try_to_share_secret, HEARTBEAT_SECONDS)))
             yield

@@ -27,6 +27,7 @@ from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -45,28 +46,42 @@ class StoreError(TokencacheError):
         return f"the store failed: {self}"
 
 
-class SessionSealedError(TokencacheError):
-    """The session that the message names is sealed: it accepts no more calls."""
+class SessionOverError(TokencacheError):
+    """The session that the message names accepts no calls.
+
+    Attributes:
+        outcome: the outcome with which it was finished; `None` if none was given, or if it is not known here.
+    """
 
     status = 409
+    outcome: Outcome | None = None
+
+    @property
+    def why(self) -> str:
+        """The failure with which it ended, in brackets; `""` if none is known."""
+        return f" ({self.outcome.kind}: {self.outcome.detail})" if self.outcome is not None and not self.outcome.ok else ""
+
+
+class SessionSealedError(SessionOverError):
+    """The session that the message names is sealed: it accepts no more calls."""
+
     kind = "session_sealed"
 
     @property
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
-        return f"session {self} is sealed and accepts no more calls"
+        return f"session {self} is sealed{self.why} and accepts no more calls"
 
 
-class SessionFinishedError(TokencacheError):
+class SessionFinishedError(SessionOverError):
     """The session that the message names is finished: it accepts no new calls. Calls in flight end normally."""
 
-    status = 409
     kind = "session_finished"
 
     @property
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
-        return f"session {self} is finished and accepts no new calls; use another session name"
+        return f"session {self} is finished{self.why} and accepts no new calls; use another session name"
 
 
 class SessionExistsError(TokencacheError):
@@ -79,6 +94,30 @@ class SessionExistsError(TokencacheError):
     def client_message(self) -> str:
         """See `TokencacheError.client_message`."""
         return f"session {self} exists already; use another name, delete it first, or send exist_ok to join it"
+
+
+class OutcomeConflictError(TokencacheError):
+    """The session has another outcome, or it is sealed without that outcome. Nothing was changed.
+
+    Attributes:
+        session: name of the session.
+        wanted: the outcome that was to be stored.
+        stored: the outcome that was given before; `""` if none was.
+    """
+
+    status = 409
+    kind = "outcome_conflict"
+
+    def __init__(self, session: str, wanted: str, stored: str) -> None:
+        super().__init__(session, wanted, stored)
+        self.session, self.wanted, self.stored = session, wanted, stored
+
+    @property
+    def client_message(self) -> str:
+        """See `TokencacheError.client_message`."""
+        if self.stored:
+            return f"session {self.session} has the outcome {self.stored!r}, which cannot become {self.wanted!r}: the first one stays"
+        return f"session {self.session} is sealed, so its outcome cannot become {self.wanted!r} any more: a trainer may have it"
 
 
 class SettingsConflictError(TokencacheError):
@@ -168,6 +207,8 @@ SECRET_BYTES = 32
 """Length of the deployment's secret (`Store.secret`)."""
 REMEMBER_SECONDS = 3600
 """How long a store remembers at least what was removed from the queue."""
+MOST_OVERDUE = 1000
+"""Sessions that one look for overdue ones returns."""
 Join = Literal["never", "orphaned", "any"]
 """Which open call with the same fingerprint a new call may join: none, one whose client has disconnected, or any."""
 
@@ -297,6 +338,8 @@ class SessionInfo(msgspec.Struct, frozen=True):
         rewards: number of rewards that were set.
         sampled: number of tokens sampled in its turns.
         harness, model: of its settings and its newest turn; `""` if unknown.
+        latest: its newest turn; `None` if it has none.
+        outcome: the outcome that was given when it was finished; `None` if none was (`core.outcome`).
     """
 
     id: str
@@ -315,6 +358,8 @@ class SessionInfo(msgspec.Struct, frozen=True):
     sampled: int = 0
     harness: str = ""
     model: str = ""
+    latest: LatestTurn | None = None
+    outcome: Outcome | None = None
 
     @property
     def state(self) -> SessionStage:
@@ -322,6 +367,18 @@ class SessionInfo(msgspec.Struct, frozen=True):
         if self.sealed:
             return SessionStage.SEALED
         return SessionStage.OPEN if self.finished is None else SessionStage.FINISHED
+
+
+class Overdue(NamedTuple):
+    """Result of `Store.overdue`.
+
+    Attributes:
+        now: the time of the store's clock, as Unix time in seconds. `SessionInfo.used` is a time of the same clock.
+        sessions: the sessions whose time has passed.
+    """
+
+    now: float
+    sessions: list[str]
 
 
 class SealOutcome(StrEnum):
@@ -552,8 +609,19 @@ class Store(Protocol):
             KeyError: there is no such turn.
         """
 
-    async def finish(self, session: str) -> bool:
-        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing. Returns false if it does not exist."""
+    async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
+        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing.
+
+        Args:
+            session: name of the session.
+            outcome: the outcome to store. The first one of a session stays, with its detail. `None` stores none.
+
+        Returns:
+            Whether the session exists.
+
+        Raises:
+            OutcomeConflictError: an outcome of another kind is stored, or none and the session is sealed. Nothing was changed.
+        """
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         """Seal a session: it accepts no calls, and nothing of it changes any more.
@@ -639,6 +707,15 @@ class Store(Protocol):
         Returns:
             Whether `state` is stored now. False if another state was stored meanwhile.
         """
+
+    async def watch(self, session: str, seconds: float) -> None:
+        """Let `overdue` name a session once so many seconds have passed, whether or not it exists. Replaces its earlier time."""
+
+    async def overdue(self) -> Overdue:
+        """Return the watched sessions whose time has passed, at most `MOST_OVERDUE`. One round trip."""
+
+    async def unwatch(self, session: str) -> None:
+        """Watch a session no longer whose time has passed. If it was set anew meanwhile, nothing changes."""
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         """Put a session into the queue.

@@ -42,13 +42,6 @@ _DICTIONARY = (
 )
 
 
-class LatestTurn(msgspec.Struct, frozen=True):
-    """As much of a turn's record as the state of its session shows. Decoding skips the rest."""
-
-    model: str = ""
-    harness: str = ""
-
-
 class Piece(NamedTuple):
     """The tokens of a turn, and what is needed to rebuild a prefix from them."""
 

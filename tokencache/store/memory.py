@@ -15,6 +15,7 @@ import msgspec
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.core.weights import WeightsState
@@ -28,6 +29,7 @@ from tokencache.store.base import (
     Entry,
     Join,
     OpenCall,
+    OutcomeConflictError,
     Page,
     SealOutcome,
     SessionDeletedError,
@@ -52,6 +54,7 @@ class _Session:
         self.epoch = secrets.token_hex(8)
         self.created = self.used = now
         self.finished: float | None = None
+        self.outcome: Outcome | None = None
         self.sealed = False
         self.settings, self.digest, self.labels = settings, settings.digest, labels
         self.rewards: deque[bytes] = deque(maxlen=REWARDS_KEPT)
@@ -118,6 +121,8 @@ class _Session:
             sampled=self.sampled,
             harness=self.settings.harness or (latest.harness if latest else ""),
             model=latest.model if latest else "",
+            latest=LatestTurn(latest.id, latest.model, latest.harness, latest.marks, latest.created) if latest else None,
+            outcome=self.outcome,
         )
 
     def end(self, call: str, incidents: Sequence[Incident], now: float) -> None:
@@ -326,11 +331,15 @@ class MemoryStore(MemoryQueue):
         held = self._sessions[session]
         return {turn: held.contexts[turn] for turn in turns}
 
-    async def finish(self, session: str) -> bool:
+    async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
         held = self._use(session)
-        if held is not None and held.finished is None:
-            held.finished = self._clock.now()
-        return held is not None
+        if held is None:
+            return False
+        if outcome is not None and (held.sealed if held.outcome is None else held.outcome.kind != outcome.kind):
+            raise OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
+        held.outcome = held.outcome or outcome
+        held.finished = self._clock.now() if held.finished is None else held.finished
+        return True
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         held = self._use(session)

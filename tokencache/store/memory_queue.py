@@ -1,11 +1,12 @@
-"""Keeps the queue of finished sessions in this process's memory. `memory.MemoryStore` contains it."""
+"""Keeps the queue of finished sessions, and the times of watched ones, in this process's memory. `memory.MemoryStore` contains it."""
 
+import math
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from tokencache.recent import Expiring
-from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
+from tokencache.store.base import MOST_OVERDUE, REMEMBER_SECONDS, Overdue, QueueEntry, RemoveOutcome
 from tokencache.store.clock import SteadyClock, monotonic
 
 
@@ -16,7 +17,19 @@ class MemoryQueue:
         self._clock = SteadyClock()
         self._entries: dict[str, QueueEntry] = {}
         self._deliveries: dict[str, tuple[str, ...]] = {}
+        self._watched: dict[str, float] = {}  # when the time of a session has passed
         self._removed: Expiring[str, bool] = Expiring(REMEMBER_SECONDS, monotonic)
+
+    async def watch(self, session: str, seconds: float) -> None:
+        self._watched[session] = self._clock.now() + seconds
+
+    async def overdue(self) -> Overdue:
+        now = self._clock.now()
+        return Overdue(now, [session for session, due in self._watched.items() if due <= now][:MOST_OVERDUE])
+
+    async def unwatch(self, session: str) -> None:
+        if self._watched.get(session, math.inf) <= self._clock.now():
+            del self._watched[session]
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         held = self._entries.get(session)

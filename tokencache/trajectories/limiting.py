@@ -1,8 +1,9 @@
-"""Leaves out sequences of a rollout: by limits of length (`lengths`) and of lag (`versions`), and those that no trainer can use."""
+"""Leaves out parts of a rollout: by limits of length (`lengths`) and of lag (`versions`), what no trainer can use, and what failed."""
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
+from tokencache.core.session import Reward
 from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of, with_versions
@@ -72,6 +73,17 @@ def without_placeholders(rollout: Rollout) -> Rollout:
         turns=[span.turn.id for sequence in lost for span in sequence.turns],
     )
     return _only(rollout, [sequence for sequence in rollout.sequences if sequence not in lost], placeholders=report)
+
+
+def without_training(rollout: Rollout) -> Rollout:
+    """Let a trainer learn nothing from an invalid rollout: its tokens have mask 0, and it has no reward. A valid one stays as it is."""
+    if rollout.valid:
+        return rollout
+    masked = (
+        msgspec.structs.replace(one, loss_mask=[0] * len(one.token_ids), logprobs=[0.0] * len(one.token_ids)) for one in rollout.sequences
+    )
+    kept = [with_versions(one, rollout.announced) for one in masked]
+    return msgspec.structs.replace(_only(rollout, kept), reward=Reward())
 
 
 def _only(rollout: Rollout, kept: list[TokenSequence], **reports: OverlongFigures | StaleFigures | PlaceholderFigures) -> Rollout:

@@ -6,6 +6,7 @@ A `Rollout` is what every export format (`formats`) writes. It is computed from 
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.ids import ID_BYTES
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.lineage import TokenSequence, sequences
+from tokencache.core.outcome import Outcome, outcome_of
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
 from tokencache.core.weights import Announced
@@ -53,6 +55,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     Attributes:
         complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
+        outcome: how the rollout ended (`core.outcome`).
         weights: for each sequence its share of the rollout's trainable tokens. The weights sum to 1, or are all 0 if nothing can be
             trained. So a rollout counts once, however many sequences it has: the sum of each sequence's token mean times its weight is
             the mean over all tokens of the rollout.
@@ -65,6 +68,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     session: str
     complete: bool
+    outcome: Outcome
     sealed: bool
     created: float
     incidents: tuple[Incident, ...]
@@ -77,6 +81,11 @@ class Rollout(msgspec.Struct, frozen=True):
     labels: Labels
     reward: Reward
     announced: Sequence[Announced] = ()
+
+    @property
+    def valid(self) -> bool:
+        """Whether its reward says something about the policy: it is complete, and nothing failed."""
+        return self.complete and self.outcome.ok
 
     def sequence_reward(self, sequence: TokenSequence) -> float | None:
         """Return the reward of a sequence for trainers that take one for each: its own, otherwise that of the session."""
@@ -101,6 +110,7 @@ def rollout(records: Records) -> Rollout:
     return Rollout(
         session=info.id,
         complete=is_complete(incidents),
+        outcome=outcome_of(info.outcome, incidents, turns[-1] if turns else None, over=info.state is not SessionStage.OPEN),
         sealed=info.sealed,
         created=info.created,
         incidents=tuple(incidents),
@@ -144,6 +154,19 @@ def incidents_of(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
 def is_complete(incidents: Sequence[Incident]) -> bool:
     """Whether none of a session's incidents reports missing data."""
     return not any(incident.hole for incident in incidents)
+
+
+def worth_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:
+    """Write as JSON values what a session is worth to a trainer. `owed` are incidents that the store could not save yet."""
+    incidents = incidents_of(info, owed)
+    outcome = outcome_of(info.outcome, incidents, info.latest, over=info.state is not SessionStage.OPEN)
+    complete = is_complete(incidents)
+    return {"complete": complete, **outcome_object(outcome, valid=complete and outcome.ok)}
+
+
+def outcome_object(outcome: Outcome, *, valid: bool) -> dict[str, Any]:
+    """Write an outcome as JSON values."""
+    return {"outcome": outcome.kind, "outcome_detail": outcome.detail, "valid": valid}
 
 
 def count_incidents(incidents: Sequence[Incident]) -> dict[str, int]:

@@ -368,6 +368,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         complete: false if something that the model sampled, or may have sampled, is missing. `incidents` describe it.
+        outcome: `ok`, or the kind of failure with which it ended (`core.outcome`). `outcome_detail`: the same in words.
+        valid: whether it is complete and its outcome is `ok`. The reward of an invalid rollout says nothing about the policy. An older
+            export has no outcome: its rollout is valid if it is complete.
         created: when the session began, as Unix time in seconds.
         figures: counts over the rollout.
         state: `open` (it accepts calls), `finished` (it accepts none) or `sealed` (its record does not change any more); `""` in older
@@ -394,6 +397,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     tags: list[str] = []
     links: list[Link] = []
     digest: str = ""
+    outcome: str = "ok"
+    outcome_detail: str = ""
+    valid: bool = True
+
+    def __post_init__(self) -> None:
+        """Set `valid` where an older export has none."""
+        msgspec.structs.force_setattr(self, "valid", self.valid and self.complete and self.outcome == "ok")
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -407,6 +417,7 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
         harness, model: those of its settings, otherwise those of its last turn; `""` if unknown.
         tokens: number of sampled tokens in its turns.
         reward, reward_components, group, metadata, tags: as in `Trajectory`.
+        outcome, outcome_detail, valid: the same. Of an open session it is what is known so far.
     """
 
     session: str
@@ -427,6 +438,13 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     metadata: dict[str, Any] = {}
     tags: list[str] = []
+    outcome: str = "ok"
+    outcome_detail: str = ""
+    valid: bool = True
+
+    def __post_init__(self) -> None:
+        """Set `valid` where an older proxy sends none."""
+        msgspec.structs.force_setattr(self, "valid", self.valid and self.complete and self.outcome == "ok")
 
 
 class PastReward(msgspec.Struct, frozen=True, kw_only=True):
@@ -481,7 +499,8 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     """The queue of finished sessions.
 
     Attributes:
-        candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight.
+        candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight. `invalid`: those of them
+            that are not valid.
         taken: sessions that a consumer took and has not acknowledged. `consumers`: the same for each consumer.
     """
 
@@ -489,6 +508,7 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     taken: int
     consumers: dict[str, int]
+    invalid: int = 0
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 
 ===========  =========================================================================================================
 `aligned`    ids, mask and log probabilities have the same length, and the turns divide it in order and without gaps
-`trained`    mask 1 exactly on tokens that were sampled with log probabilities, in sequences that a limit of length did not
-             mask; log probabilities are finite and at most 0 there, and 0.0 elsewhere
+`trained`    mask 1 exactly on tokens that were sampled with log probabilities, in sequences that neither a limit of length nor
+             a format for trainers (of an invalid rollout) masked; log probabilities are finite and at most 0 there, and 0.0 elsewhere
 `hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
 `media`      the images and other media of a sequence are in its prompts, in order and apart, and have a digest or none; a branch
              has those of its parent's prefix
@@ -16,7 +16,7 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `once`       each turn and each sequence occurs once
 `labels`     `start`, `reason`, `parent`, `root`, `continued`, `tools` agree with the turns
 `figures`    figures, weights and lengths agree with the sequences
-`complete`   agrees with the incidents
+`complete`   agrees with the incidents, and `valid` with it and the outcome
 ===========  =========================================================================================================
 
 A limit of length (`lengths`) may leave turns out. Then the export names them, and checks that need them are skipped.
@@ -35,6 +35,7 @@ import xxhash
 
 from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
+from tokencache.core.outcome import OutcomeKind
 from tokencache.core.turn import TurnMark, hash_ids, hash_logprobs
 from tokencache.trajectories.values import Sequence, Trajectory, TurnSpan
 
@@ -107,9 +108,13 @@ def verify(trajectory: Trajectory) -> list[CheckFailure]:
     return [msgspec.structs.replace(one, session=trajectory.session) for one in found]
 
 
-def verify_sequence(sequence: Sequence) -> list[CheckFailure]:
-    """Check a sequence by itself: `aligned`, and if that holds `trained`, `hashes` and `media`."""
-    return [*_aligned(sequence)] or [*_trained(sequence), *_hashes(sequence), *_media(sequence)]
+def verify_sequence(sequence: Sequence, *, masked: bool = False) -> list[CheckFailure]:
+    """Check a sequence by itself: `aligned`, and if that holds `trained`, `hashes` and `media`.
+
+    With `masked`, none of its tokens may be trained: a limit of length, or a format for trainers (of an invalid rollout), masked it.
+    """
+    masked = masked or sequence.overlong == "masked"
+    return [*_aligned(sequence)] or [*_trained(sequence, masked=masked), *_hashes(sequence, masked=masked), *_media(sequence)]
 
 
 def around(token_ids: list[int], start: int, end: int) -> str:
@@ -183,9 +188,8 @@ def _aligned(s: Sequence) -> Iterator[CheckFailure]:
         yield _failure("aligned", f"its turns end at token {at}, its ids end at {sizes[0]}", s)
 
 
-def _trained(s: Sequence) -> Iterator[CheckFailure]:
+def _trained(s: Sequence, *, masked: bool) -> Iterator[CheckFailure]:
     """Check mask and log probabilities. Only the first wrong token of each prompt and completion is reported."""
-    masked = s.overlong == "masked"
     for turn in s.turns:
         trained = int(not masked and TurnMark.NO_LOGPROBS not in turn.marks)
         sampled = "token of a masked sequence" if masked else _SAMPLED[trained]
@@ -206,7 +210,7 @@ def _trained(s: Sequence) -> Iterator[CheckFailure]:
 _SAMPLED = ("token that was sampled without log probabilities", "sampled token")
 
 
-def _hashes(s: Sequence) -> Iterator[CheckFailure]:
+def _hashes(s: Sequence, *, masked: bool) -> Iterator[CheckFailure]:
     prefix = xxhash.xxh3_128()
     same = True
     for turn in s.turns:
@@ -224,7 +228,7 @@ def _hashes(s: Sequence) -> Iterator[CheckFailure]:
             same = False  # the hashes of all later turns differ too
             if genuine:
                 yield _failure("hashes", f"tokens {_range(turn.prompt)} are not the prompt from which it was sampled", s, turn, turn.prompt)
-        if turn.logprobs_hash and s.overlong != "masked" and not _same_logprobs(s, turn):
+        if turn.logprobs_hash and not masked and not _same_logprobs(s, turn):
             words = f"the log probabilities of tokens {_range(turn.completion)} are not those that were recorded"
             yield _failure("hashes", words, s, turn, turn.completion)
 
@@ -402,3 +406,5 @@ def _complete(t: Trajectory) -> Iterator[CheckFailure]:
     if t.complete == bool(missing):
         why = f"incidents report missing data: {', '.join(missing)}" if missing else "no incident reports missing data"
         yield CheckFailure(session="", check="complete", words=f"complete is {str(t.complete).lower()}, but {why}")
+    if not t.valid and t.complete and t.outcome == OutcomeKind.OK:
+        yield CheckFailure(session="", check="complete", words="valid is false, but it is complete and its outcome is ok")

@@ -66,13 +66,16 @@ def _native(value: Mapping[str, Any]) -> CheckedRow:
 
 
 def _rows(rows: list[ExportedRow]) -> CheckedRow:
-    sequences = [
-        _sequence(row.labels, row.tokens)
+    checked = [
+        (_sequence(row.labels, row.tokens), not row.labels.get("valid", True))
         for row in rows
         if row.tokens is not None and all("completion_hash" in turn for turn in row.labels["turns"])
     ]
+    sequences = [sequence for sequence, _ in checked]
     session = str(rows[0].labels["session"]) if rows else ""
-    failures = [msgspec.structs.replace(one, session=session) for sequence in sequences for one in verify_sequence(sequence)]
+    failures = [
+        msgspec.structs.replace(one, session=session) for sequence, masked in checked for one in verify_sequence(sequence, masked=masked)
+    ]
     return CheckedRow(session, failures, None, *_counts(sequences))
 
 

@@ -212,7 +212,17 @@ async def test_sessions_are_listed_in_pages(rig):
     assert (first["total"], first["found"], len(first["sessions"])) == (251, 251, 100)
     assert first["sessions"][0]["session"] == "rollout-7"
     assert first["sessions"][0]["incidents"] == {"upstream-broke": 1}
-    states = {"any": 251, "live": 25, "incomplete": 26, "complete": 225, "incidents": 1, "open": 251, "finished": 0, "sealed": 0}
+    states = {
+        "any": 251,
+        "live": 25,
+        "incomplete": 26,
+        "complete": 225,
+        "failed": 1,
+        "incidents": 1,
+        "open": 251,
+        "finished": 0,
+        "sealed": 0,
+    }
     assert first["states"] == states
     last = await rig.get(f"{V1}/summaries?limit=100&offset=200")
     assert len(last["sessions"]) == 51

@@ -43,6 +43,7 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     row = page.locator("tr[data-session='rollout-7']")
     await expect(row).to_contain_text("incomplete")
     await expect(row).to_contain_text("upstream-broke")
+    await expect(row.locator(".b-failed")).to_have_text("engine")
     await expect(row.locator("[data-label='turns']")).to_have_text("11")
     await page.get_by_role("button", name="next").click()
     await expect(page.locator(".pager")).to_contain_text(re.compile("101.200 of 302"))

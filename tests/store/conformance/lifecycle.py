@@ -2,11 +2,13 @@
 
 import asyncio
 
-from tests.store.conformance.support import build, info_of, name_of, open_calls, raises, record, same, true
+from tests.store.conformance.support import LONG, build, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.store.base import (
+    OutcomeConflictError,
     SealOutcome,
     SessionDeletedError,
     SessionExistsError,
@@ -18,7 +20,7 @@ from tokencache.store.base import (
 )
 
 FULL = SessionSettings("codex", {"gpt-*": "ü", "*": "x"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3, tokens=0, seconds=1.5), "me")
-OTHER = SessionSettings("codex", sampling={"temperature": 0.5})
+OTHER = SessionSettings("codex", sampling={"temperature": 0.5}, deadline=2e9)
 LABELS = Labels("naïve }{", {"a": [1, 2.5, None, {"b": "☕"}], "big": 2**70}, ("x", "y z"))
 
 
@@ -84,6 +86,62 @@ async def check_forced_seal(store: Store) -> None:
     true("not finished" not in incident.detail and "1 call " in incident.detail, "what a forced seal of a finished session cuts off")
 
 
+async def check_outcome(store: Store) -> None:
+    """The first outcome that is given stays. One of another kind is refused, and so is a first one once the session is sealed."""
+    session, late, plain = name_of("outcome"), name_of("late"), name_of("plain")
+    failed = Outcome("my-word", "naïve }{ ☕\nx")
+    same(await store.finish(session, failed), False, "finish of a missing session")
+    await record(store, session, build("a"))
+    info = await info_of(store, session)
+    same((info.outcome, info.latest), (None, LatestTurn("a", build("a").turn.model)), "outcome and newest turn of an open session")
+    same(await store.finish(session, failed), True, "finish with an outcome")
+    for again in (failed, Outcome("my-word", "other"), None):
+        same(await store.finish(session, again), True, "finish again")
+    for other in ("ok", "engine"):
+        async with raises(OutcomeConflictError, "another outcome"):
+            await store.finish(session, Outcome(other))
+    await store.seal(session)
+    same(await store.finish(session, failed), True, "the same outcome of a sealed session")
+    same((await info_of(store, session)).outcome, failed, "outcome")
+    await store.define(late, SessionSettings(), Labels())
+    await store.finish(late)
+    same((await info_of(store, late)).outcome, None, "outcome of a session that was finished without one")
+    await store.finish(late, Outcome("ok"))
+    same((await info_of(store, late)).outcome, Outcome("ok"), "an outcome that came later")
+    await store.define(plain, SessionSettings(), Labels())
+    await store.finish(plain)
+    await store.seal(plain)
+    async with raises(OutcomeConflictError, "a first outcome of a sealed session"):
+        await store.finish(plain, failed)
+    same(((await info_of(store, plain)).outcome, (await info_of(store, plain)).latest), (None, None), "outcome of a sealed session")
+    refused = name_of("refused")
+    await record(store, refused, build("a"))
+    await store.seal(refused, force=True)
+    async with raises(OutcomeConflictError, "an outcome of a session that was sealed by force"):
+        await store.finish(refused, failed)
+    same((await info_of(store, refused)).finished, None, "a refused finish changes nothing")
+
+
+async def check_watched(store: Store) -> None:
+    """A watched session is overdue once its time has passed, whether or not it exists. It is watched until that is taken back."""
+    due, later, again = name_of("due }{ ü"), name_of("later"), name_of("again")
+    for session, seconds in ((due, 0.0), (later, LONG), (again, LONG), (again, -1.0)):
+        await store.watch(session, seconds)
+    for _ in range(2):
+        same({due, again} & set((await store.overdue()).sessions), {due, again}, "overdue")
+        true(later not in (await store.overdue()).sessions, "a session whose time has not passed")
+    await store.watch(again, LONG)
+    for session in (due, later, again, name_of("unknown")):
+        await store.unwatch(session)
+    same({due, later, again} & set((await store.overdue()).sessions), set(), "overdue after that was taken back")
+    await store.watch(later, 0.0)
+    await store.begin(again, "k", [])
+    now = (await store.overdue()).now
+    true(0.0 <= now - (await info_of(store, again)).used < LONG, "the time is that of the clock by which sessions are used")
+    true(later in (await store.overdue()).sessions, "a session whose time was set anew")
+    await store.unwatch(later)
+
+
 async def check_definition(store: Store) -> None:
     """A definition creates a session with settings and labels, and lifts a tombstone. A session that exists is joined only on request."""
     session, called = name_of("defined"), name_of("called")
@@ -103,7 +161,7 @@ async def check_definition(store: Store) -> None:
         try:
             await store.define(session, OTHER, Labels("lost"), **options)
         except SettingsConflictError as why:
-            same((why.session, set(why.members)), (session, {"models", "sampling", "budget", "tenant"}), "conflict")
+            same((why.session, set(why.members)), (session, {"models", "sampling", "budget", "tenant", "deadline"}), "conflict")
         else:
             raise AssertionError("join with other settings: no SettingsConflictError")
     info = await info_of(store, session)

@@ -67,6 +67,21 @@ async def test_killed_while_a_whole_reply_is_sampled(stack, http):
     assert list(found.marked) == [agent.session]
 
 
+async def test_killed_before_a_lost_harness_is_noticed(stack, http):
+    first, second = stack.proxies
+    limits = {"session": "lost", "silent_for": 1.0}
+    assert ask(f"{first.url}/tokencache/v1/sessions", limits)[0] == 201
+    agent = Agent("lost", DIALECTS[0], http, [first.url])
+    assert await agent.turn()
+    first.kill()
+    await until(lambda: stack.info("lost")["state"] == "finished", "the other replica to finish the session")
+    info = stack.info("lost")
+    assert (info["outcome"], info["complete"], info["valid"]) == ("timeout", True, False)
+    agent.replicas = [second.url]
+    assert await agent.turn() is None
+    assert "late-call" in {incident["kind"] for incident in stack.info("lost")["incidents"]}
+
+
 async def test_killed_between_turns(stack, http):
     first, second = stack.proxies
     agents = [Agent(f"between-{dialect.name}", dialect, http, [first.url]) for dialect in DIALECTS]

@@ -16,13 +16,14 @@ from tokencache.api.openapi import SESSION_STATES
 from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import lineages
+from tokencache.core.outcome import OutcomeKind
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.core.weights import Announced
 from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
-from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, is_complete
+from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, worth_object
 from tokencache.trajectories.versions import count_versions
 
 _FRESH_SECONDS = 1.0
@@ -49,6 +50,9 @@ class SessionSummary(msgspec.Struct, frozen=True):
     state: str
     sealed: bool
     complete: bool
+    outcome: str
+    outcome_detail: str
+    valid: bool
     harness: str
     model: str
     group: str
@@ -65,10 +69,10 @@ class SessionSummary(msgspec.Struct, frozen=True):
         match state:
             case "live":
                 return self.open_calls > 0
-            case "incomplete":
-                return not self.complete
-            case "complete":
-                return self.complete
+            case "complete" | "incomplete":
+                return self.complete == (state == "complete")
+            case "failed":
+                return self.outcome != OutcomeKind.OK
             case "incidents":
                 return bool(self.incidents)
             case "open" | "finished" | "sealed":
@@ -161,7 +165,7 @@ class SessionList:
             used=info.used,
             state=info.state,
             sealed=info.sealed,
-            complete=is_complete(incidents_of(info, owed)),
+            **worth_object(info, owed),
             harness=info.harness,
             model=info.model,
             group=info.labels.group,

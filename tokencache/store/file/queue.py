@@ -1,9 +1,9 @@
-"""The queue of finished sessions in a file. `store.FileStore` contains it."""
+"""The queue of finished sessions, and the times of watched ones, in a file. `store.FileStore` contains it."""
 
 import sqlite3
 from collections.abc import Callable, Sequence
 
-from tokencache.store.base import REMEMBER_SECONDS, QueueEntry, RemoveOutcome
+from tokencache.store.base import MOST_OVERDUE, REMEMBER_SECONDS, Overdue, QueueEntry, RemoveOutcome
 from tokencache.store.encoding import text, untext
 from tokencache.store.file.operations import reads, writes
 from tokencache.store.file.worker import Worker
@@ -13,11 +13,25 @@ _PARTS = "delivery = ? AND session IN (SELECT session FROM deliveries WHERE deli
 
 
 class FileQueue:
-    """The queue's methods of `base.Store`."""
+    """The methods of `base.Store` for the queue and for watched sessions."""
 
     reader: Worker
     writer: Worker
     now: Callable[[], float]
+
+    @writes
+    def watch(self, db: sqlite3.Connection, session: str, seconds: float) -> None:
+        db.execute("INSERT OR REPLACE INTO watched VALUES (?, ?)", (text(session), self.now() + seconds))
+
+    @reads
+    def overdue(self, db: sqlite3.Connection) -> Overdue:
+        now = self.now()
+        found = db.execute("SELECT session FROM watched WHERE due <= ? ORDER BY due LIMIT ?", (now, MOST_OVERDUE))
+        return Overdue(now, [untext(session) for (session,) in found])
+
+    @writes
+    def unwatch(self, db: sqlite3.Connection, session: str) -> None:
+        db.execute("DELETE FROM watched WHERE session = ? AND due <= ?", (text(session), self.now()))
 
     @writes
     def offer(self, db: sqlite3.Connection, session: str, epoch: str, at: float) -> None:

@@ -1,5 +1,7 @@
 """The tables of a file store. Times are Unix time in seconds; names are encoded by `encoding.text`."""
 
+import sqlite3
+
 VERSION = b"1"
 """Version of the tables. A file with another version is refused and not changed."""
 
@@ -9,7 +11,8 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 CREATE TABLE IF NOT EXISTS sessions (
   id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, epoch TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, expires REAL NOT NULL,
   finished REAL, sealed INTEGER NOT NULL DEFAULT 0, begun INTEGER NOT NULL DEFAULT 0, turns INTEGER NOT NULL DEFAULT 0,
-  sampled INTEGER NOT NULL DEFAULT 0, rewards INTEGER NOT NULL DEFAULT 0, digest BLOB NOT NULL DEFAULT x'', settings BLOB, labels BLOB);
+  sampled INTEGER NOT NULL DEFAULT 0, rewards INTEGER NOT NULL DEFAULT 0, digest BLOB NOT NULL DEFAULT x'', settings BLOB, labels BLOB,
+  outcome BLOB);
 CREATE INDEX IF NOT EXISTS sessions_expire ON sessions (expires);
 
 CREATE TABLE IF NOT EXISTS tombstones (name BLOB PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
@@ -50,6 +53,8 @@ CREATE TABLE IF NOT EXISTS bindings (key TEXT PRIMARY KEY, record BLOB NOT NULL,
 CREATE TABLE IF NOT EXISTS replicas (replica BLOB PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS engines (url TEXT, replica TEXT, record BLOB NOT NULL, PRIMARY KEY (url, replica)) WITHOUT ROWID;
 
+CREATE TABLE IF NOT EXISTS watched (session BLOB PRIMARY KEY, due REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS watched_due ON watched (due);
 CREATE TABLE IF NOT EXISTS queue (
   session BLOB PRIMARY KEY, epoch TEXT NOT NULL, at REAL NOT NULL, delivery TEXT NOT NULL DEFAULT '', consumer TEXT NOT NULL DEFAULT '',
   until REAL NOT NULL DEFAULT 0, attempt INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
@@ -57,3 +62,16 @@ CREATE TABLE IF NOT EXISTS deliveries (delivery TEXT, session BLOB, PRIMARY KEY 
 CREATE TABLE IF NOT EXISTS removed_deliveries (delivery TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS removed_sessions (session BLOB, epoch TEXT, at REAL NOT NULL, PRIMARY KEY (session, epoch)) WITHOUT ROWID;
 """
+
+_ADDED = {"outcome": "BLOB"}
+"""Columns of `sessions` that files of earlier releases lack: name → type. Those releases ignore them."""
+
+
+def add_columns(db: sqlite3.Connection) -> None:
+    """Add the columns that a file of an earlier release lacks. A file of another version is not changed."""
+    if db.execute("SELECT 1 FROM meta WHERE name = 'schema' AND value = ?", (VERSION,)).fetchone() is None:
+        return
+    there = {row["name"] for row in db.execute("PRAGMA table_info(sessions)")}
+    for name, kind in _ADDED.items():
+        if name not in there:
+            db.execute(f"ALTER TABLE sessions ADD COLUMN {name} {kind}")

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
@@ -25,6 +26,7 @@ from tokencache.store.base import (
     Entry,
     Join,
     OpenCall,
+    OutcomeConflictError,
     Page,
     SealOutcome,
     SessionDeletedError,
@@ -39,7 +41,7 @@ from tokencache.store.base import (
     StoreFullError,
 )
 from tokencache.store.clock import NOT_USED, ClockWatch
-from tokencache.store.encoding import LatestTurn, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
+from tokencache.store.encoding import pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
 from tokencache.store.file.clock import FileClock
 from tokencache.store.file.operations import reads, writes
@@ -152,6 +154,7 @@ class FileStore(FileQueue):
         for statement in schema.TABLES.split(";"):
             db.execute(statement)
         db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (schema.VERSION,))
+        schema.add_columns(db)
         with decoding("clock"):
             self._clock.join(db)
 
@@ -364,11 +367,18 @@ class FileStore(FileQueue):
         return {turn: _tokens(db, held, turn)["context"] for turn in turns}
 
     @writes
-    def finish(self, db: sqlite3.Connection, session: str) -> bool:
+    def finish(self, db: sqlite3.Connection, session: str, outcome: Outcome | None = None) -> bool:
         held = self._use(db, session)
-        if held is not None:
-            db.execute("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (self.now(), held["id"]))
-        return held is not None
+        if held is None:
+            return False
+        with decoding(session):
+            stored = _outcome(held)
+        if outcome is not None and (held["sealed"] if stored is None else stored.kind != outcome.kind):
+            raise OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
+        packed = pack(outcome) if outcome is not None else None
+        finish = "UPDATE sessions SET finished = coalesce(finished, ?), outcome = coalesce(outcome, ?) WHERE id = ?"
+        db.execute(finish, (self.now(), packed, held["id"]))
+        return True
 
     @writes
     def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
@@ -607,13 +617,17 @@ def _labels(held: sqlite3.Row) -> Labels:
     return unpack(held["labels"], Labels) if held["labels"] else Labels()
 
 
+def _outcome(held: sqlite3.Row) -> Outcome | None:
+    return unpack(held["outcome"], Outcome) if held["outcome"] else None
+
+
 def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
     number, name = held["id"], untext(held["name"])
     with decoding(name):
         turn = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
-        settings, latest = _settings(held), unpack(turn["record"], LatestTurn) if turn else LatestTurn()
+        settings, latest = _settings(held), unpack(turn["record"], LatestTurn) if turn else None
         return SessionInfo(
             id=name,
             created=held["created"],
@@ -629,8 +643,10 @@ def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
             reward=unpack(reward["record"], Reward) if reward else None,
             rewards=held["rewards"],
             sampled=held["sampled"],
-            harness=settings.harness or latest.harness,
-            model=latest.model,
+            harness=settings.harness or (latest.harness if latest else ""),
+            model=latest.model if latest else "",
+            latest=latest,
+            outcome=_outcome(held),
         )
 
 

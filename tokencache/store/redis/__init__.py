@@ -17,6 +17,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 ===========================================  =========================================================================
 `life` `created` `used` `sealed`             id of this epoch of the session; times; `1` if sealed
 `finished`                                   when its owner finished it
+`failed` `outcome`                           kind of the outcome that was given with that; the outcome
 `settings` `digest`                          what holds for its calls, and 16 bytes that identify it; absent if nothing is set
 `group` `metadata` `tags`                    labels, each as a `LabelChanges` with that member
 `rewards` `R<n>`                             how many rewards were set; the newest ones, numbered from 1
@@ -43,6 +44,7 @@ late calls. Other keys:
 `<prefix>:key:<hash>`                        binding of an API key
 `<prefix>:alive:{replicas}:<replica>`        heartbeat of a replica
 `<prefix>:queue:{queue}` and two more        the queue of finished sessions (`queue_scripts`)
+`<prefix>:watched`                           a sorted set: sessions with a deadline or a limit of silence, by when to look at them
 `<prefix>:engines`                           a hash: engines that were added, drained or removed while the proxy ran
 `<prefix>:weights`                           a hash: what trainers announced about the weights of the engines, and its revision
 `<prefix>:schema` `<prefix>:secret`          version of this form; secret of the deployment. These and the queue never expire

@@ -69,7 +69,7 @@ def _or_number(form: Form, *allowed: int) -> Form:
     return f"{form[0]}, or {words}", lambda answer: is_number(answer) or form[1](answer)
 
 
-_BEGUN, _STATE = 5, 16
+_BEGUN, _STATE = 5, 17
 """Lengths of the fixed parts of the answers of BEGIN and SESSION."""
 _STRING: Form = "a string", _is_string
 _OPTIONAL: Form = "a string or nothing", _is_optional
@@ -79,6 +79,7 @@ _COUNT: Form = "a number", _is_count
 _OK: Form = "OK", lambda answer: answer is True
 _YES_NO = _number(0, 1)
 _ONE_STRING: Form = "a list of one string", lambda answer: _is_list(answer) and len(answer) == 1
+_OTHER_OUTCOME: Form = "another outcome", lambda answer: _is_list(answer) and answer[:-1] == [b"outcome"]
 _MAY_BE_EMPTY: Form = "an empty list, or one of one string", lambda answer: _is_list(answer) and len(answer) <= 1
 
 FORMS: dict[str, Form] = {
@@ -100,7 +101,7 @@ FORMS: dict[str, Form] = {
     scripts.TURNS: _STRINGS,
     scripts.TOKENS: ("pairs of strings", lambda answer: _is_list(answer) and len(answer) % 2 == 0),
     scripts.CONTEXTS: _STRINGS,
-    scripts.FINISH: _YES_NO,
+    scripts.FINISH: _or_number(_OTHER_OUTCOME, 0, 1),
     scripts.SEAL: _or_number(("what would be cut off", _is_cut), 0, 1),
     scripts.SET_LABELS: _YES_NO,
     scripts.ADD_REWARD: _YES_NO,
@@ -119,6 +120,9 @@ FORMS: dict[str, Form] = {
     queue_scripts.RELEASE: _YES_NO,
     queue_scripts.REMOVE: _number(queue_scripts.REMOVED, queue_scripts.REPEATED, queue_scripts.EXPIRED),
     queue_scripts.WITHDRAW: _number(1),
+    queue_scripts.WATCH: _number(1),
+    queue_scripts.OVERDUE: ("the time and a list of strings", lambda answer: _is_pair(answer, _is_string)),
+    queue_scripts.UNWATCH: _number(1),
     "SET": _OK,
     "GETEX": _OPTIONAL,
     "MGET": _OPTIONALS,

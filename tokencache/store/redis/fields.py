@@ -14,10 +14,11 @@ import msgspec
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Turn
 from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
-from tokencache.store.encoding import LatestTurn, pack, pack_tokens, text, unpack, untext
+from tokencache.store.encoding import pack, pack_tokens, text, unpack, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
 _CALL_HEAD = 33
@@ -35,6 +36,7 @@ class Keys:
         self.secret = self._prefix + b":secret"
         self.engines = self._prefix + b":engines"
         self.weights = self._prefix + b":weights"
+        self.watched = self._prefix + b":watched"
         queue = self._prefix + b":queue:{queue}"
         self.queue = [queue, queue + b":deliveries", queue + b":removed"]
 
@@ -157,11 +159,11 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     """Decode the reply of the script SESSION; `None` if there is no session."""
     if not reply:
         return None
-    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn = reply[:16]
+    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn, outcome = reply[:17]
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
-    latest = unpack(turn[1:], LatestTurn) if turn else LatestTurn()
+    latest = unpack(turn[1:], LatestTurn) if turn else None
     return SessionInfo(
         id=session,
         created=float(created),
@@ -169,7 +171,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         sealed=sealed is not None,
         turns=int(turns or 0),
         open_calls=unpack_calls(calls or b""),
-        incidents=tuple(unpack(incident, Incident) for incident in reply[16:]),
+        incidents=tuple(unpack(incident, Incident) for incident in reply[17:]),
         epoch=epoch.decode(),
         finished=None if finished is None else float(finished),
         settings=settings,
@@ -177,8 +179,10 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         reward=unpack(reward, Reward) if reward else None,
         rewards=int(rewards or 0),
         sampled=int(sampled or 0),
-        harness=settings.harness or latest.harness,
-        model=latest.model,
+        harness=settings.harness or (latest.harness if latest else ""),
+        model=latest.model if latest else "",
+        latest=latest,
+        outcome=unpack(outcome, Outcome) if outcome else None,
     )
 
 

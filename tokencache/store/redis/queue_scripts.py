@@ -1,4 +1,4 @@
-"""The Lua scripts of the queue. As in `scripts`, each is one round trip and writes everything or nothing.
+"""The Lua scripts of the queue and of watched sessions. As in `scripts`, each is one round trip and writes everything or nothing.
 
 Three keys in one slot hold the queue. They do not expire: an entry leaves the queue when its delivery is removed or its session is gone.
 
@@ -159,6 +159,42 @@ WITHDRAW = (
 -- ARGV: session, epoch
 local entry = entry_of(ARGV[1])
 if entry and entry.epoch == ARGV[2] then redis.call('HDEL', entries, ARGV[1]) end
+return 1
+"""
+)
+
+WATCHED = """
+-- A sorted set: watched sessions by the time from which on they are overdue.
+local function now()
+  local t = redis.call('TIME')
+  return t[1] + t[2] / 1000000
+end
+"""
+
+WATCH = (
+    WATCHED
+    + """
+-- ARGV: session, seconds
+redis.call('ZADD', KEYS[1], string.format('%.6f', now() + tonumber(ARGV[2])), ARGV[1])
+return 1
+"""
+)
+
+OVERDUE = (
+    WATCHED
+    + """
+-- ARGV: the most to return. Returns the time and the sessions.
+local time = string.format('%.6f', now())
+return {time, redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'LIMIT', 0, ARGV[1])}
+"""
+)
+
+UNWATCH = (
+    WATCHED
+    + """
+-- ARGV: session
+local due = redis.call('ZSCORE', KEYS[1], ARGV[1])
+if due and tonumber(due) <= now() then redis.call('ZREM', KEYS[1], ARGV[1]) end
 return 1
 """
 )

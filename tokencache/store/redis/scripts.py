@@ -337,9 +337,13 @@ return 1
 FINISH = (
     SESSION_KEY
     + """
--- ARGV: ttl
+-- ARGV: ttl, kind of the outcome or '', outcome
+-- Returns 0 if there is no session, 1 if it is done, else 'outcome' and the kind of the stored one, '' if the session is sealed without.
 if not epoch then return 0 end
-redis.call('HSET', session, 'finished', redis.call('HGET', session, 'finished') or now())
+local state = redis.call('HMGET', session, 'finished', 'failed', 'sealed')
+if ARGV[2] ~= '' and (state[2] and state[2] ~= ARGV[2] or not state[2] and state[3]) then return {'outcome', state[2] or ''} end
+redis.call('HSET', session, 'finished', state[1] or now())
+if ARGV[2] ~= '' and not state[2] then redis.call('HSET', session, 'failed', ARGV[2], 'outcome', ARGV[3]) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
 """
@@ -475,12 +479,13 @@ SESSION = (
     SESSION_KEY
     + READ_ALL
     + """
--- Returns the fields, the newest reward, the newest turn's record, and the incidents.
+-- Returns the fields, the newest reward, the newest turn's record, the outcome, and the incidents.
 if not epoch then return {} end
 local state = redis.call('HMGET', session, 'life', 'created', 'used', 'sealed', 'finished', 'turns', 'open', 'settings', 'group',
   'metadata', 'tags', 'rewards', 'sampled', 'incidents')
 state[15] = state[12] and redis.call('HGET', session, 'R' .. state[12])
 state[16] = state[6] and redis.call('HGET', session, 'H' .. state[6])
+state[17] = redis.call('HGET', session, 'outcome')
 return read_all(state, 'I', tonumber(state[14] or 0))
 """
 )

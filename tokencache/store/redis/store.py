@@ -15,11 +15,13 @@ from redis.asyncio import Redis
 from tokencache.core.incidents import Incident, sealed_early
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.store import pruning
 from tokencache.store.base import (
+    MOST_OVERDUE,
     REMEMBER_SECONDS,
     BeginResult,
     Binding,
@@ -27,6 +29,8 @@ from tokencache.store.base import (
     EngineEntry,
     Entry,
     Join,
+    OutcomeConflictError,
+    Overdue,
     Page,
     QueueEntry,
     RemoveOutcome,
@@ -43,7 +47,7 @@ from tokencache.store.base import (
     StoreFullError,
     TurnLostError,
 )
-from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens
+from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
@@ -353,8 +357,12 @@ class RedisStore:
         with decoding(session):
             return dict(zip(turns, reply, strict=True))
 
-    async def finish(self, session: str) -> bool:
-        return bool(await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl))
+    async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
+        given = (outcome.kind, pack(outcome)) if outcome is not None else ("", b"")
+        reply = await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl, *given)
+        if isinstance(reply, list):
+            raise OutcomeConflictError(session, given[0], reply[1].decode())
+        return bool(reply)
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         keys, cut = [self._keys.session(session)], "1 0"  # finished, no open calls
@@ -451,6 +459,17 @@ class RedisStore:
 
     async def replace_weights(self, state: WeightsState) -> bool:
         return bool(await self._script("replace_weights", scripts.REPLACE_WEIGHTS, [self._keys.weights], state.revision, pack(state)))
+
+    async def watch(self, session: str, seconds: float) -> None:
+        await self._script("watch", queue_scripts.WATCH, [self._keys.watched], text(session), repr(float(seconds)))
+
+    async def overdue(self) -> Overdue:
+        now, names = await self._script("overdue", queue_scripts.OVERDUE, [self._keys.watched], MOST_OVERDUE)
+        with decoding("that are watched"):
+            return Overdue(float(now), list(map(untext, names)))
+
+    async def unwatch(self, session: str) -> None:
+        await self._script("unwatch", queue_scripts.UNWATCH, [self._keys.watched], text(session))
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         await self._script("offer", queue_scripts.OFFER, self._keys.queue, text(session), text(epoch), f"{at:017.6f}")

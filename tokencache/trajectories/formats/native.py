@@ -1,13 +1,15 @@
 """Writes rollouts in the native format: all sequences of a session with everything that is recorded about them.
 
-    {"session": "r1", "complete": true, "state": "sealed", "incidents": [], "figures": {…},
+    {"session": "r1", "complete": true, "outcome": "ok", "outcome_detail": "", "valid": true, "state": "sealed",
+     "incidents": [], "figures": {…},
      "reward": 0.5, "reward_components": {…}, "group": "prompt-7", "metadata": {…}, "tags": [...],
      "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight", "reward",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}],
      "links": [{"kind": "delegation", "sources": [turn], "turn", "message", "evidence"}]}
 
-`complete` is false if something that the model sampled, or may have sampled, is missing. The incidents describe it.
+`complete` is false if something that the model sampled, or may have sampled, is missing. The incidents describe it. `valid` is
+whether it is complete and its `outcome` is `ok`.
 `trajectories.values` reads this format.
 """
 
@@ -23,7 +25,7 @@ from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Turn
 from tokencache.trajectories.links import links
-from tokencache.trajectories.rollout import Rollout
+from tokencache.trajectories.rollout import Rollout, outcome_object
 
 _NESTING = 100
 """Depth to spare: a message may be so deeply nested that it can be read by itself, but not inside an export."""
@@ -34,6 +36,7 @@ def native(rollout: Rollout) -> dict[str, Any]:
     return {
         "session": rollout.session,
         "complete": rollout.complete,
+        **outcome_object(rollout.outcome, valid=rollout.valid),
         "state": rollout.stage,
         "sealed": rollout.sealed,
         "created": rollout.created,
@@ -108,7 +111,7 @@ def sequence_object(sequence: TokenSequence, weight: float, drift: Mapping[str, 
 
 def incident_object(incident: Incident) -> dict[str, Any]:
     """Write an incident with all its members, defaults included."""
-    return {name: getattr(incident, name) for name in ("kind", "detail", "hole", "call", "turn", "at")}
+    return {name: getattr(incident, name) for name in ("kind", "detail", "hole", "call", "turn", "at", "status")}
 
 
 def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> dict[str, Any]:

@@ -15,12 +15,14 @@ NeMo RL walks the output and requires that the prompt of an item begins with all
 trained get no item: an answer without log probabilities, or one that another sequence trains, is part of the prompt of the next item.
 An answer within which ids were forced (`core.forced`) has an item for each part between them.
 NeMo RL refuses a response in which nothing was generated. Such responses are therefore in `untrainable`. `reward` is that of the
-sequence, otherwise of the session. If none was given, it is missing, and the verifier adds it; a missing reward is not 0.
+sequence, otherwise of the session. If none was given, it is missing, and the verifier adds it; a missing reward is not 0. Those of an
+invalid rollout are in `untrainable`, too, with `mask_sample`, `failure_kind` and `failure_reason`, and without a reward.
 
 The URL of an image is `media:<sha256>`: the bytes are in the files of `tokencache media`.
 
 Sources: nemo-gym 0.7.0, `nemo_gym/openai_utils.py` (`TokenIDLogProbMixin`, `NeMoGymResponse` and its items,
-`NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`),
+`NeMoGymResponseCreateParamsNonStreaming`, `NeMoGymChatCompletionMessageParam`), `base_resources_server.py` (`BaseVerifyRequest`,
+`BaseVerifyResponse`),
 `responses_converter.py` (which item carries the tokens); NVIDIA-NeMo/RL at 00420a1, `nemo_rl/environments/nemo_gym.py`.
 """
 
@@ -91,8 +93,17 @@ def _response(rollout: Rollout, row: Row) -> dict[str, Any]:
         },
         "messages": _messages(sequence, found),
         **({} if row.reward is None else {"reward": row.reward}),
+        **_failure(rollout),
         "tokencache": {**row.labels, "wordless": without_messages(found)},
     }
+
+
+def _failure(rollout: Rollout) -> dict[str, Any]:
+    """Return the members that say that a result is no measurement of the policy; none if it is one. Gym's own kinds have other names."""
+    if rollout.valid:
+        return {}
+    kind = "incomplete" if rollout.outcome.ok else rollout.outcome.kind.replace("-", "_")
+    return {"mask_sample": True, "failure_kind": f"tokencache:{kind}", "failure_reason": rollout.outcome.detail or kind}
 
 
 def _output(sequence: TokenSequence, found: list[TurnMessages]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import msgspec
 from tokencache.core.context import Context
 from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.messages import Message
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Turn
 from tokencache.trajectories.rollout import Rollout
@@ -33,6 +34,7 @@ def read_native(value: Mapping[str, Any]) -> Rollout:
     return Rollout(
         session=trajectory.session,
         complete=trajectory.complete,
+        outcome=Outcome(trajectory.outcome, trajectory.outcome_detail),
         sealed=trajectory.sealed,
         created=trajectory.created,
         incidents=tuple(trajectory.incidents),

@@ -18,7 +18,7 @@ from tokencache.trajectories.formats.trl import read_trl, trl
 from tokencache.trajectories.formats.verifiers import read_verifiers, verifiers
 from tokencache.trajectories.formats.verl import read_verl, verl
 from tokencache.trajectories.lengths import Lengths
-from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders
+from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders, without_training
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 from tokencache.trajectories.versions import LagLimit
 
@@ -114,8 +114,11 @@ def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, 
 
 
 def write(whole: Rollout, wanted: Format, *, text: bool = False) -> bytes:
-    """Write a rollout in a format, as JSON text, with a digest of each row (`digest`). Only the native format has all sequences."""
-    usable = whole if wanted.write is native else without_placeholders(whole)
+    """Write a rollout in a format, as JSON text, with a digest of each row (`digest`).
+
+    Only the native format has all sequences, and the tokens to train and the reward of an invalid rollout.
+    """
+    usable = whole if wanted.write is native else without_training(without_placeholders(whole))
     made = native_with_text(usable) if text and wanted.write is native else wanted.write(usable)
     written = msgspec.json.decode(_ENCODER.encode(made))
     for row in [written] if wanted.write is native or not wanted.rows else written[wanted.rows]:

@@ -5,7 +5,8 @@ tokens between them. The response mask is 1 for tokens that the policy sampled i
 probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
 
 Facts for which a trainer has no field are exported as *labels* under the single name `tokencache`, so that they cannot be mistaken for a
-field of the trainer. A reward that was not given is absent or `None`, never 0.
+field of the trainer. A reward that was not given is absent or `None`, never 0. So is the reward of an invalid rollout, whose rows all have
+mask 0 (`limiting.without_training`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import msgspec
 from tokencache.core.finish import Ending, ending
 from tokencache.core.lineage import TokenSequence
 from tokencache.trajectories.formats.native import incident_object, labels_object, outline_object, reward_object, span_object
-from tokencache.trajectories.rollout import Rollout
+from tokencache.trajectories.rollout import Rollout, outcome_object
 
 TURN_LABELS = (
     "turn",
@@ -92,6 +93,7 @@ def session_object(rollout: Rollout) -> dict[str, Any]:
     return {
         "session": rollout.session,
         "complete": rollout.complete,
+        **outcome_object(rollout.outcome, valid=rollout.valid),
         "state": rollout.stage,
         **reward_object(rollout.reward),
         **labels_object(rollout.labels),
@@ -115,6 +117,7 @@ def _row(rollout: Rollout, sequence: TokenSequence, weight: float) -> Row:
         labels={
             "session": rollout.session,
             "complete": rollout.complete,
+            **outcome_object(rollout.outcome, valid=rollout.valid),
             **labels_object(rollout.labels),
             "session_reward": rollout.reward.reward,
             "reward_components": rollout.reward.components,

@@ -11,6 +11,7 @@ started as slime; all members here have the same names and meanings in both. Nei
 `loss_mask`          [int]                  over the response only; 1: sampled here
 `rollout_log_probs`  [float]                over the response only
 `status`             str                    `completed`, `truncated` (token limit) or `aborted`: of the last turn
+`remove_sample`      bool                   whether the rollout is invalid: the trainer then masks the sample, as its `loss_mask` does
 `reward`             float or `None`        of the sequence, otherwise of the session; `None` if none was given: the trainer sets it
 `weight_versions`    [str]                  one for each span that the engine named, in order. miles reads them as integers
 `session_id`         str                    the session
@@ -57,6 +58,7 @@ def _sample(rollout: Rollout, row: Row) -> dict[str, Any]:
         "rollout_log_probs": row.response_logprobs,
         "status": STATUS[row.ending],
         "reward": row.reward,
+        "remove_sample": not rollout.valid,
         "weight_versions": _weight_versions(row.sequence),
         "session_id": rollout.session,
         "metadata": {"tokencache": row.labels},

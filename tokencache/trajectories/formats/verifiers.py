@@ -13,8 +13,8 @@ and the message nodes before it carry none. verifiers does the same if its rende
 
 The URL of an image is `media:<sha256>`: the bytes are in the files of `tokencache media`.
 
-`ok` is true if the rollout is complete (prime-rl trains on no other), `is_completed` if its session is finished or sealed. `rewards` has
-the reward of the session under `reward`, and is empty if none was given; `metrics` has its components.
+`ok` is true if the rollout is valid (prime-rl trains on no other), `errors` says why it is not, `is_completed` is true if its session is
+finished or sealed. `rewards` has the reward of the session under `reward`, and is empty if none was given; `metrics` has its components.
 A trace that verifiers writes to disk (`to_record`) rounds log probabilities to four decimals; this one does not.
 
 Source: verifiers 0.4.0, `verifiers/v1/trace.py` (`WireTrace`, `Branch`), `graph.py` (`MessageNode`), `types.py`; prime-rl,
@@ -28,6 +28,7 @@ from tokencache.core.finish import FinishReason
 from tokencache.core.incidents import Incident
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import Turn
 from tokencache.trajectories.formats.conversation import TurnMessages, chat_content, exchanges, sampled, tools_of, without_messages
@@ -79,8 +80,8 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         "rewards": {} if rollout.reward.reward is None else {"reward": {"score": rollout.reward.reward, "weight": 1.0}},
         "metrics": rollout.reward.components,
         "is_completed": rollout.stage is not SessionStage.OPEN,
-        "ok": rollout.complete,
-        "errors": [_error(incident) for incident in rollout.incidents if incident.hole],
+        "ok": rollout.valid,
+        "errors": [_error(incident) for incident in rollout.incidents if incident.hole] + _failure(rollout.outcome),
         "timing": {"start": rollout.created},
     }
 
@@ -142,6 +143,11 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     inner = tool.get(kind) or {}
     # verifiers has a default for an absent member and refuses `null`.
     return {"type": kind, "name": kind, **{name: value for name, value in inner.items() if value is not None}}
+
+
+def _failure(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the failure with which a rollout ended, as an error; none if it ended well."""
+    return [] if outcome.ok else [{"type": outcome.kind, "message": outcome.detail}]
 
 
 def _error(incident: Incident) -> dict[str, Any]:

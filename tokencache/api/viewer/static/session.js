@@ -7,7 +7,7 @@ import { badge, copier, h, note } from "./dom.js";
 import { driftOf, driftSums } from "./drift.js";
 import { count, many, moment, readable, reward, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
-import { term } from "./sessions.js";
+import { failure, term } from "./sessions.js";
 import { incidentTable, ruleTable, sequenceTable } from "./tables.js";
 import { tree } from "./tree.js";
 import { TurnPanel } from "./turn.js";
@@ -83,6 +83,7 @@ export class SessionPage {
         outline.open_calls.length ? badge(`live · ${outline.open_calls.length} open`, "live") : null,
         outline.state === "open" ? null : badge(outline.state),
         outline.complete ? badge("complete") : badge("incomplete", "incomplete", "a reply of the model is missing or still to come: see the incidents"),
+        failure(outline),
         this.transcriptLink(),
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
       this.labels() ?? "");

@@ -16,6 +16,7 @@ const STATES = {
   sealed: "sealed",
   complete: "complete",
   incomplete: "incomplete",
+  failed: "failed",
   incidents: "with incidents",
 };
 const TERMS = ["group", "tag", "harness", "model"];
@@ -182,13 +183,17 @@ export class SessionsPage {
   }
 }
 
-/** The badges of a session: its state, whether it is complete, and its incidents. */
+/** The badge of a rollout that ended with a failure; none if it did not. */
+export const failure = (one) => (one.outcome === "ok" ? null : badge(one.outcome, "failed", `the rollout failed, so that nobody trains it: ${readable(one.outcome_detail || one.outcome)}`));
+
+/** The badges of a session: its state, whether it is complete, how it failed, and its incidents. */
 export function states(one, now) {
   const incidents = Object.entries(one.incidents);
   return [
     one.open_calls ? badge(`live · ${count(one.open_calls)}`, "live", `${many(one.open_calls, "call")} in flight; the oldest began ${span(now - one.since)} ago`) : null,
     one.state === "open" ? null : badge(one.state, one.state, one.state === "sealed" ? "its record does not change any more" : "accepts no more calls"),
     one.complete ? badge("complete") : one.open_calls && !incidents.length ? null : badge("incomplete", "incomplete", "a reply of the model is missing or still to come"),
+    failure(one),
     incidents.map(([kind, n]) => badge(n > 1 ? `${kind} ×${n}` : kind, "incident")),
   ];
 }
