@@ -75,6 +75,19 @@ async def test_finish_says_what_failed(shell):
     assert "cannot become 'ok'" in (await shell("finish", "a", "--failed", "ok", code=1)).stderr
 
 
+async def test_finish_ends_what_a_crashed_run_left(shell):
+    for name, tag in (("a", "run:1"), ("b", "run:1"), ("c", "run:2"), ("d", "run:1")):
+        await shell("create", name, "--tag", tag)
+    await shell("finish", "d", "--reward", "1")
+    assert "give a SESSION or --tag" in (await shell("finish", code=2)).stderr
+    done = await shell("finish", "--tag", "run:1", "--failed", "canceled", "--detail", "the run crashed")
+    assert sorted(done.stdout.splitlines()) == ["a finished", "b finished"]
+    found = {name: await state(shell, name) for name in "abcd"}
+    assert [one["state"] for one in found.values()] == ["finished", "finished", "open", "finished"]
+    assert found["a"]["outcome_detail"] == "the run crashed"
+    assert found["d"]["reward"] == 1.0
+
+
 async def test_a_failed_session_is_seen_and_left_out(shell, tmp_path):
     for name in ("a", "b"):
         await record(shell.rig, name)

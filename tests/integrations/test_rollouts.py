@@ -1,4 +1,4 @@
-"""A rollout from creation to rows: settings, labels, reward, limits, and what stays on the proxy if something goes wrong."""
+"""Rollouts from creation to rows: settings, labels, reward, limits, and how a step goes on if some of them fail."""
 
 import asyncio
 
@@ -7,8 +7,9 @@ import pytest
 from examples.integrations.guessing import play
 from tests.integrations.kit import branching, failing, guessing_engine, without_reward
 from tests.proxy.kit import proxied
-from tokencache.client import AsyncClient, WaitTimeoutError
-from tokencache.integrations.rollouts import Rollouts, load_play
+from tokencache.client import AsyncClient, UnauthorizedError
+from tokencache.integrations.fetching import Fetching
+from tokencache.integrations.rollouts import FailedRollout, Rollouts, TooManyFailuresError, load_play
 from tokencache.integrations.rows import RowsError
 
 SAMPLE = {"secret": 2}
@@ -21,23 +22,40 @@ async def rig():
         yield made
 
 
-def rollouts(made, **members):
-    return Rollouts(**{"play": made, "rows": "main", "several": False, "form": "trl", **members})
+def rollouts(harness, rows="main", **members):
+    lengths = members.get("lengths", {})
+    return Rollouts(play=harness, read=Fetching(form="trl", rows=rows, several=False, lengths=lengths), **{"run": "r", **members})
+
+
+def sometimes(*failures):
+    """A harness whose first rollouts raise these, one each; `None` is a rollout that does well."""
+    left = list(failures)
+
+    async def harness(session, sample):
+        failure = left.pop(0) if left else None
+        if failure is not None:
+            raise failure
+        return await play(session, sample)
+
+    return harness
 
 
 async def test_a_rollout_is_rewarded_labelled_and_sealed(rig):
-    done = await rollouts(play).run(rig.client, SAMPLE, sampling={"temperature": 0.5}, group="g")
+    made = rollouts(play, options={"tags": ["mine"], "sampling": {"temperature": 0.5}})
+    done = await made.one(rig.client, SAMPLE, sampling={"temperature": 0.1, "top_p": 0.9}, group="g")
     trajectory = done.trajectory
-    assert (trajectory.reward, trajectory.group, trajectory.state, trajectory.complete) == (0.75, "g", "sealed", True)
-    assert {turn.sampling["temperature"] for sequence in trajectory.sequences for turn in sequence.turns} == {0.5}
+    assert (trajectory.reward, trajectory.group, trajectory.state, trajectory.complete) == (0.75, "r-g", "sealed", True)
+    assert trajectory.tags == ["mine", "run:r"]
+    sampled = {(turn.sampling["temperature"], turn.sampling["top_p"]) for sequence in trajectory.sequences for turn in sequence.turns}
+    assert sampled == {(0.5, 0.9)}
     assert [row["tokencache"]["id"] for row in done.export["rows"]] == [sequence.id for sequence in trajectory.sequences] == list(done.kept)
     assert not done.dropped
-    (state,) = await rig.client.sessions()
+    (state,) = await rig.client.sessions(tag="run:r")
     assert state.sealed
 
 
 async def test_what_is_left_out_is_listed(rig):
-    done = await rollouts(branching, rows="longest").run(rig.client, SAMPLE, sampling={})
+    done = await rollouts(branching, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
     assert len(done.kept) == 1
     trainable = {sequence.id: sequence.trainable_tokens for sequence in done.trajectory.sequences}
     assert {one["sequence"]: one["trainable_tokens"] for one in done.dropped} == {
@@ -46,10 +64,13 @@ async def test_what_is_left_out_is_listed(rig):
     assert all(one["reason"] for one in done.dropped)
 
 
-async def test_limits_apply_to_the_rows_and_to_the_choice(rig):
+async def test_a_rollout_without_a_row_that_fits_the_limits_is_not_played_again(rig):
     limits = {"max_response_length": 1, "overlong": "drop"}
-    with pytest.raises(RowsError, match="no row to train on"):
-        await rollouts(play).run(rig.client, SAMPLE, sampling={}, lengths=limits)
+    failed = await rollouts(play, lengths=limits, retries=2).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert failed.kind == "untrainable"
+    assert "no row to train on" in failed.detail
+    (state,) = await rig.client.sessions()
+    assert (state.valid, state.reward) == (True, 0.75)
 
 
 async def test_a_reward_may_be_stored_by_other_means(rig):
@@ -57,16 +78,112 @@ async def test_a_reward_may_be_stored_by_other_means(rig):
         await without_reward(session, sample)
         await session.set_reward(0.25, components={"tests": 1.0})
 
-    done = await rollouts(rewarding, rows="longest").run(rig.client, SAMPLE, sampling={})
+    done = await rollouts(rewarding, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
     assert (done.trajectory.reward, done.trajectory.reward_components) == (0.25, {"tests": 1.0})
 
 
-async def test_a_harness_that_raises_leaves_a_finished_session_without_a_reward(rig):
-    with pytest.raises(RuntimeError, match="the harness broke"):
-        await rollouts(failing, delete=True).run(rig.client, SAMPLE, sampling={})
+async def broken_reward(session, sample):
+    await play(session, sample)
+    return float("nan")
+
+
+async def out_of_memory(session, sample):
+    await play(session, sample)
+    await session.finish(failed="sandbox", detail="out of memory")
+    return 0.0
+
+
+async def cut_off(session, sample):
+    await play(session, sample)
+    await session.finish(failed="sandbox", detail="out of memory")
+    raise RuntimeError("the sandbox is gone")
+
+
+async def silent(session, sample):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("harness", "kind", "detail"),
+    [
+        (failing, "harness", "RuntimeError: the harness broke"),
+        (sometimes(SystemExit(3)), "harness", "SystemExit: 3"),
+        (sometimes(asyncio.CancelledError("its own")), "harness", "CancelledError: its own"),
+        (broken_reward, "harness", "its reward was refused"),
+        (out_of_memory, "sandbox", "out of memory"),
+        (cut_off, "sandbox", "out of memory"),
+        (silent, "harness", "no call was recorded"),
+    ],
+)
+async def test_a_failed_rollout_says_what_failed_and_its_session_stays(rig, harness, kind, detail):
+    failed = await rollouts(harness, delete=True).one(rig.client, SAMPLE, sampling={}, group="g")
     (state,) = await rig.client.sessions()
-    assert (state.state, state.reward, state.turns) == ("finished", None, 3)
-    assert (state.outcome, state.outcome_detail, state.valid) == ("harness", "RuntimeError: the harness broke", False)
+    assert failed == FailedRollout(state.session, state.outcome, state.outcome_detail)
+    assert (state.outcome, state.valid, state.state != "open") == (kind, False, True)
+    assert detail in state.outcome_detail
+
+
+async def test_one_failed_rollout_ends_no_other(rig):
+    made = rollouts(sometimes(None, RuntimeError("no such program")))
+    done = await made.step(rig.client, [("a", SAMPLE), ("a", SAMPLE), ("a", {"secret": 1})], {})
+    assert [one.trajectory.reward for one in done if not isinstance(one, FailedRollout)] == [0.75, 1.0]
+    assert done[1].kind == "harness"
+    assert sorted(state.outcome for state in await rig.client.sessions(group="r-a")) == ["harness", "ok", "ok"]
+
+
+async def test_a_failed_rollout_is_played_again_in_a_session_that_names_the_one_before(rig):
+    made = rollouts(sometimes(OSError("a"), OSError("b")), retries=2, options={"metadata": {"mine": 1}})
+    done = await made.one(rig.client, SAMPLE, sampling={}, group="g")
+    assert done.trajectory.reward == 0.75
+    states = {state.session: state for state in await rig.client.sessions(group="r-g")}
+    before = [states[done.trajectory.session]]
+    while name := before[-1].metadata.get("retry_of"):
+        before.append(states[name])
+    assert [state.outcome_detail for state in before] == ["", "OSError: b", "OSError: a"]
+    assert [state.metadata.get("mine") for state in before] == [1, 1, 1]
+
+
+async def test_too_many_failures_end_the_step_and_are_counted_by_kind(rig):
+    waiting = asyncio.Event()
+
+    async def harness(session, sample):
+        if sample == "wait":
+            await play(session, SAMPLE)
+            waiting.set()
+            await asyncio.Event().wait()
+        await waiting.wait()
+        if sample == "out of memory":
+            await session.finish(failed="sandbox", detail=sample)
+        raise RuntimeError("no such program")
+
+    samples = [("a", sample) for sample in ("wait", "raise", "out of memory", "raise")]
+    with pytest.raises(TooManyFailuresError, match=r"3 of 4 rollouts failed, and 2 may .*harness 2 \(session .*no such program") as raised:
+        await rollouts(harness, max_failures=2).step(rig.client, samples, {})
+    assert "sandbox 1 (session " in str(raised.value)
+    states = {state.session: state for state in await rig.client.sessions()}
+    assert {one.session for one in raised.value.failures} < set(states)
+    (cancelled,) = [state for state in states.values() if state.outcome == "canceled"]
+    assert "the trainer cancelled" in cancelled.outcome_detail
+    assert cancelled.state == "finished"
+
+
+async def test_a_step_in_which_all_rollouts_failed_is_an_error_unless_that_is_allowed(rig):
+    with pytest.raises(TooManyFailuresError, match="2 of 2 rollouts failed"):
+        await rollouts(failing).step(rig.client, [("a", SAMPLE)] * 2, {})
+    done = await rollouts(failing, max_failures=2).step(rig.client, [("a", SAMPLE)] * 2, {})
+    assert [one.kind for one in done] == ["harness", "harness"]
+
+
+async def test_a_proxy_that_is_gone_is_a_failure_and_a_wrong_setup_an_error():
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        assert (await rollouts(play).one(client, SAMPLE, sampling={}, group="g"))[:2] == ("", "proxy")
+    async with proxied(guessing_engine(), admin_key="secret") as made, AsyncClient(made.url, "wrong") as client:
+        with pytest.raises(ExceptionGroup) as raised:
+            await rollouts(play).step(client, [("a", SAMPLE)], {})
+        assert raised.group_contains(UnauthorizedError)
+    async with proxied(guessing_engine()) as made, AsyncClient(made.url) as client:
+        with pytest.raises(RowsError, match="one is allowed"):
+            await rollouts(branching, rows="single").one(client, SAMPLE, sampling={}, group="g")
 
 
 async def test_a_call_that_does_not_end_leaves_the_session_unsealed(rig):
@@ -78,17 +195,16 @@ async def test_a_call_that_does_not_end_leaves_the_session_unsealed(rig):
         while not (await session.state()).open_calls:  # noqa: ASYNC110 - it is asked over HTTP
             await asyncio.sleep(0.01)
 
-    with pytest.raises(WaitTimeoutError):
-        await rollouts(hasty, delete=True, timeout=0.1).run(rig.client, SAMPLE, sampling={})
+    failed = await rollouts(hasty, delete=True, timeout=0.1).one(rig.client, SAMPLE, sampling={}, group="g")
     (state,) = await rig.client.sessions()
-    assert (state.state, len(state.open_calls)) == ("finished", 1)
+    assert (failed.kind, state.outcome, state.state, len(state.open_calls)) == ("timeout", "timeout", "finished", 1)
     calls[0].cancel()
     await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_sessions_are_deleted_only_on_request(rig):
-    await rollouts(play).run(rig.client, SAMPLE, sampling={})
-    await rollouts(play, delete=True).run(rig.client, SAMPLE, sampling={})
+    await rollouts(play).one(rig.client, SAMPLE, sampling={}, group="g")
+    await rollouts(play, delete=True).one(rig.client, SAMPLE, sampling={}, group="g")
     assert len(await rig.client.sessions()) == 1
 
 

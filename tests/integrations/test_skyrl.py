@@ -19,14 +19,18 @@ if sys.version_info < (3, 12):
 
 import openai
 import torch
-from skyrl.backends.skyrl_train.training_batch import TensorList
+from omegaconf import OmegaConf
+from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
+from skyrl.train.dataset.preprocess import compute_prompt_mini_batch_boundaries
 from skyrl.train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from examples.integrations.guessing import play
 from tests.integrations.kit import branching, failing, guessing_engine, looking, truth, without_reward
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
+from tokencache.integrations.rollouts import TooManyFailuresError
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.skyrl import TokencacheGenerator
 from tokencache.testing import SimulatedEngine
@@ -46,7 +50,7 @@ def batch_of(*secrets, repetitions=1):
 
 async def test_a_batch_has_the_ids_that_the_engine_used():
     async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
-        output = await TokencacheGenerator(rig.url, play).generate(batch_of(2, 9, repetitions=2))
+        output = await TokencacheGenerator(rig.url, play, run="mine").generate(batch_of(2, 9, repetitions=2))
         validate_generator_output(4, output)
         assert output["rewards"] == [0.75, 0.75, 0.0, 0.0]
         assert [one.to_string() for one in output["trajectory_ids"]] == ["guess-2_0", "guess-2_1", "guess-9_0", "guess-9_1"]
@@ -57,7 +61,7 @@ async def test_a_batch_has_the_ids_that_the_engine_used():
             size = len(last.completion_ids)
             assert (response[-size:], mask[-size:], logprobs[-size:]) == (last.completion_ids, [1] * size, last.logprobs)
             trajectory = await client.session(labels["session"]).trajectory()
-            assert trajectory.group in {"guess-2", "guess-9"}
+            assert trajectory.group in {"mine-0-guess-2", "mine-0-guess-9"}
             assert trajectory.sequences[0].turns[0].sampling["max_tokens"] == 64
         assert output["rollout_metrics"]["generate/trajectory_completion_time_max"] > 0
 
@@ -93,18 +97,95 @@ async def test_a_rollout_without_a_reward_is_refused():
         assert raised.group_contains(ValueError, match="return it from play")
 
 
-async def test_sessions_of_failed_rollouts_stay_and_others_are_deleted_on_request():
+def breaking(*repetitions):
+    """A harness that fails for these repetitions of the prompt `1`. The reward of the others is 0.1 for each repetition."""
+
+    async def harness(session, sample):
+        one = sample["trajectory_id"]
+        if one.instance_id == "guess-1" and one.repetition_id in repetitions:
+            await failing(session, sample)
+        await branching(session, sample)
+        return one.repetition_id / 10
+
+    return harness
+
+
+def advantages(output, *, step_wise):
+    """What SkyRL computes of a batch with its own functions, for each row. Without step-wise training, all prompts are groups of four."""
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.all_metrics = {}
+    trainer.cfg = OmegaConf.create(
+        {
+            "generator": {"step_wise_trajectories": step_wise, "merge_stepwise_output": False, "n_samples_per_prompt": 4},
+            "trainer": {"algorithm": {"zero_variance_filter": False, "advantage_estimator": "grpo", "gamma": 1.0, "lambd": 1.0}},
+        }
+    )
+    trainer.cfg.trainer.algorithm.grpo_norm_by_std = True
+    uids = [one.instance_id for one in output["trajectory_ids"]]
+    output, uids = trainer.postprocess_generator_output(output, uids)
+    boundaries = compute_prompt_mini_batch_boundaries(uids, 1, 2, step_wise, 4)
+    assert len(boundaries) == 2, "a mini-batch of each prompt"
+    width = max(map(len, output["response_ids"]))
+    padded = {
+        name: torch.tensor([[0.0] * (width - len(row)) + [float(one) for one in row] for row in output[field]])
+        for name, field in (("rewards", "rewards"), ("loss_mask", "loss_masks"))
+    }
+    padded["response_mask"] = torch.tensor([[0.0] * (width - len(row)) + [1.0] * len(row) for row in output["response_ids"]])
+    batch = TrainingInputBatch(padded | {"values": None})
+    batch.metadata = {"uids": uids, "is_last_step": output["is_last_step"], "avg_response_length": 0.0}
+    made = trainer.compute_advantages_and_returns(batch)["advantages"]
+    return [round(float(row[-1]), 4) for row in made]
+
+
+def of_the_valid_ones(rewards):
+    return [round(float(one), 4) for one in (torch.tensor(rewards) - torch.tensor(rewards).mean()) / (torch.tensor(rewards).std() + 1e-6)]
+
+
+async def test_a_failed_rollout_is_left_out_of_its_group_with_step_wise_training():
+    async with proxied(guessing_engine()) as rig:
+        generator = TokencacheGenerator(rig.url, breaking(1), rows="all", step_wise=True)
+        output = await generator.generate(batch_of(1, 2, repetitions=4))
+    validate_generator_output(8, output, step_wise=True)
+    names = [one.to_string() for one in output["trajectory_ids"]]
+    assert "guess-1_1" not in names
+    found = advantages(output, step_wise=True)
+    assert [found[names.index(f"guess-1_{one}")] for one in (0, 2, 3)] == of_the_valid_ones([0.0, 0.2, 0.3])
+
+
+async def test_a_failed_rollout_is_a_masked_row_with_the_mean_reward_of_its_group():
     async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
-        with pytest.raises(ExceptionGroup) as raised:
-            await TokencacheGenerator(rig.url, failing, delete=True).generate(batch_of(1))
-        assert raised.group_contains(RuntimeError, match="the harness broke")
+        output = await TokencacheGenerator(rig.url, breaking(1), rows="longest", delete=True).generate(batch_of(1, 2, repetitions=4))
         (failed,) = await client.sessions()
-        assert (failed.turns, failed.state, failed.reward) == (3, "finished", None)
+    validate_generator_output(8, output)
+    assert (failed.turns, failed.outcome, failed.reward) == (3, "harness", None), "it stays"
+    assert output["rewards"] == pytest.approx([0.0, 0.5 / 3, 0.2, 0.3, 0.0, 0.1, 0.2, 0.3])
+    assert [bool(sum(mask)) for mask in output["loss_masks"]] == [True, False, *[True] * 6]
+    assert (output["tokencache"][1]["session"], output["tokencache"][1]["outcome"]) == (failed.session, "harness")
+    factor = (3 / 2) ** 0.5  # SkyRL's deviation is that of four rows, one of which is the mean
+    scaled = [one * factor for one in of_the_valid_ones([0.0, 0.2, 0.3])]
+    found = advantages(output, step_wise=False)
+    assert [found[0], *found[2:4]] == pytest.approx(scaled, abs=1e-3)
+    assert found[1] == 0.0
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+async def test_a_group_in_which_all_failed_trains_nothing(step_wise):
+    async with proxied(guessing_engine()) as rig:
+        generator = TokencacheGenerator(rig.url, breaking(0, 1, 2, 3), rows="longest", step_wise=step_wise, max_failures=4)
+        output = await generator.generate(batch_of(1, 2, repetitions=4))
+        validate_generator_output(8, output, step_wise=step_wise)
+        assert advantages(output, step_wise=step_wise)[:4] == [0.0] * 4
+        assert not any(map(sum, output["loss_masks"][:4]))
+        with pytest.raises(TooManyFailuresError, match=r"4 of 4 rollouts failed.*harness 4 \(session .*the harness broke"):
+            await TokencacheGenerator(rig.url, breaking(0, 1, 2, 3), rows="longest").generate(batch_of(1, repetitions=4))
+
+
+async def test_sessions_are_deleted_only_on_request():
+    async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
         await TokencacheGenerator(rig.url, play, delete=True).generate(batch_of(2))
-        assert [state.session for state in await client.sessions()] == [failed.session]
-        assert (await client.queue()).candidates == 1  # the failed one: deleted sessions do not count for --max-ready
+        assert not await client.sessions()
         await TokencacheGenerator(rig.url, play).generate(batch_of(2))
-        assert len(await client.sessions()) == 2
+        assert len(await client.sessions()) == 1
 
 
 class Patches:
@@ -127,6 +208,11 @@ def looks(*widths):
     return batch | {"env_extras": [{"secret": 5, "width": width} for width in widths]}
 
 
+async def looking_or_failing(session, sample):
+    reward = await looking(session, sample)
+    return reward if sample["width"] == 28 else await failing(session, sample)
+
+
 async def looking_or_not(session, sample):
     if sample["width"]:
         return await looking(session, sample)
@@ -143,6 +229,14 @@ async def test_the_images_of_a_row_are_tensors_that_skyrl_takes():
         assert [grid.prod(-1).tolist() for grid in TensorList(output["image_grid_thw"])] == lengths
         assert [len(pixels) for pixels in TensorList(output["pixel_values"])] == [sum(row) for row in lengths]
         assert [len(row) for row in lengths] == [3, 3]
+
+
+async def test_the_masked_row_of_a_failed_rollout_has_images_too():
+    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+        output = await TokencacheGenerator(rig.url, looking_or_failing, image_processor=Patches()).generate(looks(56, 28))
+    validate_generator_output(2, output)
+    assert [bool(sum(mask)) for mask in output["loss_masks"]] == [False, True]
+    assert len(output["pixel_values"]) == 2
 
 
 async def test_images_that_skyrl_cannot_take_are_refused():

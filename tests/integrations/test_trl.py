@@ -1,6 +1,5 @@
 """The `rollout_func` for TRL, with a stand-in for the trainer. `tests/system/e2e/test_trl.py` runs TRL itself."""
 
-import logging
 from types import SimpleNamespace
 
 import msgspec
@@ -10,6 +9,7 @@ import pytest
 from tests.trajectories.rollouts import ROLLOUTS
 from tokencache.client import AsyncClient
 from tokencache.config import Settings
+from tokencache.integrations.rollouts import TooManyFailuresError
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.trl import TrlRollouts, connect, recorded_reward, row_of
 from tokencache.server.serve import serving
@@ -26,7 +26,7 @@ def trainer_of(**changes):
     """What `TrlRollouts` reads from a `GRPOTrainer`."""
     fields = {"num_generations": 2, "num_generations_eval": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": None}
     fields |= {"repetition_penalty": 1.0, "use_vllm": False, "model": SimpleNamespace(training=True)}
-    fields |= {"accelerator": SimpleNamespace(process_index=1), "state": SimpleNamespace(global_step=7)}
+    fields |= {"accelerator": SimpleNamespace(process_index=1, num_processes=1), "state": SimpleNamespace(global_step=7)}
     return SimpleNamespace(**fields | changes)
 
 
@@ -47,20 +47,6 @@ def test_two_lines_are_refused_unless_one_is_asked_for():
     with pytest.raises(RowsError):
         row_of(trajectory_of("respliced"), "main")
     assert row_of(trajectory_of("respliced"), "longest")["tokens_left_out"] > 0
-
-
-def test_a_failed_rollout_trains_nothing_and_has_no_reward():
-    row = row_of(trajectory_of("linear", reward=1.0, outcome="engine"), "main")
-    assert (row["env_mask"], row["reward"], row["tokens_left_out"]) == ([0], None, 0)
-
-
-@pytest.mark.parametrize("shape", ["speechless", "empty"])
-def test_a_rollout_without_a_sampled_token_trains_nothing_and_has_no_reward(shape, caplog):
-    with caplog.at_level(logging.WARNING):
-        row = row_of(trajectory_of(shape, reward=1.0), "main")
-    assert (row["env_mask"], row["logprobs"], len(row["completion_ids"]), row["reward"]) == ([0], [0.0], 1, None)
-    assert row["prompt_ids"]
-    assert "nothing to train on" in caplog.text
 
 
 def test_a_policy_with_several_rows_is_refused():
@@ -85,7 +71,7 @@ async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
 
     engine = SimulatedEngine()
     async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
-        function = TrlRollouts(url, play, delete=delete, sampling={"max_tokens": 64})
+        function = TrlRollouts(url, play, delete=delete, run="r", sampling={"max_tokens": 64})
         found = await function.play_all(["a", "a", "bb", "bb"], trainer_of())
         states = {state.session: state for state in await client.sessions()}
     assert recorded_reward([], **found) == [1.0, 1.0, 2.0, 2.0]
@@ -99,15 +85,27 @@ async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
     if delete:
         assert not states
     else:
-        assert [states[name].group for name in found["session"]] == ["trl-7-0-2", "trl-7-0-2", "trl-7-0-3", "trl-7-0-3"]
-        assert all(state.state == "finished" for state in states.values())
+        assert [states[name].group for name in found["session"]] == ["r-7-0-2", "r-7-0-2", "r-7-0-3", "r-7-0-3"]
+        assert all(state.state == "sealed" for state in states.values())
 
 
-async def test_a_harness_that_fails_ends_the_step():
+async def test_a_failed_rollout_has_a_masked_row_without_a_reward():
+    """TRL leaves a row out of its group if all its rewards are `None`."""
+
     async def play(session, prompt):
-        raise RuntimeError("no such program")
+        if prompt == "breaks":
+            raise RuntimeError("no such program")
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+            await model.chat.completions.create(model="sim", messages=[{"role": "user", "content": prompt}])
+        return 1.0
 
-    async with SimulatedEngine().serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _):
-        with pytest.raises(ExceptionGroup) as caught:
-            await TrlRollouts(url, play).play_all(["a"], trainer_of())
-    assert caught.group_contains(RuntimeError, match="no such program")
+    async with SimulatedEngine().serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
+        found = await TrlRollouts(url, play, run="r", timeout=1).play_all(["a", "breaks"], trainer_of())
+        (failed,) = [state for state in await client.sessions(tag="run:r") if not state.valid]
+        with pytest.raises(TooManyFailuresError, match="no such program"):
+            await TrlRollouts(url, play).play_all(["breaks", "breaks"], trainer_of())
+    assert recorded_reward([], **found) == [1.0, None]
+    assert (found["outcome"], found["session"][1]) == (["ok", "harness"], failed.session)
+    prompt, completion, logprobs, mask = (found[name][1] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"))
+    assert (len(prompt), len(completion), logprobs, mask) == (1, 1, [0.0], [0])
+    assert sum(found["env_mask"][0])

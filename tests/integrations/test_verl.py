@@ -17,13 +17,16 @@ import hydra
 import torch
 from omegaconf import OmegaConf
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from tests.integrations.kit import branching, guessing_engine, truth
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
 from tokencache.integrations.rows import RowsError
-from tokencache.integrations.verl import TokencacheAgentLoop
+from tokencache.integrations.verl import FailedRolloutError, TokencacheAgentLoop
 from tokencache.testing import SimulatedEngine
 
 PROMPT, RESPONSE = 64, 512
@@ -97,7 +100,7 @@ def batch_of(*secrets):
 
 async def test_a_batch_has_the_ids_that_the_engine_used(tmp_path):
     async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
-        batch = await worker_of(rig.url, tmp_path).generate_sequences(batch_of(2, 9))
+        batch = await worker_of(rig.url, tmp_path, run="mine").generate_sequences(batch_of(2, 9))
         known = truth(rig.engine)
         for place in range(2):
             row = batch[place]
@@ -109,7 +112,7 @@ async def test_a_batch_has_the_ids_that_the_engine_used(tmp_path):
             assert row.batch["rollout_log_probs"][mask].tolist()[-len(sampled.logprobs) :] == pytest.approx(sampled.logprobs, abs=1e-6)
             session = row.non_tensor_batch["tokencache"]["session"]
             trajectory = await client.session(session).trajectory()
-            assert (trajectory.group, trajectory.state) == ("u7", "sealed")
+            assert (trajectory.group, trajectory.state) == ("mine-u7", "sealed")
             assert row.batch["rm_scores"].sum() == trajectory.reward
             assert trajectory.sequences[0].turns[0].sampling["temperature"] == 0.5
         assert batch.batch["rm_scores"].sum(-1).tolist() == [0.75, 0.0]
@@ -177,6 +180,60 @@ async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch
     await worker._agent_loop_postprocess(outputs, validate=False, **sample)
     assert {key for key in stored if key != "fields"} == {"u7_0_0", "u7_0_1"}
     assert [scores.sum() for scores in stored["fields"]["rm_scores"]] == [0.5, 0.5]
+
+
+async def breaking(session, sample):
+    """A harness that fails for the second rollout of a prompt the first time, and always for the third."""
+    await branching(session, sample)
+    again = (await session.state()).metadata.get("retry_of")
+    if sample["session_id"] == 2 or (sample["session_id"] == 1 and not again):
+        raise RuntimeError("the harness broke")
+    return sample["session_id"] / 10
+
+
+async def test_the_worker_for_transfer_queue_leaves_a_failed_rollout_out_of_its_group(tmp_path, monkeypatch):
+    """verl marks the prompt as a `failure`, samples the rollouts that are there, and computes their advantages among themselves."""
+    queue = {}
+
+    async def put(key, partition_id, tag, fields=None):
+        queue.setdefault(partition_id, {}).setdefault(key, {}).update(tag, is_prompt=True, global_steps=1)
+
+    async def put_batch(keys, fields, tags, partition_id):
+        queue[partition_id].update(zip(keys, tags, strict=True))
+        rewards.update(zip(keys, (float(scores.sum()) for scores in fields["rm_scores"]), strict=True))
+
+    rewards = {}
+    tq = "verl.trainer.ppo.v1.agent_loop_tq.tq"
+    monkeypatch.setattr(f"{tq}.async_kv_put", put)
+    monkeypatch.setattr(f"{tq}.async_kv_batch_put", put_batch)
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.tq.kv_list", lambda: queue)
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.tq.kv_clear", lambda **_: None)
+    async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
+        worker = worker_of(rig.url, tmp_path, play="tests.integrations.test_verl:breaking", rows="longest", run="mine", retries=1)
+        worker.__class__ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+        worker.rollout_config.n = 4
+        prompt = {"uid": "u7", "global_steps": 1, "agent_name": "guessing", "raw_prompt": []}
+        trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+        await worker._run_prompt(prompt, {"temperature": 0.5}, trajectory)
+        failed = [state for state in await client.sessions(tag="run:mine") if not state.valid]
+    assert [state.outcome for state in failed] == ["harness"] * 3, "one of session 1, two of session 2"
+    assert queue["train"]["u7"]["status"] == "failure"
+    batch, _ = ReplayBuffer("sync", None, None, "drop", None).sample(1, "train", 1)
+    assert sorted(batch.keys) == ["u7_0_0", "u7_1_0", "u7_3_0"]
+    scores = torch.tensor([[rewards[key]] for key in batch.keys])
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": scores, "response_mask": torch.ones(3, 1)}, non_tensors={"uid": np.array(["u7"] * 3, dtype=object)}
+    )
+    made = compute_advantage_for_multi_trajectories(data, list(batch.keys), AdvantageEstimator.GRPO).batch["advantages"]
+    assert made.flatten().tolist() == pytest.approx(((scores - scores.mean()) / (scores.std() + 1e-6)).flatten().tolist())
+
+
+async def test_the_worker_of_the_older_trainer_needs_a_row_of_each_sample(tmp_path):
+    """A masked row would stand in its group, and verl would compute a reward for it. So the failure is an error."""
+    async with proxied(guessing_engine()) as rig:
+        worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:failing")
+        with pytest.raises(FailedRolloutError, match=r"harness: session .*the harness broke"):
+            await worker.generate_sequences(batch_of(2))
 
 
 def test_options_are_checked_when_the_worker_starts(tmp_path):

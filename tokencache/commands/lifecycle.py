@@ -120,7 +120,18 @@ def create_session(  # noqa: PLR0917 - one parameter per option
 
 
 def finish_sessions(  # noqa: PLR0917 - one parameter per option
-    sessions: _Names,
+    sessions: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SESSION",
+            help="Names of sessions; `tokencache sessions` lists them.",
+            show_default=False,
+            autocompletion=complete_session,
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="TAG", help="Also all open sessions with this tag.", show_default=False)
+    ] = None,
     reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.", show_default=False)] = None,
     reward_file: RewardFileOption = None,
     kind: Annotated[
@@ -145,10 +156,16 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
     tokencache finish r17 --reward 0.5
 
     tokencache finish r18 --failed sandbox --detail "out of memory"
+
+    tokencache finish --tag run:ID --failed canceled
     """
+    if not sessions and tag is None:
+        raise typer.BadParameter("give a SESSION or --tag")
     values = _reward_values(reward, reward_file)
     given = {} if values is None else msgspec.structs.asdict(values)
-    _each(sessions, lambda session: session.finish(**given, failed=kind, detail=detail), "finished", as_json, proxy, admin_key)
+    _each(
+        sessions or [], lambda session: session.finish(**given, failed=kind, detail=detail), "finished", as_json, proxy, admin_key, tag=tag
+    )
 
 
 def set_reward(  # noqa: PLR0917 - one parameter per option
@@ -239,13 +256,20 @@ def delete_sessions(  # noqa: PLR0917 - one parameter per option
 
 
 def _each(  # noqa: PLR0917 - as the commands pass them
-    names: Sequence[str], act: Callable[[Session], object], done: str, as_json: bool, proxy: str, admin_key: str | None
+    names: Sequence[str],
+    act: Callable[[Session], object],
+    done: str,
+    as_json: bool,
+    proxy: str,
+    admin_key: str | None,
+    tag: str | None = None,
 ) -> None:
-    """Do something with each session, and print a line or a JSON object for each."""
+    """Do something with each session, and with all open ones that have the tag, and print a line or a JSON object for each."""
     results: list[dict[str, Any]] = []
     try:
         with Client(proxy, admin_key) as client:
-            for name in names:
+            tagged = [] if tag is None else [state.session for state in client.sessions(tag=tag, state="open")]
+            for name in dict.fromkeys([*names, *tagged]):
                 try:
                     act(client.session(name))
                     results.append({"session": name, "done": done})

@@ -2,7 +2,8 @@
 
 No other package imports them, so a framework is needed only by those who use its integration.
 
-`rollouts`   runs a harness in a session of its own; `rows` chooses the rows that a trainer gets
+`rollouts`   plays rollouts, each in a session of its own, and goes on when some fail
+`rows`       chooses the rows that a trainer gets; `fetching` reads them
 `verl`       an agent loop for verl
 `skyrl`      a generator for SkyRL
 `trl`        rollouts, rewards and transfer of weights for TRL

@@ -1,4 +1,4 @@
-"""Runs a harness in a session of its own and returns the rollout in a trainer's format.
+"""Plays rollouts, each in a session of its own, and goes on when some of them fail.
 
 The harness is a coroutine function that you write:
 
@@ -9,28 +9,95 @@ The harness is a coroutine function that you write:
 
 `session` has the base URL and the key for the harness (`tokencache.client.Session`). The result is the reward. `None` if `play` stored
 rewards itself (`session.set_reward`), or if the trainer computes them.
+
+A rollout that fails becomes a `FailedRollout`: its harness raised, the proxy says that it is not valid (`docs/lifecycle.md`), or the proxy
+was not reached. What is wrong with the setup raises instead: settings that the proxy refuses, or rows that the trainer cannot take.
 """
 
 import asyncio
 import contextlib
+import logging
 import pkgutil
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from tokencache.batching.selection import Selection
-from tokencache.client import AsyncClient, AsyncSession, OutcomeError, Trajectory
+from tokencache.client import (
+    AsyncClient,
+    AsyncSession,
+    ClientError,
+    InvalidUrlError,
+    OutcomeError,
+    RefusedError,
+    TooManyReadyError,
+    Trajectory,
+    UnauthorizedError,
+    WaitTimeoutError,
+    WrongServerError,
+)
+from tokencache.client.operations import SessionOptions
 from tokencache.core.outcome import OutcomeKind
-from tokencache.integrations.rows import RowPolicy, choose_rows
+from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.lengths import ExportOptions
 
+log = logging.getLogger(__name__)
+
 S = TypeVar("S")
-Play: TypeAlias = Callable[[AsyncSession, Mapping[str, Any]], Awaitable[float | None]]
+T = TypeVar("T")
+Play: TypeAlias = Callable[[AsyncSession, S], Awaitable[float | None]]
 """Runs the harness for one sample of the data set. Returns the reward."""
 
+NO_PROXY, INCOMPLETE, UNTRAINABLE = "proxy", "incomplete", "untrainable"
+"""Kinds of failures beside the outcomes of sessions: the proxy failed; turns are missing; nothing was sampled that may be trained."""
+_WRONG_SETUP = (InvalidUrlError, WrongServerError, RefusedError, UnauthorizedError, TooManyReadyError)
 
-def load_play(play: Play | str) -> Play:
+
+class FailedRollout(NamedTuple):
+    """A rollout that nobody may train.
+
+    Attributes:
+        session: its name; `""` if none was created.
+        kind: the outcome of the session, or `proxy`, `incomplete` or `untrainable`.
+        detail: what happened, in words.
+    """
+
+    session: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"session {self.session or 'none'}: {self.detail}"
+
+
+class TooManyFailuresError(RuntimeError):
+    """More rollouts of a step failed than may. The message counts them by kind, with the newest of each.
+
+    Attributes:
+        failures: the failed rollouts.
+    """
+
+    def __init__(self, failures: Sequence[FailedRollout], rollouts: int, allowed: int) -> None:
+        counted = Counter(one.kind for one in failures).most_common()
+        newest = {one.kind: one for one in failures}
+        kinds = "; ".join(f"{kind} {count} ({newest[kind]})" for kind, count in counted)
+        super().__init__(f"{len(failures)} of {rollouts} rollouts failed, and {allowed} may (max_failures): {kinds}")
+        self.failures = list(failures)
+
+
+def new_run() -> str:
+    """Return an id for a run that has none."""
+    return secrets.token_hex(4)
+
+
+def tag_of(run: str) -> str:
+    """Return the tag of all sessions of a run."""
+    return f"run:{run}"
+
+
+def load_play(play: Play[Any] | str) -> Play[Any]:
     """Return the function itself, or import it by its name, `package.module:function`.
 
     Raises:
@@ -45,116 +112,145 @@ def load_play(play: Play | str) -> Play:
         raise ValueError(f"play: cannot import {play!r}: {error}. Write package.module:function") from error
     if not callable(found):
         raise TypeError(f"play: {play!r} is not a function. Write package.module:function")
-    chosen: Play = found
+    chosen: Play[Any] = found
     return chosen
 
 
-async def play_and_finish(
-    play: Callable[[AsyncSession, S], Awaitable[float | None]], session: AsyncSession, sample: S, seconds: float = 60.0
-) -> None:
-    """Run the harness, finish the session with its reward, and wait up to `seconds` for calls that are still in flight.
-
-    If `play` raises, the session is finished as failed and stays on the proxy, and the exception is passed on. If `play` has finished the
-    session itself, for example as failed, that stays.
-
-    Raises:
-        WaitTimeoutError: a call is still in flight after `seconds`.
-        ClientError: the proxy refused a request.
-    """
-    try:
-        reward = await play(session, sample)
-    except BaseException as error:
-        kind = OutcomeKind.CANCELED if isinstance(error, asyncio.CancelledError) else OutcomeKind.HARNESS
-        with contextlib.suppress(OutcomeError):  # `play` said what failed
-            await session.finish(failed=kind, detail=f"{type(error).__name__}: {error}")
-        raise
-    await session.finish(reward)
-    await session.wait(timeout=seconds)
-
-
-class FinishedRollout(NamedTuple):
-    """A rollout that is over.
-
-    Attributes:
-        trajectory: in the native format.
-        export: in the requested format.
-        rows: which sequences are trained, and which are not.
-        media: the bytes of the images in the rows that are trained, by digest.
-    """
-
-    trajectory: Trajectory
-    export: dict[str, Any]
-    rows: Selection
-    media: Mapping[str, bytes]
-
-    @property
-    def kept(self) -> set[str]:
-        """The ids of the sequences to train."""
-        return {row.sequence.id for row in self.rows.kept}
-
-    @property
-    def dropped(self) -> list[dict[str, Any]]:
-        """The sequences that are not trained: id, number of trainable tokens, and why."""
-        return [
-            {"sequence": one.row.sequence.id, "trainable_tokens": sum(one.row.sequence.loss_mask), "reason": one.reason}
-            for one in self.rows.dropped
-        ]
-
-
-class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run rollouts.
+class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
+    """How to play rollouts.
 
     Attributes:
         play: runs the harness.
-        rows: which rows of a rollout are trained (`tokencache.integrations.rows`).
-        several: whether the trainer accepts several rows for each prompt.
-        form: the export format of the trainer.
-        harness: name of the harness adapter; `""` for none.
+        read: makes what the trainer gets of a valid rollout, from its sealed session and its trajectory.
+        run: the id of the run. It begins the name of each group, and each session has the tag `run:ID`.
+        options: options of `AsyncClient.create`, for all sessions.
+        lengths: limits for the length of rows.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
-        images: whether the trainer gets the images of the rows. Otherwise rows with images are refused.
-        delete: delete each session from the proxy once its rollout was fetched. If `False`, sessions stay until they expire.
+        delete: delete each session from the proxy once its rollout was read. Failed ones stay. If `False`, all stay until they expire.
+        retries: how often a rollout that failed is played again, in a new session whose metadata names the one before as `retry_of`.
+        concurrency: how many rollouts are played at the same time.
+        max_failures: how many rollouts of a step may fail, after their retries; `None`: all but one.
     """
 
-    play: Play
-    rows: RowPolicy
-    several: bool
-    form: str
-    harness: str = ""
+    play: Play[S]
+    read: Callable[[AsyncSession, Trajectory], Awaitable[T]]
+    run: str
+    options: SessionOptions = msgspec.field(default_factory=SessionOptions)
+    lengths: ExportOptions = msgspec.field(default_factory=ExportOptions)
     timeout: float = 60.0
-    images: bool = False
     delete: bool = False
+    retries: int = 0
+    concurrency: int = 64
+    max_failures: int | None = None
 
-    async def run(
-        self,
-        client: AsyncClient,
-        sample: Mapping[str, Any],
-        *,
-        sampling: Mapping[str, Any],
-        group: str = "",
-        lengths: ExportOptions | None = None,
-    ) -> FinishedRollout:
-        """Create a session, run the harness, finish and seal the session, and return the rollout.
+    async def step(self, client: AsyncClient, samples: Sequence[tuple[str, S]], sampling: Mapping[str, Any]) -> list[T | FailedRollout]:
+        """Play the samples of a step, given as pairs of a group and a sample. Returns the rollouts in the same order.
 
-        If `play` raises, the session is finished as failed and stays on the proxy, and the exception is passed on.
+        A failed rollout ends neither the step nor the other rollouts.
+
+        Raises:
+            TooManyFailuresError: more than `max_failures` failed. Rollouts that are still played are cancelled.
+            ExceptionGroup: of errors as `one` raises them.
+        """
+        allowed = len(samples) - 1 if self.max_failures is None else self.max_failures
+        failures: list[FailedRollout] = []
+        places = asyncio.Semaphore(self.concurrency)
+
+        async def play(group: str, sample: S) -> T | FailedRollout:
+            async with places:
+                done = await self.one(client, sample, group=group, sampling=sampling)
+            if isinstance(done, FailedRollout):
+                failures.append(done)
+                if len(failures) > allowed:
+                    raise TooManyFailuresError(failures, len(samples), allowed)
+            return done
+
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = [running.create_task(play(group, sample)) for group, sample in samples]
+        except ExceptionGroup as errors:
+            too_many = [error for error in errors.exceptions if isinstance(error, TooManyFailuresError)]
+            raise (too_many[-1] if too_many else errors) from None
+        return [task.result() for task in tasks]
+
+    async def one(self, client: AsyncClient, sample: S, *, group: str, sampling: Mapping[str, Any]) -> T | FailedRollout:
+        """Play one rollout: create a session, run the harness, finish and seal the session, and read it. Again if it fails.
+
+        If the task is cancelled, the session is finished as `canceled`.
 
         Raises:
             RowsError: the rows do not fit the policy, or have images that the trainer does not get. The session stays on the proxy.
-            WaitTimeoutError: a call is still in flight after `timeout`. The session stays on the proxy, unsealed.
-            ClientError: the proxy refused a request.
+            ClientError: the setup is wrong, such as the settings of the session, or the proxy's key.
         """
-        session = await client.create(harness=self.harness, sampling=sampling, group=group)
-        await play_and_finish(self.play, session, sample, self.timeout)
+        options: SessionOptions = {
+            **self.options,
+            "sampling": {**sampling, **self.options.get("sampling", {})},
+            "group": f"{self.run}-{group}",
+            "tags": [*self.options.get("tags", ()), tag_of(self.run)],
+        }
+        for left in range(self.retries, -1, -1):
+            done = await self._attempt(client, sample, options)
+            if not isinstance(done, FailedRollout):
+                return done
+            again = bool(left) and done.kind != UNTRAINABLE
+            log.warning("the rollout failed%s: %s: %s", ", and is played again" if again else "", done.kind, done)
+            if not again:
+                break
+            options["metadata"] = {**self.options.get("metadata", {}), "retry_of": done.session}
+        return done
+
+    async def _attempt(self, client: AsyncClient, sample: S, options: SessionOptions) -> T | FailedRollout:
+        session = None
+        try:
+            session = await client.create(**options)
+            return await self._played(session, sample)
+        except _WRONG_SETUP:
+            raise
+        except ClientError as error:
+            return FailedRollout(session.id if session else "", NO_PROXY, str(error))
+        except asyncio.CancelledError:
+            if session is not None:
+                with contextlib.suppress(ClientError):  # its outcome is known, or nothing can be told
+                    await session.finish(failed=OutcomeKind.CANCELED, detail="the trainer cancelled the rollout before it was read")
+            raise
+
+    async def _played(self, session: AsyncSession, sample: S) -> T | FailedRollout:
+        try:
+            reward = await self.play(session, sample)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the trainer cancels, and not the harness
+            return await _failed(session, OutcomeKind.HARNESS, f"{type(error).__name__}: {error}")
+        try:
+            await session.finish(reward)
+        except (RefusedError, TypeError, ValueError) as error:
+            return await _failed(session, OutcomeKind.HARNESS, f"its reward was refused: {error}")
+        try:
+            await session.wait(timeout=self.timeout)
+        except WaitTimeoutError as error:
+            return await _failed(session, OutcomeKind.TIMEOUT, str(error))
         await session.seal()
-        limits = lengths or ExportOptions()
-        trajectory = await session.trajectory(drift="off", **limits)
-        chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
-        wanted = {medium.sha256 for row in chosen.kept for medium in row.sequence.media if medium.sha256}
-        finished = FinishedRollout(
-            trajectory,
-            await session.fetch(self.form, **limits),
-            chosen,
-            {sha256: await session.medium(sha256) for sha256 in sorted(wanted)},
-        )
+        trajectory = await session.trajectory(drift="off", **self.lengths)
+        if not trajectory.valid:
+            failed = trajectory.outcome != OutcomeKind.OK
+            holes = ", ".join(sorted({incident.kind for incident in trajectory.incidents if incident.hole}))
+            return FailedRollout(session.id, trajectory.outcome if failed else INCOMPLETE, trajectory.outcome_detail if failed else holes)
+        try:
+            done = await self.read(session, trajectory)
+        except NothingToTrainError as error:
+            return FailedRollout(session.id, UNTRAINABLE, str(error))
         if self.delete:
             await session.delete()
-        return finished
+        return done
+
+
+async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> FailedRollout:
+    """Finish a session as failed. If `play` has said what failed, that stays. It stays on the proxy, unsealed."""
+    try:
+        await session.finish(failed=kind, detail=detail)
+    except OutcomeError:
+        state = await session.state()
+        return FailedRollout(session.id, state.outcome, state.outcome_detail)
+    except ClientError as error:
+        log.warning("session %r: its outcome is not stored: %s", session.id, error)
+    return FailedRollout(session.id, kind, detail)

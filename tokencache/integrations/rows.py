@@ -12,7 +12,7 @@ trainers accept one row for each prompt. So every integration has the option `ro
 ============  ====================================================================================================================
 
 Rows without a trainable token, and rows with sampled placeholders of images, are always left out. A rollout without any other row raises
-`RowsError`.
+`NothingToTrainError`.
 """
 
 import logging
@@ -28,6 +28,10 @@ RowPolicy = Literal["single", "main", "longest", "all"]
 
 class RowsError(ValueError):
     """The rows of a rollout do not fit the policy, or the trainer. The message lists them and says what to do."""
+
+
+class NothingToTrainError(RowsError):
+    """A rollout has no row with trainable tokens. The message says why each was left out."""
 
 
 def check_policy(rows: str, *, several: bool) -> None:
@@ -56,14 +60,14 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
         images: whether the trainer gets the images of the rows.
 
     Returns:
-        The rows to train on, at least one, and all others with the reason why each was left out. Those of an invalid rollout are chosen in
-        the same way: trainers need a row, and its format lets them learn nothing from it.
+        The rows to train on, at least one, and all others with the reason why each was left out.
 
     Raises:
-        RowsError: no row has a trainable token, or several remain where one is allowed, or a row has images and the trainer gets none.
+        NothingToTrainError: no row has a trainable token, or the rollout is not valid.
+        RowsError: several rows remain where one is allowed, or a row has images and the trainer gets none.
     """
     rules = (no_placeholders, at_least(1))
-    chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()), keep_invalid=True)
+    chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()))
     if rows == "longest" and chosen.kept:
         longest = max(chosen.kept, key=lambda row: sum(row.sequence.loss_mask))
         shorter = [
@@ -71,7 +75,7 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
         ]
         chosen = chosen._replace(kept=[longest], dropped=[*chosen.dropped, *shorter])
     if not chosen.kept:
-        raise RowsError(f"session {trajectory.session!r} has no row to train on. {_listed(chosen)}")
+        raise NothingToTrainError(f"session {trajectory.session!r} has no row to train on. {_listed(chosen)}")
     if len(chosen.kept) > 1 and (rows == "single" or not several):
         found = "; ".join(f"sequence {row.sequence.id}: {sum(row.sequence.loss_mask)} trainable tokens" for row in chosen.kept)
         other = " rows='main' or" if rows == "single" else ""

@@ -8,14 +8,19 @@
 `GeneratorInput`, `GeneratorOutput`), `skyrl/train/generators/utils.py` (`concatenate_generator_outputs`).
 """
 
-import asyncio
+import itertools
 import os
+import statistics
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tokencache.batching.media import image_inputs, images_of
-from tokencache.client import AsyncClient
-from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
+from tokencache.client import AsyncClient, AsyncSession, Trajectory
+from tokencache.integrations.fetching import Fetching, FinishedRollout
+from tokencache.integrations.rollouts import FailedRollout, Play, Rollouts, load_play, new_run
 from tokencache.integrations.rows import RowPolicy, check_policy
 from tokencache.trajectories.lengths import ExportOptions
 
@@ -45,6 +50,9 @@ class TokencacheGenerator(GeneratorInterface):
         harness: name of the harness adapter; `""` for none.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
         delete: delete each session once its rollout was fetched.
+        retries: how often a rollout that failed is played again.
+        max_failures: how many rollouts of a batch may fail; `None`: all but one.
+        run: the id of the run (`docs/integrations/README.md`); by default a new one.
         image_processor: the image processor (transformers) of a model that accepts images. Rows then have their images as SkyRL takes them:
             `pixel_values` and `image_grid_thw`, as the Qwen-VL family has them. Without it, rows with images are refused.
         admin_key: the proxy's admin key; by default the value of TOKENCACHE_ADMIN_KEY.
@@ -56,7 +64,7 @@ class TokencacheGenerator(GeneratorInterface):
     def __init__(
         self,
         url: str,
-        play: Play | str,
+        play: Play[Any] | str,
         *,
         rows: RowPolicy = "main",
         step_wise: bool = False,
@@ -65,67 +73,101 @@ class TokencacheGenerator(GeneratorInterface):
         harness: str = "",
         timeout: float = 60.0,
         delete: bool = False,
+        retries: int = 0,
+        max_failures: int | None = None,
+        run: str = "",
         image_processor: Any = None,
         admin_key: str | None = None,
     ) -> None:
         check_policy(rows, several=step_wise)
-        self._url, self._admin_key, self._lengths = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY"), lengths
-        self._places = asyncio.Semaphore(concurrency)
-        self._processor = image_processor
-        self._rollouts = Rollouts(
+        self._url, self._admin_key = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY")
+        self._processor, self._step_wise, self._calls = image_processor, step_wise, itertools.count()
+        limits = lengths or ExportOptions()
+        images = image_processor is not None
+        self._fetch = Fetching(form="skyrl", rows=rows, several=step_wise, images=images, lengths=limits)
+        self._rollouts: Rollouts[Mapping[str, Any], GeneratorOutput] = Rollouts(
             play=load_play(play),
-            rows=rows,
-            several=step_wise,
-            form="skyrl",
-            harness=harness,
+            read=self._read,
+            run=run or new_run(),
+            options={"harness": harness},
+            lengths=limits,
             timeout=timeout,
-            images=image_processor is not None,
             delete=delete,
+            retries=retries,
+            concurrency=concurrency,
+            max_failures=max_failures,
         )
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Run all prompts of a batch. Returns their rows in the same order.
 
         Raises:
-            RowsError: the rows of a rollout do not fit the policy.
-            ValueError: a rollout has no reward, which SkyRL requires; or only some rows of the batch have images.
+            TooManyFailuresError: more than `max_failures` rollouts failed.
+            ExceptionGroup: of `RowsError` if the rows of a rollout do not fit the policy, or of `ValueError` if it has no reward, which
+                SkyRL requires.
+            ValueError: only some rows of the batch have images.
         """
         extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
         given = input_batch.get("trajectory_ids")
         ids = given or [TrajectoryID(instance_id=str(place), repetition_id=0) for place in range(len(input_batch["prompts"]))]
         wanted = input_batch.get("sampling_params") or {}
         sampling = {name: wanted[name] for name in _SAMPLING if wanted.get(name) is not None}
-        async with AsyncClient(self._url, self._admin_key) as client, asyncio.TaskGroup() as rollouts:
-            running = [
-                rollouts.create_task(self._one(client, {**extra, "prompt": prompt, "env_class": env, "trajectory_id": one}, one, sampling))
-                for prompt, env, extra, one in zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
-            ]
-        outputs = [task.result() for task in running]
+        call = next(self._calls)
+        samples = [
+            (f"{call}-{one.instance_id}", {**extra, "prompt": prompt, "env_class": env, "trajectory_id": one})
+            for prompt, env, extra, one in zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
+        ]
+        seconds: dict[str, float] = {}
+        async with AsyncClient(self._url, self._admin_key) as client:
+            rollouts = msgspec.structs.replace(self._rollouts, play=_timed(self._rollouts.play, seconds))
+            played = await rollouts.step(client, samples, sampling)
+        outputs = self._outputs(played, ids)
+        for output in outputs:
+            output["trajectory_generation_times"] = [seconds.get(labels["session"], 0.0) for labels in output["tokencache"]]
         if len({"pixel_values" in output for output in outputs}) > 1:
             raise ValueError("some rollouts of this batch have images and some have none, and SkyRL accepts images in all rows or in none")
-        return concatenate_generator_outputs(outputs, step_wise=self._rollouts.several)
+        return concatenate_generator_outputs(outputs, step_wise=self._step_wise)
 
-    async def _one(self, client: AsyncClient, sample: dict[str, Any], name: TrajectoryID, sampling: dict[str, Any]) -> GeneratorOutput:
-        async with self._places:
-            start = time.monotonic()
-            rollout = await self._rollouts.run(client, sample, sampling=sampling, group=name.instance_id, lengths=self._lengths)
-            seconds = time.monotonic() - start
+    async def _read(self, session: AsyncSession, trajectory: Trajectory) -> GeneratorOutput:
+        rollout = await self._fetch(session, trajectory)
         batch = rollout.export["generator_output"]
         places = [place for place, labels in enumerate(batch["tokencache"]) if labels["id"] in rollout.kept]
         output = {field: [values[place] for place in places] for field, values in batch.items() if isinstance(values, list)}
         if "rewards" not in output:
-            failed = "" if rollout.trajectory.valid else f" that counts, because it is not valid ({rollout.trajectory.outcome})"
             raise ValueError(
-                f"session {rollout.trajectory.session!r} has no reward{failed}, and SkyRL requires one: return it from play, "
+                f"session {rollout.trajectory.session!r} has no reward, and SkyRL requires one: return it from play, "
                 "or store it with session.set_reward"
             )
         for labels in output["tokencache"]:
             labels["dropped"] = rollout.dropped
         output["is_last_step"] = [place == places[-1] for place in places]
-        output["trajectory_ids"] = [name] * len(places)
-        output["trajectory_generation_times"] = [seconds] * len(places)
         made: GeneratorOutput = output | self._images(rollout)
         return made
+
+    def _outputs(self, played: Sequence[GeneratorOutput | FailedRollout], ids: Sequence[TrajectoryID]) -> list[GeneratorOutput]:
+        """Return the rows of all rollouts.
+
+        SkyRL compares the rewards of all rows of a group, also of masked ones. With step-wise training, failed rollouts are left out of
+        their group. Otherwise SkyRL needs a row of each: it gets a masked one, with the mean reward of its group, which stays the mean.
+        A group in which all failed consists of masked rows, whose reward of 0 trains nothing.
+        """
+        rewards: dict[str, list[float]] = {}
+        for name, one in zip(ids, played, strict=True):
+            if not isinstance(one, FailedRollout):
+                rewards.setdefault(name.instance_id, []).append(one["rewards"][-1])
+        example = next((one for one in played if not isinstance(one, FailedRollout)), None)
+        outputs = []
+        for name, one in zip(ids, played, strict=True):
+            group = rewards.get(name.instance_id, [])
+            if not isinstance(one, FailedRollout):
+                output = one
+            elif self._step_wise and group:
+                continue
+            else:
+                output = _masked(one, statistics.fmean(group) if group else 0.0, example)
+            output["trajectory_ids"] = [name] * len(output["response_ids"])
+            outputs.append(output)
+        return outputs
 
     def _images(self, rollout: FinishedRollout) -> dict[str, list[Any]]:
         """Return the images of the rows, as tensors; nothing if no row has any.
@@ -143,3 +185,26 @@ class TokencacheGenerator(GeneratorInterface):
             for sequence in sequences
         ]
         return {name: [one[name] for one in inputs] for name in ("pixel_values", "image_grid_thw")}
+
+
+def _timed(play: Play[Any], seconds: dict[str, float]) -> Play[Any]:
+    """Return a function that does the same, and stores how long it took under the name of the session."""
+
+    async def timed(session: AsyncSession, sample: Any) -> float | None:
+        start = time.monotonic()
+        try:
+            return await play(session, sample)
+        finally:
+            seconds[session.id] = time.monotonic() - start
+
+    return timed
+
+
+def _masked(failed: FailedRollout, reward: float, example: GeneratorOutput | None) -> GeneratorOutput:
+    """Return a row that trains nothing: a single token, or a row of another rollout if that has images, because then all rows need some."""
+    row: GeneratorOutput = {"prompt_token_ids": [[0]], "response_ids": [[0]], "rollout_logprobs": [[0.0]], "stop_reasons": ["abort"]}
+    if example is not None and "pixel_values" in example:
+        row |= {field: values[-1:] for field, values in example.items()}
+    labels = {"session": failed.session, "valid": False, "outcome": failed.kind, "outcome_detail": failed.detail}
+    masks = [[0] * len(row["response_ids"][0])]
+    return row | {"rewards": [reward], "loss_masks": masks, "is_last_step": [True], "tokencache": [labels]}

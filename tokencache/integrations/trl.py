@@ -14,22 +14,17 @@ makes TRL use the recorded log probabilities. This module does not import TRL.
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import httpx2
+import msgspec
 
 from tokencache.client import AsyncClient, AsyncSession, Trajectory
 from tokencache.client.operations import SessionOptions
-from tokencache.integrations.rollouts import play_and_finish
+from tokencache.integrations.rollouts import FailedRollout, Play, Rollouts, new_run
 from tokencache.integrations.rows import RowPolicy, check_policy, choose_rows
-
-log = logging.getLogger(__name__)
-
-Play = Callable[[AsyncSession, Any], Awaitable[float | None]]
-"""Runs the harness for one prompt, with the session's `base_url` and `key`. Returns the reward; `None` if somebody else posts it."""
 
 _ENGINE_SECONDS = 600.0
 """How long an engine may take to load weights."""
@@ -39,8 +34,8 @@ class TrlRow(TypedDict):
     """One completion, as `rollout_func` returns it.
 
     `prompt_ids` are the tokens before the first sampled one, `completion_ids` all others. `logprobs` and `env_mask` have one entry for each
-    token of the completion. Reward functions receive the other members: `session` is its name, `tokens_left_out` the number of trainable
-    tokens of the session that are in no row.
+    token of the completion. Reward functions receive the other members: `session` is its name, `outcome` is `ok` or what failed, and
+    `tokens_left_out` the number of trainable tokens of the session that are in no row.
     """
 
     prompt_ids: list[int]
@@ -50,6 +45,7 @@ class TrlRow(TypedDict):
     reward: float | None
     session: str
     complete: bool
+    outcome: str
     tokens_left_out: int
 
 
@@ -57,19 +53,23 @@ class TrlRollouts:
     """A `rollout_func` for `GRPOTrainer` that plays each prompt in a session of its own.
 
     All generations of a prompt have the same `group`. Sessions sample with the trainer's `temperature`, `top_p`, `top_k`, `min_p` and
-    `repetition_penalty`, whatever the harness asks for. If a harness fails, its exception ends the step; to go on, catch it in `play`
-    and call `session.finish(failed="harness")`: the rollout is then left out of its group.
+    `repetition_penalty`, whatever the harness asks for. A rollout that fails has a masked row without a reward, so TRL leaves it out of
+    its group.
     """
 
     def __init__(
         self,
         url: str,
-        play: Play,
+        play: Play[Any],
         *,
         rows: RowPolicy = "main",
         admin_key: str | None = None,
         delete: bool = False,
         concurrency: int = 64,
+        timeout: float = 60.0,
+        retries: int = 0,
+        max_failures: int | None = None,
+        run: str = "",
         **options: Unpack[SessionOptions],
     ) -> None:
         """Make the function. It opens no connection before it is called.
@@ -81,15 +81,33 @@ class TrlRollouts:
             admin_key: the trainer's key.
             delete: whether sessions are deleted once their rows are made. Otherwise they expire as all sessions do.
             concurrency: how many prompts are played at the same time.
+            timeout: seconds to wait for calls that are still in flight when `play` returns.
+            retries: how often a rollout that failed is played again.
+            max_failures: how many rollouts of a call may fail in a process; `None`: all but one.
+            run: the id of the run (`docs/integrations/README.md`); by default a new one.
             options: options of `AsyncClient.create`, for all sessions. `sampling` adds to the trainer's parameters.
 
         Raises:
             ValueError: `rows` is not a policy with one row for each prompt.
         """
         check_policy(rows, several=False)
-        self._url, self._play, self._rows, self._admin_key = url, play, rows, admin_key
-        self._delete, self._concurrency, self._options = delete, concurrency, options
+        self._url, self._admin_key = url, admin_key
         self._calls = itertools.count()
+
+        async def read(_session: AsyncSession, trajectory: Trajectory) -> TrlRow:
+            return row_of(trajectory, rows)
+
+        self._rollouts: Rollouts[Any, TrlRow] = Rollouts(
+            play=play,
+            read=read,
+            run=run or new_run(),
+            options=options,
+            timeout=timeout,
+            delete=delete,
+            retries=retries,
+            concurrency=concurrency,
+            max_failures=max_failures,
+        )
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts. TRL calls this; the result and the errors are those of `play_all`."""
@@ -99,33 +117,26 @@ class TrlRollouts:
         """Play the prompts and return a `TrlRow` for each, as lists by name.
 
         Raises:
-            ExceptionGroup: of what `play` raised, of `RowsError` if a session does not have one row under the policy, or of `ClientError`
-                if the proxy cannot be reached or refuses. Prompts that are still being played are cancelled.
+            TooManyFailuresError: more than `max_failures` rollouts failed.
+            ExceptionGroup: of `RowsError` if a session does not have one row under the policy, or of `ClientError` if the setup is wrong.
+                Prompts that are still being played are cancelled.
         """
-        call, slots = next(self._calls), asyncio.Semaphore(self._concurrency)
+        self._share_run(trainer.accelerator)
+        call = next(self._calls)
         size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         first = trainer.accelerator.process_index * len(prompts)
-        sampling = sampling_of(trainer) | dict(self._options.get("sampling", {}))
-        options: SessionOptions = {**self._options, "sampling": sampling}
+        groups = [f"{trainer.state.global_step}-{call}-{(first + index) // size}" for index in range(len(prompts))]
         async with AsyncClient(self._url, self._admin_key) as client:
-
-            async def one(index: int, prompt: Any) -> TrlRow:
-                async with slots:
-                    group = f"trl-{trainer.state.global_step}-{call}-{(first + index) // size}"
-                    settings: SessionOptions = {**options, "group": group}
-                    return await self._one(await client.create(**settings), prompt)
-
-            async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(one(index, prompt)) for index, prompt in enumerate(prompts)]
-        rows = [task.result() for task in tasks]
+            played = await self._rollouts.step(client, list(zip(groups, prompts, strict=True)), sampling_of(trainer))
+        rows = [masked_row(one) if isinstance(one, FailedRollout) else one for one in played]
         return {name: [row[name] for row in rows] for name in TrlRow.__annotations__}  # type: ignore[literal-required]
 
-    async def _one(self, session: AsyncSession, prompt: Any) -> TrlRow:
-        await play_and_finish(self._play, session, prompt)
-        row = row_of(await session.trajectory(drift="off"), self._rows)
-        if self._delete:
-            await session.delete()
-        return row
+    def _share_run(self, accelerator: Any) -> None:
+        """Give all processes of the trainer the run of the first one: the generations of a prompt may be on several."""
+        if accelerator.num_processes > 1:
+            from accelerate.utils import broadcast_object_list  # noqa: PLC0415 - TRL requires it
+
+            self._rollouts = msgspec.structs.replace(self._rollouts, run=broadcast_object_list([self._rollouts.run])[0])
 
 
 def sampling_of(trainer: Any) -> dict[str, float]:
@@ -135,29 +146,12 @@ def sampling_of(trainer: Any) -> dict[str, float]:
 
 
 def row_of(trajectory: Trajectory, rows: RowPolicy) -> TrlRow:
-    """Make the row of a rollout.
-
-    TRL needs a row. A rollout that is not valid, or sampled no trainable token, gets a completion of one masked token, and no reward, so
-    TRL leaves it out of the group.
+    """Make the row of a valid rollout.
 
     Raises:
+        NothingToTrainError: the rollout sampled no trainable token.
         RowsError: the rollout does not have one row under the policy.
     """
-    trainable = sum(sum(sequence.loss_mask) for sequence in trajectory.sequences) if trajectory.valid else 0
-    if not trainable:
-        why = "" if trajectory.valid else f", because it is not valid ({trajectory.outcome})"
-        log.warning("session %r: nothing to train on%s: it has a masked row and no reward", trajectory.session, why)
-        ids = trajectory.sequences[0].token_ids if trajectory.sequences else [0, 0]
-        return TrlRow(
-            prompt_ids=ids[:-1],
-            completion_ids=ids[-1:],
-            logprobs=[0.0],
-            env_mask=[0],
-            reward=None,
-            session=trajectory.session,
-            complete=trajectory.complete,
-            tokens_left_out=0,
-        )
     (chosen,) = choose_rows(trajectory, rows, several=False).kept
     sequence = chosen.sequence
     start = sequence.loss_mask.index(1)
@@ -169,7 +163,23 @@ def row_of(trajectory: Trajectory, rows: RowPolicy) -> TrlRow:
         reward=trajectory.reward,
         session=trajectory.session,
         complete=trajectory.complete,
-        tokens_left_out=trainable - sum(sequence.loss_mask),
+        outcome=trajectory.outcome,
+        tokens_left_out=sum(sum(one.loss_mask) for one in trajectory.sequences) - sum(sequence.loss_mask),
+    )
+
+
+def masked_row(failed: FailedRollout) -> TrlRow:
+    """Make the row of a rollout that failed. TRL needs one: a masked token without a reward, which TRL leaves out of the group."""
+    return TrlRow(
+        prompt_ids=[0],
+        completion_ids=[0],
+        logprobs=[0.0],
+        env_mask=[0],
+        reward=None,
+        session=failed.session,
+        complete=False,
+        outcome=failed.kind,
+        tokens_left_out=0,
     )
 
 

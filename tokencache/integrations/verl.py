@@ -17,7 +17,8 @@ from typing import Any
 
 from tokencache.batching.media import images_of
 from tokencache.client import AsyncClient
-from tokencache.integrations.rollouts import FinishedRollout, Play, Rollouts, load_play
+from tokencache.integrations.fetching import Fetching, FinishedRollout
+from tokencache.integrations.rollouts import FailedRollout, Play, Rollouts, load_play, new_run
 from tokencache.integrations.rows import RowPolicy, check_policy
 from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import Sequence
@@ -31,6 +32,14 @@ except ModuleNotFoundError as error:
 
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The sampling parameters that verl gives to an agent loop. It also gives `logprobs`: the proxy always requests them."""
+
+
+_RUN = new_run()
+"""The run of the agent loops of this process that name none."""
+
+
+class FailedRolloutError(RuntimeError):
+    """A rollout failed, after its retries. verl then leaves it out of its group (`docs/integrations/verl.md`)."""
 
 
 class TokencacheAgentLoop(AgentLoopBase):
@@ -49,6 +58,8 @@ class TokencacheAgentLoop(AgentLoopBase):
         harness: name of the harness adapter; `""` for none.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
         delete: delete each session once its rollout was fetched.
+        retries: how often a rollout that failed is played again.
+        run: the id of the run (`docs/integrations/README.md`); by default a new one in each process of verl.
         admin_key: the proxy's admin key; by default the value of TOKENCACHE_ADMIN_KEY.
 
     Raises:
@@ -59,12 +70,14 @@ class TokencacheAgentLoop(AgentLoopBase):
         self,
         *args: Any,
         url: str,
-        play: Play | str,
+        play: Play[Any] | str,
         rows: RowPolicy = "main",
         overlong: str = "cut",
         harness: str = "",
         timeout: float = 60.0,
         delete: bool = False,
+        retries: int = 0,
+        run: str = "",
         admin_key: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -73,27 +86,37 @@ class TokencacheAgentLoop(AgentLoopBase):
         if overlong not in {"cut", "drop"}:
             raise ValueError(f"overlong: {overlong!r} is neither 'cut' nor 'drop'")
         self._url, self._admin_key = url, admin_key or os.environ.get("TOKENCACHE_ADMIN_KEY")
-        self._lengths = ExportOptions(
+        lengths = ExportOptions(
             max_prompt_length=self.rollout_config.prompt_length,
             max_response_length=self.rollout_config.response_length,
             overlong=overlong,
         )
-        several = rows == "all"
-        self._rollouts = Rollouts(
-            play=load_play(play), rows=rows, several=several, form="verl", harness=harness, timeout=timeout, images=True, delete=delete
+        self._several = rows == "all"
+        self._rollouts: Rollouts[Mapping[str, Any], FinishedRollout] = Rollouts(
+            play=load_play(play),
+            read=Fetching(form="verl", rows=rows, several=self._several, images=True, lengths=lengths),
+            run=run or _RUN,
+            options={"harness": harness},
+            lengths=lengths,
+            timeout=timeout,
+            delete=delete,
+            retries=retries,
         )
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run the harness for one sample. Returns one output, or with `rows: all` a list.
 
         Raises:
+            FailedRolloutError: the rollout failed.
             RowsError: the rows of the rollout do not fit the policy.
         """
         sampling = {name: sampling_params[name] for name in _SAMPLING if sampling_params.get(name) is not None}
         async with AsyncClient(self._url, self._admin_key) as client:
-            rollout = await self._rollouts.run(client, kwargs, sampling=sampling, group=str(kwargs.get("uid", "")), lengths=self._lengths)
+            rollout = await self._rollouts.one(client, kwargs, group=str(kwargs.get("uid", "")), sampling=sampling)
+        if isinstance(rollout, FailedRollout):
+            raise FailedRolloutError(f"{rollout.kind}: {rollout}")
         outputs = _outputs(rollout)
-        return outputs if self._rollouts.several else outputs[0]
+        return outputs if self._several else outputs[0]
 
 
 def _outputs(rollout: FinishedRollout) -> list[AgentLoopOutput]:
