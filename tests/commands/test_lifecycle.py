@@ -1,11 +1,13 @@
 """The commands that make and change sessions, against a proxy with the simulated engine."""
 
+import asyncio
 import json
 
 import pytest
 
 from tests.commands.test_commands import Shell, record
 from tests.proxy.kit import proxied, user
+from tokencache.client import AsyncClient
 from tokencache.commands.rewards import RewardFileError, RewardValues, read_reward
 
 
@@ -165,6 +167,45 @@ async def test_a_reward_of_a_turn_from_a_file(shell, tmp_path):
     path.write_text('{"turns": {"nope": 1}}')
     assert "nope" in (await shell("reward", "a", "--reward-file", str(path), code=1)).stderr
     assert "NUMBER or --reward-file" in (await shell("reward", "a", code=2)).stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "reward", "outcome"),
+    [
+        ("sys.exit(0)", 0, None, "ok"),
+        ("sys.exit(7)", 7, None, "harness"),
+        ("sys.exit(7)", 7, "0.5", "ok"),
+        ("sys.exit(7)", 7, "{", "harness"),
+        ("os.kill(os.getpid(), 9)", 137, None, "harness"),
+    ],
+)
+async def test_run_finishes_a_harness_that_failed_as_failed_unless_it_has_a_reward(  # noqa: PLR0917 - one for each fact
+    shell, machine, ending, code, reward, outcome
+):
+    await record(shell.rig, "r1")
+    given = []
+    if reward is not None:
+        (machine.work / "reward").write_text(reward)
+        given = ["--reward-file", "reward"]
+    machine.install("agent", then=ending)
+    run = ("run", "langgraph", "--session", "r1", "--proxy", shell.rig.url, "--finish", *given, "--", "agent")
+    done = await asyncio.to_thread(machine.tokencache, *run)
+    assert done.returncode == code, done.stderr
+    found = await state(shell, "r1")
+    assert (found["state"], found["outcome"], found["reward"]) == ("finished", outcome, 0.5 if reward == "0.5" else None)
+    assert found["outcome_detail"] == ("" if outcome == "ok" else f"the harness ended with exit code {code}")
+
+
+@pytest.mark.parametrize("before", [{"failed": "sandbox", "detail": "no disk"}, {"reward": 1.0}])
+async def test_what_the_harness_said_of_its_end_stays(shell, machine, before):
+    await record(shell.rig, "r1")
+    async with AsyncClient(shell.rig.url) as client:
+        await client.session("r1").finish(**before)
+    machine.install("agent")
+    run = ("run", "langgraph", "--session", "r1", "--proxy", shell.rig.url, "--finish", "--", "agent")
+    assert (await asyncio.to_thread(machine.tokencache, *run)).returncode == 7
+    found = await state(shell, "r1")
+    assert (found["outcome"], found["reward"]) == (before.get("failed", "ok"), before.get("reward"))
 
 
 @pytest.mark.parametrize(

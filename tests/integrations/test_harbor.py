@@ -203,30 +203,64 @@ async def test_a_trial_without_a_session_is_ignored(tmp_path, caplog):
         plugin = TokencachePlugin(url=rig.url)
         await plugin.on_trial_ended(ended(tmp_path))
         await plugin.on_job_end(None)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("tokencache.integrations")]
     assert not list(tmp_path.iterdir())
 
 
 async def test_the_reward_of_a_trial(tmp_path, caplog):
-    """The verifier's `reward`, or its only one. Several others are components, and a warning says so. A failed trial has none."""
+    """The verifier's `reward`, or its only one. Several others are components, and a warning says so."""
     given = {"a": {"reward": 0.5, "style": 1}, "b": {"correct": 1}, "c": {"x": 1, "y": 2}, "d": None}
     found = {}
     async with proxied() as rig, AsyncClient(rig.url) as client:
         for name, rewards in given.items():
             await client.create("t1", exist_ok=True)
-            failure = SimpleNamespace(exception_type="AgentTimeoutError") if rewards is None else None
             verified = None if rewards is None else SimpleNamespace(rewards=rewards)
-            await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified, exception_info=failure))
+            await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified))
             state = await client.session("t1").state()
-            found[name] = (state.reward, state.reward_components, state.metadata["harbor"]["exception"])
+            found[name] = (state.reward, state.reward_components)
             await client.session("t1").delete()
     assert found == {
-        "a": (0.5, {"reward": 0.5, "style": 1.0}, None),
-        "b": (1.0, {"correct": 1.0}, None),
-        "c": (None, {"x": 1.0, "y": 2.0}, None),
-        "d": (None, {}, "AgentTimeoutError"),
+        "a": (0.5, {"reward": 0.5, "style": 1.0}),
+        "b": (1.0, {"correct": 1.0}),
+        "c": (None, {"x": 1.0, "y": 2.0}),
+        "d": (None, {}),
     }
     assert caplog.text.count("Choose one: --plugin-kwarg reward=NAME") == 1
+
+
+@pytest.mark.parametrize(
+    ("exception", "reward", "outcome"),
+    [
+        ("AgentTimeoutError", None, "timeout"),
+        ("AgentTimeoutError", 1.0, "ok"),
+        ("ContextWindowExceededError", None, "budget"),
+        ("SandboxBuildFailedError", None, "sandbox"),
+        ("ApiOverloadedError", 0.0, "engine"),
+        ("NonZeroAgentExitCodeError", 0.0, "harness"),
+        ("RewardFileNotFoundError", None, "verifier"),
+        ("CancelledError", None, "canceled"),
+    ],
+)
+async def test_a_trial_that_failed_is_a_failed_session_unless_harbor_counts_its_reward(tmp_path, exception, reward, outcome):
+    async with proxied() as rig, AsyncClient(rig.url) as client:
+        await rig.say("t1", [user("EPISODE:demo")])
+        failure = SimpleNamespace(exception_type=exception, exception_message="it broke")
+        verified = None if reward is None else SimpleNamespace(rewards={"reward": reward})
+        await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified, exception_info=failure))
+        state = await client.session("t1").state()
+    assert (state.outcome, state.reward, state.metadata["harbor"]["exception"]) == (outcome, reward, exception)
+    assert state.outcome_detail == ("" if outcome == "ok" else f"{exception}: it broke")
+
+
+async def test_a_trial_that_its_deadline_ended_keeps_that_outcome(tmp_path):
+    async with proxied() as rig, AsyncClient(rig.url) as client:
+        await rig.say("t1", [user("EPISODE:demo")])
+        await client.session("t1").finish(failed="timeout", detail="the deadline passed")
+        failure = SimpleNamespace(exception_type="NonZeroAgentExitCodeError", exception_message="it broke")
+        plugin = TokencachePlugin(url=rig.url)
+        await plugin.on_trial_ended(ended(tmp_path, exception_info=failure))
+        state = await client.session("t1").state()
+    assert (state.outcome, state.group) == ("timeout", "local/answer")
 
 
 def test_rollout_details_have_the_trained_turns_of_the_main_conversation_first():

@@ -91,6 +91,26 @@ async def test_an_incomplete_session_is_not_trained():
         assert trace.errors
 
 
+async def test_a_trace_with_an_error_is_a_failed_session(monkeypatch):
+    """The harness breaks after its calls; verifiers records that, and goes on to `finalize`."""
+
+    async def launch(*args, **members):
+        await launched(*args, **members)
+        raise RuntimeError("no such program")
+
+    from guessing_verifiers import GuessingHarness
+
+    launched = GuessingHarness.launch
+    monkeypatch.setattr(GuessingHarness, "launch", launch)
+    async with proxied(guessing_engine(), session_from=("header:X-Session-ID",)) as rig, AsyncClient(rig.url) as client:
+        episode = await episode_of(rig.url)
+        (trace,) = episode.traces
+        (state,) = await client.sessions()
+    assert not trace.ok
+    assert (state.session, state.outcome, state.turns, state.sealed) == (trace.id, "harness", 3, True)
+    assert "no such program" in state.outcome_detail
+
+
 async def test_sessions_are_deleted_only_on_request():
     async with proxied(guessing_engine(), session_from=("header:X-Session-ID",)) as rig, AsyncClient(rig.url) as client:
         await episode_of(rig.url)
@@ -104,7 +124,7 @@ async def test_a_trace_with_images_is_not_trained():
     trace_id = "seeing"
     async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig, AsyncClient(rig.url) as client:
         await looking(await client.create(trace_id), {"width": 56})
-        trace = SimpleNamespace(id=trace_id, rewards={}, reward=None, nodes=[], calls=[], info={}, ok=True, errors=[])
+        trace = SimpleNamespace(id=trace_id, rewards={}, reward=None, nodes=[], calls=[], info={}, ok=True, errors=[], last_error=None)
         await record(trace, client.session(trace_id))
     assert not trace.ok
     assert "images" in trace.errors[0].message

@@ -15,10 +15,11 @@ from tokencache.adapters import files, models, process
 from tokencache.adapters.launch import Launch, prepare
 from tokencache.adapters.load import AdapterError, load, load_all
 from tokencache.adapters.schema import Adapter
-from tokencache.client import Client, ClientError, RefusedError
+from tokencache.client import Client, ClientError, OutcomeError, RefusedError
 from tokencache.commands.completion import complete_harness
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, read_reward
+from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.session_url import session_key
 
@@ -81,10 +82,11 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
     To continue a conversation in a second run (--continue, --resume), give
     both runs the same --session and --config-dir.
 
-    With --finish the session is finished when the harness has ended, whatever
-    its exit code. --reward-file names the file to which the harness, or its
-    test, writes the reward. If finishing fails or the file holds no reward,
-    the exit code is 1, unless the harness has one of its own.
+    With --finish the session is finished when the harness has ended: as
+    failed (harness) if its exit code is not 0 and it has no reward.
+    --reward-file names the file to which the harness, or its test, writes the
+    reward. If finishing fails or the file holds no reward, the exit code is
+    1, unless the harness has one of its own.
 
     tokencache run hermes --finish --reward-file reward.json -- -q "fix it"
     """
@@ -100,7 +102,7 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
                 code = _run(adapter, args or [], session, proxy, key, model, Path(temporary))
     except (AdapterError, HarnessError) as error:
         raise _failed(error) from None
-    if finish and not _finish(session, proxy, admin_key, reward_file):
+    if finish and not _finish(session, proxy, admin_key, reward_file, code):
         code = code or 1
     raise typer.Exit(code)
 
@@ -170,8 +172,11 @@ def _run(  # noqa: PLR0917 - one parameter per option
     return process.run([*launch.argv, *args], launch.environment(os.environ))
 
 
-def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path | None) -> bool:
-    """Finish a session, with the reward in a file if one is named. Returns false, and prints why, if one of the two failed."""
+def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path | None, code: int) -> bool:
+    """Finish a session, with the reward in a file if one is named, and as failed if there is none and the harness ended with a code.
+
+    Returns false, and prints why, if the file holds no reward or the session was not finished.
+    """
     reward, done = None, True
     try:
         reward = read_reward(reward_file) if reward_file is not None else None
@@ -180,12 +185,22 @@ def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path |
         done = False
     try:
         with Client(proxy, admin_key) as client:
-            try:
-                client.session(session).finish(**(msgspec.structs.asdict(reward) if reward is not None else {}))
-            except RefusedError as error:
-                failed(error)
-                client.session(session).finish()
-                done = False
+            over = client.session(session)
+            if reward is not None:
+                try:
+                    over.finish(**msgspec.structs.asdict(reward))
+                except RefusedError as error:
+                    failed(error)
+                    reward, done = None, False
+            if reward is None:
+                broke = bool(code) and over.state().reward is None
+                try:
+                    if broke:
+                        over.finish(failed=OutcomeKind.HARNESS, detail=f"the harness ended with exit code {code}")
+                    else:
+                        over.finish()
+                except OutcomeError:  # it has said itself what failed, or a deadline passed
+                    over.finish()
     except ClientError as error:
         failed(error)
         return False

@@ -20,7 +20,8 @@ from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, WaitTimeoutError
+from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, OutcomeError, WaitTimeoutError
+from tokencache.core.outcome import OutcomeKind
 from tokencache.session_url import session_url
 
 try:
@@ -34,8 +35,9 @@ try:
     from harbor.models.job.result import JobResult
     from harbor.models.model_api_format import ModelApiFormat
     from harbor.models.trial.config import AgentConfig
+    from harbor.models.trial.error_policy import FailureCause, policy_for
     from harbor.models.trial.paths import TrialPaths
-    from harbor.models.trial.result import AgentInfo
+    from harbor.models.trial.result import AgentInfo, ExceptionInfo
     from harbor.trial.hooks import TrialHookEvent
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -55,6 +57,15 @@ _WITHOUT_V1 = frozenset({ModelApiFormat.ANTHROPIC_MESSAGES, ModelApiFormat.GOOGL
 
 _SHARED = ("logger", "mcp_servers", "skills_dir", "load_trajectory", "environment_logs_dir", "skip_model_parsing")
 """Arguments that Harbor gives to every agent: this agent needs them, and the agent that it runs, too."""
+_OUTCOMES = {
+    FailureCause.SANDBOX_FAILED: OutcomeKind.SANDBOX,
+    FailureCause.MODEL_PROVIDER_FAILED: OutcomeKind.ENGINE,
+    FailureCause.HARBOR_FAILED: "harbor",
+    FailureCause.VERIFIER_FAILED: "verifier",
+    FailureCause.AGENT_EXHAUSTED_BUDGET: OutcomeKind.BUDGET,
+    FailureCause.CANCELLED: OutcomeKind.CANCELED,
+}
+"""The outcomes of Harbor's causes; of all others `harness`."""
 _FETCH_SECONDS = 20.0
 """How long to wait for the proxy when a trial ends: Harbor may just have cancelled it."""
 
@@ -215,9 +226,10 @@ def rollout_details(trajectories: Iterable[Mapping[str, Any]]) -> list[RolloutDe
 class TokencachePlugin(BaseJobPlugin):
     """Finishes the session of each trial with the verifier's reward, and writes its trajectories into the trial's folder.
 
-    The session's group is the name of the task, so the trials of one task are a group. `metadata` names the trial, and the exception if
-    it failed. Trials without a session, such as those of other agents, are ignored. If the proxy fails, the trial's result stays as it is;
-    the error is logged, and `on_job_end` logs how many trials it concerns.
+    The session's group is the name of the task, so the trials of one task are a group. `metadata` names the trial, and the exception if it
+    failed. A trial that has no reward that Harbor counts, because of an exception, is finished as failed (`failure_of`). Trials without a
+    session, such as those of other agents, are ignored. If the proxy fails, the trial's result stays as it is; the error is logged, and
+    `on_job_end` logs how many trials it concerns.
 
     The files, in the folder `tokencache` of the trial:
 
@@ -266,9 +278,12 @@ class TokencachePlugin(BaseJobPlugin):
         failure = event.result.exception_info
         trial = {"trial": event.trial_name, "task": event.task_name, "exception": None if failure is None else failure.exception_type}
         # A group has at most 200 characters.
-        await session.finish(
-            self._scalar(rewards, event), components=rewards or None, group=event.task_name[:200], metadata={"harbor": trial}
-        )
+        group, metadata, reward = event.task_name[:200], {"harbor": trial}, self._scalar(rewards, event)
+        failed, detail = failure_of(failure, rewarded=bool(rewards))
+        try:
+            await session.finish(reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)
+        except OutcomeError:  # a deadline passed before: that outcome stays
+            await session.finish(reward, components=rewards or None, group=group, metadata=metadata)
         try:
             await session.wait(timeout=self._timeout)
         except WaitTimeoutError as error:
@@ -288,6 +303,22 @@ class TokencachePlugin(BaseJobPlugin):
                 self._reward,
             )
         return None
+
+
+def failure_of(exception: ExceptionInfo | None, *, rewarded: bool) -> tuple[str | None, str]:
+    """Return what failed in a trial, and a detail: `failed` and `detail` of `finish`. `None` if its reward is a measurement of the policy.
+
+    Harbor counts the reward of a trial that used up its time or its context, or in which the model refused the task
+    (`ErrorPolicy.reward_valid`).
+    """
+    if exception is None:
+        return None, ""
+    policy = policy_for(exception.exception_type)
+    if policy.reward_valid and rewarded:
+        return None, ""
+    timeout = exception.exception_type == "AgentTimeoutError"
+    kind = OutcomeKind.TIMEOUT if timeout else _OUTCOMES.get(policy.cause, OutcomeKind.HARNESS)
+    return kind, f"{exception.exception_type}: {exception.exception_message}"
 
 
 def _write(folder: Path, export: dict[str, Any]) -> None:

@@ -19,7 +19,8 @@ import os
 
 from pydantic import model_validator
 
-from tokencache.client import AsyncClient, AsyncSession, NotFoundError
+from tokencache.client import AsyncClient, AsyncSession, NotFoundError, OutcomeError
+from tokencache.core.outcome import OutcomeKind
 
 try:
     import verifiers.v1 as vf
@@ -30,6 +31,16 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["TokencacheEnv"]
+
+_OUTCOMES = {
+    "ProviderError": OutcomeKind.ENGINE,
+    "InterceptionError": "interception",
+    "TunnelError": "interception",
+    "SandboxError": OutcomeKind.SANDBOX,
+    "ToolsetError": OutcomeKind.SANDBOX,
+    "TaskError": "task",
+}
+"""The outcomes of verifiers' errors (`verifiers/v1/errors.py`); of all others `harness`."""
 
 
 class TokencacheEnvConfig(vf.SingleAgentEnvConfig):
@@ -80,9 +91,10 @@ class TokencacheEnv(vf.SingleAgentEnv, vf.Env[TokencacheEnvConfig]):
 async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idle_timeout: float = 60.0) -> None:
     """Finish and seal the session of a scored trace, and put the proxy's nodes and calls into the trace.
 
-    Every sequence of the session becomes a branch of the trace: nothing is left out. If the session is not complete, `ok` becomes false and
-    the incidents become errors of the trace, so prime-rl does not train on it. So it is with a session that has images: the nodes of the
-    trace have their tokens, but not the images. `info["tokencache"]` describes session and sequences.
+    Every sequence of the session becomes a branch of the trace: nothing is left out. If the trace has an error, the session is finished as
+    failed. If the session is not valid, `ok` becomes false and its incidents become errors of the trace, so prime-rl does not train on it.
+    So it is with a session that has images: the nodes of the trace have their tokens, but not the images. `info["tokencache"]` describes
+    session and sequences.
 
     Args:
         trace: the trace, after its rewards were recorded. A reward that is `None` was not computed.
@@ -95,8 +107,14 @@ async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idl
         WaitTimeoutError: a call is still in flight after `idle_timeout`.
     """
     scored = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    reward, error = trace.reward if scored else None, trace.last_error
+    failed = None if error is None else _OUTCOMES.get(error.type, OutcomeKind.HARNESS)
+    detail = "" if error is None else f"{error.type}: {error.message}"
     try:
-        await session.finish(trace.reward if scored else None, components=scored or None, group=group)
+        try:
+            await session.finish(reward, components=scored or None, group=group, failed=failed, detail=detail)
+        except OutcomeError:  # a deadline passed before: that outcome stays
+            await session.finish(reward, components=scored or None, group=group)
     except NotFoundError as error:
         advice = f"Start it with --session-from header:{SESSION_ID_HEADER}, and let the agent's client use it"
         raise NotFoundError(f"the proxy has no session for trace {trace.id}. {advice}", status=error.status) from error

@@ -31,6 +31,29 @@ async def test_results_finish_their_sessions_with_the_verifiers_rewards():
         ]
 
 
+async def test_results_that_are_no_measurement_finish_their_sessions_as_failed():
+    results = [
+        {"_ng_rollout_id": "a", "_ng_failure_class": "agent_run_error", "_ng_failure_message": "no such program"},
+        {"_ng_rollout_id": "b", "reward": 0.0, "mask_sample": True, "failure_kind": "browser:lost", "failure_reason": "gone"},
+        {"_ng_rollout_id": "c", "_ng_failure_class": "agent_run_error"},
+        {"_ng_rollout_id": "c", "reward": 1.0, "failure_kind": "judge_failed", "mask_sample": False},
+        {"_ng_rollout_id": "d", "_ng_failure_class": "agent_run_error"},
+        {"_ng_rollout_id": "d", "_ng_failure_class": "agent_timeout"},
+    ]
+    async with proxied() as rig:
+        for name in "abcd":
+            await rig.say(name, [user("EPISODE:demo")])
+        with Client(rig.url) as client:
+            await asyncio.to_thread(finish, client, results)
+        infos = [await rig.info(name) for name in "abcd"]
+    assert [(info["outcome"], info["outcome_detail"], info["reward"]) for info in infos] == [
+        ("agent_run_error", "no such program", None),
+        ("browser-lost", "gone", 0.0),
+        ("ok", "", 1.0),
+        ("agent_run_error", "agent_run_error", None),
+    ]
+
+
 async def test_a_result_without_a_session_is_named_after_all_others_are_finished():
     async with proxied() as rig:
         await rig.say("mine", [user("EPISODE:demo")])

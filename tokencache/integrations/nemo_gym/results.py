@@ -6,34 +6,55 @@
 Source: nemo-gym 0.7.0, `nemo_gym/rollout_correlation.py` (`maybe_rollout_id_from_run_body`), `nemo_gym/rollout_collection.py`.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym.global_config import TASK_INDEX_KEY_NAME
+from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.rollout_correlation import maybe_rollout_id_from_run_body
 
-from tokencache.client import Client, NotFoundError
+from tokencache.client import Client, NotFoundError, OutcomeError
 
 
 def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
     """Finish the session of each result, and store its reward. The session's group is the number of the task.
 
+    A result that is no measurement of the policy is finished as failed, with Gym's own word: one with `mask_sample`, and one of the file of
+    failures (`…_failures.jsonl`), unless `results` also has one of the same rollout that succeeded.
+
     Args:
         client: of the proxy.
-        results: lines of the file that Gym's rollout collection writes. The rollout id of a result is the name of its session; so this
+        results: lines of the files that Gym's rollout collection writes. The rollout id of a result is the name of its session; so this
             needs `observability_enabled: true` or `token_id_capture.enabled: true`, with which Gym sends the id.
 
     Raises:
         NotFoundError: some results have no session, because Gym did not send their ids, or no call was made. Raised at the end, after
             all others are finished.
     """
+    named = [(str(maybe_rollout_id_from_run_body(result)), result, *_failure(result)) for result in results]
+    succeeded = {name for name, _, failed, _ in named if failed is None}
     missing = []
-    for result in results:
-        name = maybe_rollout_id_from_run_body(result)
+    for name, result, failed, detail in named:
+        if failed and name in succeeded:
+            continue
+        session, group = client.session(name), str(result.get(TASK_INDEX_KEY_NAME, ""))
         try:
-            client.session(str(name)).finish(result.get("reward"), group=str(result.get(TASK_INDEX_KEY_NAME, "")))
+            try:
+                session.finish(result.get("reward"), group=group, failed=failed, detail=detail)
+            except OutcomeError:  # an earlier attempt failed otherwise, or a deadline passed: that outcome stays
+                session.finish(result.get("reward"), group=group)
         except NotFoundError:
-            missing.append(str(name))
+            missing.append(name)
     if missing:
         advice = "Set observability_enabled: true, so that Gym's agents send the rollout id"
         raise NotFoundError(f"the proxy has no session for rollout {', '.join(missing)}; all others are finished. {advice}")
+
+
+def _failure(result: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return what failed, and a detail: `failed` and `detail` of `finish`. `None` if the result is a measurement."""
+    kind = result.get(NG_FAILURE_CLASS_KEY) or (result.get("mask_sample") and (result.get("failure_kind") or "masked"))
+    if not kind:
+        return None, ""
+    detail = result.get("failure_reason") or result.get("_ng_failure_message") or kind
+    return re.sub(r"[^a-z0-9_-]", "-", kind)[:32], str(detail)
