@@ -26,10 +26,10 @@ def rollouts(made, **members):
 
 
 async def test_a_rollout_is_rewarded_labelled_and_sealed(rig):
-    done = await rollouts(play).run(rig.client, SAMPLE, sampling={"temperature": 0.5}, group="g")
+    done = await rollouts(play).run(rig.client, SAMPLE, sampling={"temperature": 1.0}, group="g")
     trajectory = done.trajectory
     assert (trajectory.reward, trajectory.group, trajectory.state, trajectory.complete) == (0.75, "g", "sealed", True)
-    assert {turn.sampling["temperature"] for sequence in trajectory.sequences for turn in sequence.turns} == {0.5}
+    assert {turn.sampling["temperature"] for sequence in trajectory.sequences for turn in sequence.turns} == {1.0}
     assert [row["tokencache"]["id"] for row in done.export["rows"]] == [sequence.id for sequence in trajectory.sequences] == list(done.kept)
     assert not done.dropped
     (state,) = await rig.client.sessions()
