@@ -11,9 +11,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, results, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
 from tests.support.waiting import PATIENCE, until
-from tokencache.logs import LineFormatter
+from tokencache.logs import JsonFormatter, LineFormatter
 from tokencache.testing import Fault, SimulatedEngine
 
 CANARY = "canary7f3a"
@@ -178,6 +178,46 @@ def test_of_an_exception_the_place_is_said_and_its_words_only_if_wanted():
     assert quiet.count("test_logs.py:") == 2
     assert [name in quiet for name in ("builtins.ValueError", "builtins.KeyError", "failing")] == [True] * 3
     assert CANARY in loud
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_call_is_one_line(stream, caplog):
+    caplog.set_level(logging.INFO, "tokencache.proxy.call")
+    named = {"X-Request-ID": "mine-7"}
+    async with proxied() as rig:
+        message = await rig.say("s", [user("EPISODE:demo")], tools=TOOLS)
+        body = {"model": "sim", "messages": [user("EPISODE:demo"), echo(message), *results(message)], "tools": TOOLS, "stream": stream}
+        async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s", **named}) as answer:
+            assert answer.headers["X-Request-ID"] == "mine-7"
+            await answer.read()
+        first, second = await rig.turns()
+        rig.engine.faults.append(Fault.answer(500, "{}"))
+        await rig.post("s", messages=[user("EPISODE:demo"), user(CANARY)], stream=stream)
+    begun, continued, failed = [one for one in caplog.records if one.name == "tokencache.proxy.call"]
+    tokens = f"{second['prompt_tokens']} + {second['completion_tokens']} tokens"
+    assert begun.getMessage().startswith(f"session s call {first['call']}: root, ")
+    assert continued.getMessage().startswith(f"session s call {second['call']}: continue, {tokens}, ")
+    assert continued.getMessage().endswith(" ms, tool_calls, request mine-7")
+    assert failed.getMessage().endswith(": engine-refused (the engine answered 500)")
+    line = json.loads(JsonFormatter(messages=False).format(continued))
+    assert (line["level"], line["session"], line["call"], line["match"]) == ("info", "s", second["call"], "continue")
+    assert (line["completion_tokens"], line["request_id"], line["ended"]) == (second["completion_tokens"], "mine-7", "tool_calls")
+
+
+async def test_a_request_id_that_is_no_plain_word_comes_back_and_is_not_logged(caplog):
+    caplog.set_level(logging.INFO, "tokencache.proxy.call")
+    async with proxied() as rig:
+        body = {"model": "sim", "messages": [user("EPISODE:demo")]}
+        async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s", "X-Request-ID": f"{CANARY} x"}) as answer:
+            assert answer.headers["X-Request-ID"] == f"{CANARY} x"
+    assert CANARY not in caplog.text
+
+
+def test_a_record_is_an_object_a_line():
+    line = json.loads(JsonFormatter(messages=False).format(record("session %s", "a\n\x1b", error=failing())))
+    assert (line["level"], line["logger"], line["message"]) == ("error", "tokencache.x", "session a\n\x1b")
+    assert "builtins.ValueError" in line["exception"]
+    assert CANARY not in line["exception"]
 
 
 def test_a_line_stays_one_line():

@@ -140,7 +140,7 @@ def serve(*, config: _Config = None, **options: Any) -> None:
         settings = Settings.load({name: value for name, value in options.items() if value is not None}, config)
     except SettingsError as why:
         raise typer.BadParameter(str(why).replace("\n", "\n  ")) from None
-    logs.set_up(settings.log_level, several=settings.workers > 1)
+    logs.set_up(settings.log_level, settings.log_format, several=settings.workers > 1)
     if settings.admin_key is not None and len(settings.admin_key) < SHORT_KEY:
         weak = "is empty, so the trainer's routes are public" if not settings.admin_key else f"has less than {SHORT_KEY} characters"
         log.warning("THE ADMIN KEY %s. Use a long random one: openssl rand -hex 32", weak)

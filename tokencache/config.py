@@ -17,6 +17,7 @@ from tokencache.core.rules import RULES
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Requirement
+from tokencache.logs import LogFormat
 from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
@@ -124,6 +125,7 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Shown(basic=True)] = Field(
         "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
     )
+    log_format: LogFormat = Field("text", description="Format of the log: text, or json (one object a line).")
 
     engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",

@@ -12,6 +12,10 @@ source lines and exception types, and control characters are escaped, so that a 
 import logging
 import re
 import traceback
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LINE_WITH_PROCESS = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
@@ -32,10 +36,15 @@ class LineFormatter(logging.Formatter):
         super().__init__(_LINE_WITH_PROCESS if several else _LINE)
         self._messages = messages
 
+    def shown(self, message: str, name: str) -> str:
+        """Return what of a logger's message may be shown."""
+        if name == "asyncio" and not self._messages:  # its further lines show futures with their exceptions
+            return message.partition("\n")[0]
+        return message
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """Format the line of a record, without its traceback."""
-        if record.name == "asyncio" and not self._messages:  # its further lines show futures with their exceptions
-            record.message = record.message.partition("\n")[0]
+        record.message = self.shown(record.message, record.name)
         return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's own name
@@ -44,6 +53,24 @@ class LineFormatter(logging.Formatter):
             return super().formatException(ei)  # type: ignore[arg-type]
         assert isinstance(ei, tuple)  # noqa: S101 - logging passes what `sys.exc_info` returns
         return "\n".join(_places(ei[1]))
+
+
+class JsonFormatter(LineFormatter):
+    """Formats records as JSON, one object a line. The members of `record.fields` (`extra={"fields": …}`) are members of the object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": record.process,
+            "message": self.shown(record.getMessage(), record.name),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
 
 
 def _places(why: BaseException | None) -> list[str]:
@@ -58,13 +85,18 @@ def _places(why: BaseException | None) -> list[str]:
     return lines
 
 
-def set_up(level: str, *, several: bool = False) -> None:
+LogFormat = Literal["text", "json"]
+
+
+def set_up(level: str, form: LogFormat = "text", *, several: bool = False) -> None:
     """Log to standard error.
 
     Args:
         level: least severe level to log: `debug` (which also shows messages of exceptions), `info`, `warning` or `error`.
-        several: whether several processes write there. Each line then contains the process id.
+        form: `text`, or `json`: one object a line.
+        several: whether several processes write there. Each line then contains the process id, which one in JSON always does.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(messages=level == "debug", several=several))
+    formatter = JsonFormatter if form == "json" else LineFormatter
+    handler.setFormatter(formatter(messages=level == "debug", several=several))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -118,7 +118,7 @@ class TestUnknownMembers:
 
     async def test_the_client_raises_refused_error(self, rig):
         async with AsyncClient(rig.url) as client:
-            access = await client.create("s", sampling={"temperature": 0.5})  # what the client writes is known
+            access = await client.create("s", sampling={"seed": 5})  # what the client writes is known
             assert access.key
         status, body = 422, b'{"error": {"message": "unknown members", "type": "invalid_request_error"}}'
         refused = error_of(status, body, "POST keys")

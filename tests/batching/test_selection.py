@@ -17,6 +17,7 @@ from tokencache.batching.selection import (
     main_line,
     no_discarded_retries,
     no_side_calls,
+    policy_logprobs,
     rewarded,
     select,
 )
@@ -69,6 +70,17 @@ def test_a_session_without_tools_has_no_side_calls():
 
 def test_a_call_whose_answer_returned_is_no_side_call():
     assert kept(linked(shape("sub-agent"), "t0", "t4"), no_side_calls) == ["t0", "t1", "t2"]
+
+
+def test_a_row_whose_log_probabilities_are_not_the_policys_is_dropped():
+    whole = shape("sub-agent")
+    first, *others = whole.sequences
+    turn = msgspec.structs.replace(first.turns[-1], marks=("raw-logprobs",))
+    marked = msgspec.structs.replace(first, turns=[*first.turns[:-1], turn])
+    trajectory = msgspec.structs.replace(whole, sequences=[marked, *others])
+    assert kept(trajectory, policy_logprobs) == [sequence.id for sequence in others]
+    (dropped,) = select([trajectory], policy_logprobs, keep_invalid=True).dropped
+    assert f"turn {turn.turn}" in dropped.reason
 
 
 def test_a_discarded_retry_is_dropped():

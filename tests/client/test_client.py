@@ -120,7 +120,8 @@ async def test_other_formats_are_plain_json(client):
 
 
 async def test_the_sampling_of_a_key_is_sent_to_the_engine(rig, client):
-    session = await client.create("r1", sampling={"temperature": 0.25}, models={"gpt-*": "sim"})
+    with pytest.warns(UserWarning, match="temperature is 0.25, and the engine's log probabilities are raw"):
+        session = await client.create("r1", sampling={"temperature": 0.25}, models={"gpt-*": "sim"})
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
         await model.chat.completions.create(model="gpt-9", messages=[user("EPISODE:talk")], temperature=1.0)
     (turn,) = (await session.fetch()).sequences[0].turns

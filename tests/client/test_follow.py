@@ -127,11 +127,11 @@ async def test_creating_waits_while_too_many_are_ready(kind):
 
 
 async def test_names_that_exist(client):
-    await client.create("a", sampling={"temperature": 0.5})
+    await client.create("a", sampling={"seed": 5})
     with pytest.raises(ExistsError, match="409: session a exists already"):
         await client.create("a")
     with pytest.raises(OtherSettingsError, match=r"other settings \(sampling\)"):
-        await client.create("a", sampling={"temperature": 1.0}, exist_ok=True)
+        await client.create("a", sampling={"seed": 6}, exist_ok=True)
     assert (await client.create("a", exist_ok=True)).id == "a"
 
 

@@ -41,13 +41,13 @@ def sometimes(*failures):
 
 
 async def test_a_rollout_is_rewarded_labelled_and_sealed(rig):
-    made = rollouts(play, options={"tags": ["mine"], "sampling": {"temperature": 0.5}})
-    done = await made.one(rig.client, SAMPLE, sampling={"temperature": 0.1, "top_p": 0.9}, group="g")
+    made = rollouts(play, options={"tags": ["mine"], "sampling": {"temperature": 1.0}})
+    done = await made.one(rig.client, SAMPLE, sampling={"temperature": 0.1, "top_k": 0}, group="g")
     trajectory = done.trajectory
     assert (trajectory.reward, trajectory.group, trajectory.state, trajectory.complete) == (0.75, "r-g", "sealed", True)
     assert trajectory.tags == ["mine", "run:r"]
-    sampled = {(turn.sampling["temperature"], turn.sampling["top_p"]) for sequence in trajectory.sequences for turn in sequence.turns}
-    assert sampled == {(0.5, 0.9)}
+    sampled = {(turn.sampling["temperature"], turn.sampling["top_k"]) for sequence in trajectory.sequences for turn in sequence.turns}
+    assert sampled == {(1.0, 0)}
     assert [row["tokencache"]["id"] for row in done.export["rows"]] == [sequence.id for sequence in trajectory.sequences] == list(done.kept)
     assert not done.dropped
     (state,) = await rig.client.sessions(tag="run:r")

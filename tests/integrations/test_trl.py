@@ -69,7 +69,7 @@ async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
             await model.chat.completions.create(model="sim", messages=messages, temperature=0.1)
         return float(len(prompt))
 
-    engine = SimulatedEngine()
+    engine = SimulatedEngine(logprobs_mode="processed_logprobs")
     async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
         function = TrlRollouts(url, play, delete=delete, run="r", sampling={"max_tokens": 64})
         found = await function.play_all(["a", "a", "bb", "bb"], trainer_of())
@@ -99,7 +99,8 @@ async def test_a_failed_rollout_has_a_masked_row_without_a_reward():
             await model.chat.completions.create(model="sim", messages=[{"role": "user", "content": prompt}])
         return 1.0
 
-    async with SimulatedEngine().serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
+    engine = SimulatedEngine(logprobs_mode="processed_logprobs")
+    async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
         found = await TrlRollouts(url, play, run="r", timeout=1).play_all(["a", "breaks"], trainer_of())
         (failed,) = [state for state in await client.sessions(tag="run:r") if not state.valid]
         with pytest.raises(TooManyFailuresError, match="no such program"):

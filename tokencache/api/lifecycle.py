@@ -14,8 +14,10 @@ from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
 from tokencache.api.requests import Finish, NewReward, NewSession
 from tokencache.core.lineage import lineages
+from tokencache.core.sampling import bending
 from tokencache.core.session import LabelChanges, Reward, SessionStage
 from tokencache.dialects.chat.vocabulary import check_policy
+from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.finishing import finish, offer
 from tokencache.proxy.harness_profile import HarnessProfiles
@@ -38,17 +40,18 @@ T = TypeVar("T")
 
 
 class LifecycleRoutes:
-    """The handlers. With `max_ready`, no sessions are created while the queue has so many; 0 sets no limit."""
+    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while the queue has so many; 0 sets no limit."""
 
-    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, *, max_ready: int) -> None:
+    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, pool: Pool, *, max_ready: int) -> None:
         self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
-        self._max_ready = max_ready
+        self._pool, self._max_ready = pool, max_ready
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Define a session."""
         asked = await read_body(request, NewSession, f'{{"session"?: "<name>", {_SETTINGS_FORM}, {_LABELS_FORM}, "exist_ok"?: bool}}')
         name, created = await self._define(asked)
-        return json_response(self._state(await self._existing(name)), status=201 if created else 200)
+        state = self._state(await self._existing(name)) | self._warnings(asked)
+        return json_response(state, status=201 if created else 200)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
         """Define a session, and register a key for it."""
@@ -56,7 +59,7 @@ class LifecycleRoutes:
         name, _ = await self._define(asked)
         key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), Binding(name))
-        body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key)}
+        body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
         return json_response(body, status=201)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
@@ -158,6 +161,14 @@ class LifecycleRoutes:
         if left is not None:  # before it is defined, so that a crash in between does not lose the limits
             await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)
+
+    def _warnings(self, asked: NewSession) -> dict[str, list[str]]:
+        """Return what a trainer should know of a new session, as the member `warnings` of an answer; none if there is nothing."""
+        bent = bending(asked.sampling) if self._pool.raw_logprobs else ""
+        if not bent:
+            return {}
+        advice = "start it with --logprobs-mode processed_logprobs"
+        return {"warnings": [f"sampling: {bent}, and the engine's log probabilities are raw, so they are not the policy's: {advice}"]}
 
     async def _check_ready(self, name: str, *, exist_ok: bool) -> None:
         """Check that the queue is not full.

@@ -51,6 +51,13 @@ class RegisteredKey(Binding, frozen=True):
     id: str = ""
     deadline: float = 0.0
     silent_for: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+class CreatedSession(SessionState, frozen=True, kw_only=True):
+    """A new session. `warnings` say what its trainer should know."""
+
+    warnings: tuple[str, ...] = ()
 
 
 class EngineUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,7 +161,7 @@ OPERATIONS = (
         "POST",
         BASE + "/sessions",
         "Create a session with settings and labels.",
-        SessionState,
+        CreatedSession,
         description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
         "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
         "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache; `deadline` (Unix time) "

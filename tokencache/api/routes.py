@@ -51,7 +51,7 @@ def add_trainer_routes(
     worker = ExportWorker()
     queue = SessionQueue(ledger, weights)
     api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT), weights)
-    lifecycle = LifecycleRoutes(ledger, profiles, queue, max_ready=max_ready)
+    lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready)
 
     async def worker_running(_app: web.Application) -> AsyncIterator[None]:
         yield

@@ -20,6 +20,7 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 `no_discarded_retries`    drops answers that the harness discarded
 `at_least(n)`             drops rows with fewer than n trainable tokens
 `no_placeholders`         drops rows in which the model sampled tokens that stand for parts of images: no trainer accepts them
+`policy_logprobs`         drops rows with log probabilities that are not the policy's (mark `raw-logprobs`)
 `max_lag(n, current)`     drops rows with tokens of a policy version that lags more than n versions behind the current one
 ========================  ==========================================================================================================
 """
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from tokencache.core.outcome import OutcomeKind
+from tokencache.core.turn import TurnMark
 from tokencache.core.weights import Announced
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.values import Sequence, Trajectory
@@ -143,6 +145,12 @@ def no_placeholders(trajectory: Trajectory, sequence: Sequence) -> str:
         for turn in one.turns
     )
     return "the model sampled tokens that stand for parts of images" if any(turn.turn in tainted for turn in sequence.turns) else ""
+
+
+def policy_logprobs(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+    """Drop rows with a turn whose log probabilities are raw although its request changed the distribution (`docs/sampling.md`)."""
+    raw = next((turn.turn for turn in sequence.turns if TurnMark.RAW_LOGPROBS in turn.marks), "")
+    return raw and f"the log probabilities of turn {raw} are not those of the distribution that it was sampled from"
 
 
 def at_least(trainable_tokens: int) -> Rule:

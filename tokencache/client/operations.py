@@ -3,6 +3,7 @@
 import dataclasses
 import secrets
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -71,6 +72,7 @@ class _Engines(msgspec.Struct):
 class _Key(msgspec.Struct):
     key: str
     id: str = ""
+    warnings: list[str] = []
 
 
 class ProxyAddress:
@@ -108,6 +110,8 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
     if budget := options.get("budget"):
         members["budget"] = msgspec.to_builtins(budget)
     registered = yield from _register(Request("POST", f"{BASE}/keys", body=written(members), repeatable=False), options.get("wait", 0.0))
+    for warning in registered.warnings:
+        warnings.warn(warning, stacklevel=2)
     access = access_to(proxy.url, session, registered.key, registered.id)
     if adapter is None:
         return access

@@ -6,7 +6,7 @@ Nothing is offered if the proxy does not answer within a second.
 import os
 from collections.abc import Iterable
 
-import click
+import typer
 
 from tokencache.adapters.load import load_all
 from tokencache.client import Client, ClientError, SessionState
@@ -27,17 +27,17 @@ def complete_format(incomplete: str) -> list[str]:
     return _beginning(FORMATS, incomplete)
 
 
-def complete_session(ctx: click.Context, incomplete: str) -> list[str]:
+def complete_session(ctx: typer.Context, incomplete: str) -> list[str]:
     """List the newest sessions whose names begin so."""
     return [state.session for state in _sessions(ctx, incomplete)]
 
 
-def complete_group(ctx: click.Context, incomplete: str) -> list[str]:
+def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
     """List the groups of the newest sessions that begin so."""
     return _beginning({state.group for state in _sessions(ctx) if state.group}, incomplete)
 
 
-def _sessions(ctx: click.Context, prefix: str = "") -> list[SessionState]:
+def _sessions(ctx: typer.Context, prefix: str = "") -> list[SessionState]:
     def given(option: str) -> str | None:
         return ctx.params.get(option) or os.environ.get(f"TOKENCACHE_{option.upper()}")
 

@@ -173,6 +173,11 @@ class Pool:
         return await serving.engine.model(name)
 
     @property
+    def raw_logprobs(self) -> bool:
+        """Whether an engine reports raw log probabilities (`logprob_kind`)."""
+        return any(found.logprobs == "raw" for monitor in self.monitors for found in monitor.engine.capabilities)
+
+    @property
     def later_system(self) -> bool:
         """Whether all templates accepted a later system message (`Capability.later_system`), including those of engines that are down."""
         return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)

@@ -13,6 +13,7 @@ per call.) If the client has received nothing yet, its call may instead continue
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -53,13 +54,14 @@ from tokencache.proxy.dispatch import Dispatch, Services
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
-from tokencache.proxy.recorder import turns_of
+from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult, Join, OpenCall
 
 log = logging.getLogger(__name__)
 
+_PLAIN = re.compile(r"[\w.:@/-]{1,128}", re.ASCII)
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
@@ -271,10 +273,8 @@ class CallAttempt:
             if facts.judged.whole and unanswered:
                 documents |= {undelivered(self.id): b"1"}
             await self._ledger.end(self._begun, facts, recorded, documents)
-            if log.isEnabledFor(logging.DEBUG):
-                for turn in (entry.turn for entry in recorded.entries):
-                    words = f"{turn.match} {turn.reason}, {turn.prompt_tokens} + {turn.completion_tokens} tokens, {turn.finish_reason}"
-                    log.debug("session %s turn %s: %s", call.session, turn.id, words)
+            if log.isEnabledFor(logging.INFO):
+                log_call(facts, recorded)
         metrics.AFTER.observe(time.time() - ended)
         metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).inc()
         for incident in incidents:
@@ -307,7 +307,8 @@ class CallAttempt:
 
     def _log(self, incident: Incident) -> None:
         """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
-        log.warning("session %s call %s: %s", self._call.session, self.id, incident.kind)
+        status = f" (the engine answered {incident.status})" if incident.status else ""
+        log.warning("session %s call %s: %s%s", self._call.session, self.id, incident.kind, status)
         log.debug("session %s call %s: %s: %s", self._call.session, self.id, incident.kind, incident.detail)
 
     # Plan and send
@@ -389,6 +390,30 @@ class CallAttempt:
         log.info("session %s call %s: %s: %s", self._call.session, self.id, IncidentKind.BUDGET_SPENT, spent)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
+
+
+def log_call(facts: CallFacts, recorded: Recorded) -> None:
+    """Log a call that an engine answered, in one line. The client's own request id is written only if it is a plain word."""
+    turns = [entry.turn for entry in recorded.entries]
+    call, first = facts.call, turns[0] if turns else None
+    own, sent, _ = facts.request.partition(f"-{call.id}")
+    fields = {
+        "session": call.session,
+        "call": call.id,
+        "match": f"{first.match}" if first is not None else "no turn",
+        "reason": first.reason if first is not None else "",
+        "prompt_tokens": first.prompt_tokens if first is not None else 0,
+        "completion_tokens": sum(turn.completion_tokens for turn in turns),
+        "ms": round(1000 * (facts.ended - call.started)),
+        "ended": facts.mark or (first.finish_reason if first is not None else "") or "",
+        "request_id": own if sent and _PLAIN.fullmatch(own) else "",
+    }
+    words = "session {session} call {call}: {match}{why}, {prompt_tokens} + {completion_tokens} tokens, {ms} ms, {ended}{request}".format(
+        why=f" ({fields['reason']})" if fields["reason"] else "",
+        request=f", request {fields['request_id']}" if fields["request_id"] else "",
+        **fields,
+    )
+    log.info("%s", words, extra={"fields": {name: value for name, value in fields.items() if value != ""}})
 
 
 def undelivered(call: str) -> str:

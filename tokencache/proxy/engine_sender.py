@@ -24,12 +24,11 @@ from tokencache.errors import NOT_NOW, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
-from tokencache.proxy.response import Exchange
+from tokencache.proxy.response import REQUEST_ID, Exchange
 from tokencache.proxy.routed_experts import request_experts
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = "X-Request-Id"
 REFUSED = frozenset({400, 422})
 _JSON_BYTES = 6
 """Bytes of an id as JSON, with its comma, about: most ids have five digits."""

@@ -43,7 +43,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.proxy.response import keep_headers
+from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.request_memory import HELD, MEMORY_PART, RequestMemory, machine_memory
@@ -151,7 +151,7 @@ class Proxy:
         """Make the aiohttp application."""
         app = web.Application(client_max_size=self.settings.max_body, middlewares=[send_errors])
         app[HELD] = self.held
-        app.on_response_prepare.append(keep_headers)
+        app.on_response_prepare.append(finish_headers)
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)

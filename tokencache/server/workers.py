@@ -232,7 +232,7 @@ async def _serve_worker(out: int, *, restarted: bool) -> int:
     commands = asyncio.StreamReader(limit=_MAX_SETTINGS)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), os.fdopen(0, "rb", buffering=0))
     settings = pickle.loads(base64.b64decode(await commands.readline()))  # noqa: S301 - it comes from our own supervisor
-    logs.set_up(settings.log_level, several=True)
+    logs.set_up(settings.log_level, settings.log_format, several=True)
     if settings.tokenizer is not None:
         quieten()
     if restarted:

@@ -20,8 +20,8 @@ from tokencache.dialects.json_io import member
 from tokencache.engine.reply import Reply
 from tokencache.proxy.call import undelivered
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
-from tokencache.proxy.engine_sender import REQUEST_ID, with_request_id
-from tokencache.proxy.response import Response
+from tokencache.proxy.engine_sender import with_request_id
+from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import Store, StoreError
 
 _NOT_WHOLE = frozenset({
