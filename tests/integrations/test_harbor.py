@@ -94,6 +94,7 @@ async def test_a_job(tmp_path):
     async with proxied(engine) as rig, AsyncClient(rig.url) as client:
         printed = await harbor(tmp_path, rig.url)
         sessions = await client.sessions()
+        group = json.loads((tmp_path / "jobs" / "job" / "result.json").read_text())["id"][:8] + "-local/answer"
         trials = [path for path in (tmp_path / "jobs" / "job").iterdir() if path.is_dir()]
         assert len(trials) == len(sessions) == 2, printed
         for trial in trials:
@@ -101,7 +102,7 @@ async def test_a_job(tmp_path):
             assert result.exception_info is None, printed
             trajectory = await client.session(str(result.id)).trajectory()
             assert (trajectory.reward, trajectory.reward_components) == (1.0, {"reward": 1.0, "style": 0.5})
-            assert (trajectory.state, trajectory.complete, trajectory.group) == ("finished", True, "local/answer")
+            assert (trajectory.state, trajectory.complete, trajectory.group) == ("finished", True, group)
             assert trajectory.metadata["harbor"]["trial"] == result.trial_name
             (sequence,) = trajectory.sequences
             assert {turn.sampling["temperature"] for turn in sequence.turns} == {0.5}
@@ -120,7 +121,7 @@ async def test_a_job(tmp_path):
             assert json.loads((trial / "tokencache" / "session.json").read_text())["reward"] == 1.0
         assert set(map(tuple, ids)) <= set(truth(rig.engine))
         async for delivery in client.follow("trainer", group_size=2, rewarded=True, timeout=10):
-            assert (delivery.group, [one.reward for one in delivery.trajectories]) == ("local/answer", [1.0, 1.0])
+            assert (delivery.group, [one.reward for one in delivery.trajectories]) == (group, [1.0, 1.0])
             break
 
 
@@ -200,7 +201,7 @@ async def test_a_proxy_that_cannot_be_reached_is_an_error_and_the_trial_goes_on(
 
 async def test_a_trial_without_a_session_is_ignored(tmp_path, caplog):
     async with proxied() as rig:
-        plugin = TokencachePlugin(url=rig.url)
+        plugin = TokencachePlugin(url=rig.url, run="r")
         await plugin.on_trial_ended(ended(tmp_path))
         await plugin.on_job_end(None)
     assert not [record for record in caplog.records if record.name.startswith("tokencache.integrations")]
@@ -215,7 +216,7 @@ async def test_the_reward_of_a_trial(tmp_path, caplog):
         for name, rewards in given.items():
             await client.create("t1", exist_ok=True)
             verified = None if rewards is None else SimpleNamespace(rewards=rewards)
-            await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified))
+            await TokencachePlugin(url=rig.url, run="r").on_trial_ended(ended(tmp_path, verifier_result=verified))
             state = await client.session("t1").state()
             found[name] = (state.reward, state.reward_components)
             await client.session("t1").delete()
@@ -246,7 +247,7 @@ async def test_a_trial_that_failed_is_a_failed_session_unless_harbor_counts_its_
         await rig.say("t1", [user("EPISODE:demo")])
         failure = SimpleNamespace(exception_type=exception, exception_message="it broke")
         verified = None if reward is None else SimpleNamespace(rewards={"reward": reward})
-        await TokencachePlugin(url=rig.url).on_trial_ended(ended(tmp_path, verifier_result=verified, exception_info=failure))
+        await TokencachePlugin(url=rig.url, run="r").on_trial_ended(ended(tmp_path, verifier_result=verified, exception_info=failure))
         state = await client.session("t1").state()
     assert (state.outcome, state.reward, state.metadata["harbor"]["exception"]) == (outcome, reward, exception)
     assert state.outcome_detail == ("" if outcome == "ok" else f"{exception}: it broke")
@@ -257,10 +258,10 @@ async def test_a_trial_that_its_deadline_ended_keeps_that_outcome(tmp_path):
         await rig.say("t1", [user("EPISODE:demo")])
         await client.session("t1").finish(failed="timeout", detail="the deadline passed")
         failure = SimpleNamespace(exception_type="NonZeroAgentExitCodeError", exception_message="it broke")
-        plugin = TokencachePlugin(url=rig.url)
+        plugin = TokencachePlugin(url=rig.url, run="r")
         await plugin.on_trial_ended(ended(tmp_path, exception_info=failure))
         state = await client.session("t1").state()
-    assert (state.outcome, state.group) == ("timeout", "local/answer")
+    assert (state.outcome, state.group) == ("timeout", "r-local/answer")
 
 
 def test_rollout_details_have_the_trained_turns_of_the_main_conversation_first():

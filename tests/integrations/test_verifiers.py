@@ -49,7 +49,7 @@ async def episode_of(url, **members):
 
 async def test_a_trace_has_the_ids_that_the_engine_used():
     async with proxied(guessing_engine(), session_from=("header:X-Session-ID",)) as rig, AsyncClient(rig.url) as client:
-        episode = await episode_of(rig.url)
+        episode = await episode_of(rig.url, run="r")
         assert episode.ok, episode.errors
         (trace,) = episode.traces
         assert trace.ok
@@ -63,7 +63,7 @@ async def test_a_trace_has_the_ids_that_the_engine_used():
         assert branch.logprobs == sequence.logprobs
         assert tuple(branch.token_ids) in truth(rig.engine)
         assert (trajectory.reward, trajectory.reward_components, trajectory.state) == (1.0, {"guessed": 1.0}, "sealed")
-        assert trajectory.group == episode.task.key
+        assert trajectory.group == f"r-{episode.task.key}"
         assert [call.finish_reason for call in trace.calls] == ["stop"] * 3
         assert trace.info["tokencache"]["complete"]
 

@@ -226,10 +226,10 @@ def rollout_details(trajectories: Iterable[Mapping[str, Any]]) -> list[RolloutDe
 class TokencachePlugin(BaseJobPlugin):
     """Finishes the session of each trial with the verifier's reward, and writes its trajectories into the trial's folder.
 
-    The session's group is the name of the task, so the trials of one task are a group. `metadata` names the trial, and the exception if it
-    failed. A trial that has no reward that Harbor counts, because of an exception, is finished as failed (`failure_of`). Trials without a
-    session, such as those of other agents, are ignored. If the proxy fails, the trial's result stays as it is; the error is logged, and
-    `on_job_end` logs how many trials it concerns.
+    The session's group is the run and the name of the task, so the trials of one task are a group. `metadata` names the trial, and the
+    exception if it failed. A trial that has no reward that Harbor counts, because of an exception, is finished as failed (`failure_of`).
+    Trials without a session, such as those of other agents, are ignored. If the proxy fails, the trial's result stays as it is; the error
+    is logged, and `on_job_end` logs how many trials it concerns.
 
     The files, in the folder `tokencache` of the trial:
 
@@ -243,16 +243,18 @@ class TokencachePlugin(BaseJobPlugin):
         reward: the name of the verifier's reward that becomes the session's reward. If the verifier gave a single one, that is used
             whatever its name. The others are its components.
         timeout: seconds to wait for calls that are still in flight when the trial ends.
+        run: the id of the run; by default the beginning of the job's id, which a resumed job keeps.
         kwargs: see Harbor's `BaseJobPlugin`.
     """
 
-    def __init__(self, *, url: str, reward: str = "reward", timeout: float = 60.0, **kwargs: Any) -> None:
+    def __init__(self, *, url: str, reward: str = "reward", timeout: float = 60.0, run: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._url, self._reward, self._timeout = url, reward, timeout
+        self._url, self._reward, self._timeout, self._run = url, reward, timeout, run
         self._failed: list[str] = []
 
     async def on_job_start(self, job: Job) -> None:
         """Watch the trials of the job."""
+        self._run = self._run or str(job.id)[:8]
         job.on_trial_ended(self.on_trial_ended)
 
     async def on_job_end(self, job_result: JobResult) -> None:  # noqa: ARG002 - Harbor's interface
@@ -278,7 +280,7 @@ class TokencachePlugin(BaseJobPlugin):
         failure = event.result.exception_info
         trial = {"trial": event.trial_name, "task": event.task_name, "exception": None if failure is None else failure.exception_type}
         # A group has at most 200 characters.
-        group, metadata, reward = event.task_name[:200], {"harbor": trial}, self._scalar(rewards, event)
+        group, metadata, reward = f"{self._run}-{event.task_name}"[:200], {"harbor": trial}, self._scalar(rewards, event)
         failed, detail = failure_of(failure, rewarded=bool(rewards))
         try:
             await session.finish(reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)

@@ -253,4 +253,4 @@ async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> Fail
         return FailedRollout(session.id, state.outcome, state.outcome_detail)
     except ClientError as error:
         log.warning("session %r: its outcome is not stored: %s", session.id, error)
-    return FailedRollout(session.id, kind, detail)
+    return FailedRollout(session.id, kind.value, detail)

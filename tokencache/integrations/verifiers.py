@@ -59,6 +59,9 @@ class TokencacheEnvConfig(vf.SingleAgentEnvConfig):
     delete: bool = False
     """Delete each session from the proxy once its trace is complete. If false, sessions stay until they expire."""
 
+    run: str = ""
+    """The id of the run, with which the names of its groups begin. The processes of a run need the same one, so it has no default."""
+
     @model_validator(mode="after")
     def _send_calls_to_the_proxy(self) -> "TokencacheEnvConfig":
         if self.agent.client is None:
@@ -79,11 +82,12 @@ class TokencacheEnv(vf.SingleAgentEnv, vf.Env[TokencacheEnvConfig]):
         Raises:
             ClientError: the proxy failed, or does not know the session of a trace. verifiers then counts the episode as failed.
         """
+        group = "-".join(name for name in (self.config.run, episode.task.key) if name)
         async with AsyncClient(self.config.proxy, os.environ.get(self.config.admin_key_var)) as client:
             for trace in episode.traces:
                 if trace.calls:
                     session = client.session(trace.id)
-                    await record(trace, session, group=episode.task.key or "", idle_timeout=self.config.idle_timeout)
+                    await record(trace, session, group=group, idle_timeout=self.config.idle_timeout)
                     if self.config.delete:
                         await session.delete()
 

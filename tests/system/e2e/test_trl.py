@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 from conftest import proxying
@@ -14,6 +15,7 @@ from rig.server import REPOSITORY, VllmServer, default_venv
 
 from tokencache.client import AsyncClient
 from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
 
 STEPS = 4
 MAKE_MODEL = "import pathlib, sys; from examples.train_tiny_qwen3.model import make_model; make_model(pathlib.Path(sys.argv[1]))"
@@ -64,3 +66,23 @@ async def test_trl_trains_on_exact_tokens_and_the_engine_has_its_weights(server,
     assert all(step["grad_norm"] > 0 for step in steps), json.dumps(steps)
     assert all(0 < step["rewards/recorded_reward/mean"] < 1 for step in steps)
     assert not left  # delete=True
+
+
+async def test_trl_leaves_failed_rollouts_out_of_their_groups(trl_python, tmp_path):
+    """The step goes on, and the advantages are those of the valid rollouts alone. The engine is simulated."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    async with SimulatedEngine(logprobs_mode="processed_logprobs").serve() as engine, proxying(engine, MemoryStore()) as proxied:
+        program = Path(__file__).parent / "rig" / "trl_failures.py"
+        output = await asyncio.to_thread(run_example, trl_python, "-P", program, proxied.url, tmp_path, env=environment)
+        async with AsyncClient(proxied.url) as client:
+            outcomes = [state.outcome for state in await client.sessions()]
+    assert sorted(outcomes) == ["harness"] * 4 + ["ok"] * 12
+    steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"rewards"')]
+    assert len(steps) == 2
+    for step in steps:
+        assert sorted(step["rewards"], key=lambda one: (one is None, one)) == [0.0, 2.0, 3.0, 4.0, 6.0, 7.0, None, None]
+        for start in (0, 4):
+            rewards = step["rewards"][start : start + 4]
+            valid = [one for one in rewards if one is not None]
+            wanted = [0.0 if one is None else (one - mean(valid)) / (stdev(valid) + 1e-4) for one in rewards]
+            assert step["advantages"][start : start + 4] == pytest.approx(wanted, abs=1e-4)
