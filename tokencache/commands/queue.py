@@ -7,7 +7,7 @@ from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, P
 
 
 def show_queue(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, admin_key: AdminKeyOption = None) -> None:
-    """Show the queue of finished sessions, and what its groups wait for.
+    """Show the queue, and what its groups wait for.
 
     A group has the size that a consumer asked for last.
 
