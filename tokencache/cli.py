@@ -27,6 +27,7 @@ from tokencache.commands.lifecycle import (
     set_reward,
 )
 from tokencache.commands.media import export_media
+from tokencache.commands.queue import show_queue
 from tokencache.commands.score import score_rollouts
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
@@ -168,6 +169,7 @@ app.command("label")(label_session)
 app.command("seal")(seal_sessions)
 app.command("delete")(delete_sessions)
 app.command("sessions")(list_sessions)
+app.command("queue")(show_queue)
 app.command("show")(show_session)
 app.command("export")(export_sessions)
 app.command("media")(export_media)

@@ -216,7 +216,9 @@ class Settings(BaseSettings):
     )
     max_sessions: int = Field(0, ge=0, description="Refuse new sessions while the store holds this many. 0 sets no limit (docs/store.md).")
     max_ready: int = Field(
-        0, ge=0, description="Create no sessions over the API while this many finished ones are not consumed. 0 sets no limit."
+        0,
+        ge=0,
+        description="Create no sessions over the API while this many finished ones are ready to be taken. 0 sets no limit.",
     )
     max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
         0, ge=0, description="Refuse new sessions while the store uses this much memory. 0 means nine tenths of Redis's maxmemory."

@@ -11,12 +11,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import pytest
-import redis.asyncio
 
 from tests.core.forest import line
 from tests.proxy.kit import proxied, user
-from tests.store import conftest
-from tests.store.conftest import fake_store, redis_server  # noqa: F401 - fixtures
 from tests.support.waiting import PATIENCE
 from tokencache.api import queue as queue_module
 from tokencache.api.queue import SessionQueue
@@ -35,16 +32,6 @@ from tokencache.store.memory import MemoryStore
 API = "/tokencache/v1"
 SHORT = 0.01
 """Seconds of a lease that ends during a test."""
-
-
-@pytest.fixture(params=conftest.KINDS)
-async def store(request):
-    """Each kind of store, empty."""
-    if request.param == "redis":
-        async with redis.asyncio.from_url(request.getfixturevalue("redis_server").url) as server:
-            await server.flushall()
-    async with contextlib.aclosing(conftest.store.__wrapped__(request)) as made:
-        yield await anext(made)
 
 
 def queue_of(made):
@@ -83,7 +70,14 @@ class TestDeliveries:
         assert ([info.id for info in one.sessions], one.attempt, one.sessions[0].sealed) == (["a"], 1, True)
         (two,) = await take(queue, Take("c2"))
         assert names_of([two]) == [["b"]]
-        assert await queue.counts() == {"candidates": 0, "ready": 0, "invalid": 0, "taken": 2, "consumers": {"c1": 1, "c2": 1}}
+        assert await queue.counts() == {
+            "candidates": 0,
+            "ready": 0,
+            "invalid": 0,
+            "taken": 2,
+            "consumers": {"c1": 1, "c2": 1},
+            "groups": [],
+        }
         assert await queue.acknowledge(Acknowledge([one.id])) == 1
         assert await queue.acknowledge(Acknowledge([one.id])) == 0  # again, because the answer was lost
         assert (await store.session("a"), (await store.session("b")).sealed) == (None, True)
@@ -99,6 +93,8 @@ class TestDeliveries:
         (again,) = await take(queue, Take("c1"))  # it names no delivery that it has
         assert (again.id, again.attempt, names_of([again])) == (one.id, 2, [["a"]])
         assert await take(queue, Take("c1", holding=[one.id])) == []
+        await finish(store, "c", "d")
+        assert names_of(await take(queue, Take("c1"))) == [["a"]]  # and no more than it asks for
 
     async def test_the_delivery_of_a_dead_consumer_goes_to_another_one(self, store):
         queue = queue_of(store)

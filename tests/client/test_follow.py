@@ -1,6 +1,7 @@
 """Either client as a consumer of the queue: whole groups, restarts, several consumers, and back-pressure."""
 
 import asyncio
+import re
 
 import pytest
 
@@ -62,6 +63,34 @@ async def test_a_consumer_that_is_killed_continues_under_its_name(client):
     assert (counts.candidates, counts.taken) == (0, 0)
 
 
+async def test_a_part_of_a_group_says_what_is_missing_and_what_is_valid(client):
+    await rollouts(client, "a1", group="a", reward=1.0)
+    await (await client.create("a2", group="a")).finish(failed="sandbox")
+    await client.create("a3", group="a")
+    with pytest.raises(RefusedError, match=r"422.*`min_group` 4 is larger than `group_size` 3"):
+        await anext(client.follow("trainer", group_size=3, min_group=4, group_timeout=0.01))
+    delivery = await anext(client.follow("trainer", group_size=3, min_group=2, group_timeout=0.01, rewarded=True, timeout=20))
+    assert [one.session for one in delivery.sessions] == ["a1", "a2"]
+    assert (delivery.missing, delivery.valid) == (1, ["a1"])
+    assert [one.valid for one in delivery.trajectories] == [True, False]
+
+
+async def test_it_says_what_it_waited_for(client, caplog):
+    await rollouts(client, "a1", "a2", group="a", reward=1.0)
+    await client.create("a3", group="a")
+    await rollouts(client, "b1", "b2", "b3", group="b")
+    assert [one async for one in client.follow("trainer", group_size=3, rewarded=True, timeout=0)] == []
+    assert re.search(
+        r"consumer trainer ends after 0 s without a delivery. It waited for group a: 2 of 3 ready, waits for a3 since \d+ s; "
+        r"group b: 3 of 3 ready, without a reward: b1, b2, b3",
+        caplog.text,
+    )
+    assert [(one.group, one.size, one.ready, one.waits_for) for one in (await client.queue()).groups] == [
+        ("a", 3, 2, ["a3"]),
+        ("b", 3, 3, []),
+    ]
+
+
 async def test_sessions_of_old_or_unknown_versions_stay_in_the_queue(client, caplog):
     with pytest.raises(RefusedError, match=r"announce it with client\.set_weights"):
         await anext(client.follow("trainer", max_lag=1, timeout=0))
@@ -117,7 +146,7 @@ async def test_it_waits_for_rollouts_that_finish_later(client):
 async def test_creating_waits_while_too_many_are_ready(kind):
     async with proxied(max_ready=1) as rig, Wrapped(kind(rig.url)) as client, AsyncClient(rig.url) as consumer:
         await rollouts(client, "a")
-        with pytest.raises(TooManyReadyError, match="429: 1 finished sessions are not consumed, and --max-ready is 1"):
+        with pytest.raises(TooManyReadyError, match="429: 1 finished sessions are ready and not taken, and --max-ready is 1"):
             await client.create("b")
         waiting = asyncio.create_task(client.create("b", wait=20))
         async for delivery in consumer.follow("trainer"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import signal
 import sys
 from functools import partial
@@ -46,6 +47,19 @@ async def record(rig, session, calls=3):
         said = await rig.say(session, messages, tools=TOOLS)
         messages += [echo(said), *results(said)]
     await rig.say(session, messages[:3], tools=TOOLS)
+
+
+async def test_the_queue_is_shown_by_group(shell):
+    for name in ("a1", "a2", "a3"):
+        await shell("create", name, "--group", "a")
+    assert (await shell("queue")).stdout == "0 finished sessions, 0 ready, 0 taken\n"
+    await shell("finish", "a1", "a2")
+    shown = (await shell("queue")).stdout
+    assert re.fullmatch(r"2 finished sessions \(2 not valid\), 2 ready, 0 taken\ngroup a: 2 ready, waits for a3 since \d+ s\n", shown)
+    assert json.loads((await shell("queue", "--json")).stdout)["groups"][0]["waits_for"] == ["a3"]
+    async with shell.rig.http.post(f"{shell.rig.url}/tokencache/v1/queue/take", json={"consumer": "c"}) as answer:
+        assert answer.status == 200
+    assert "c has 1 session\ngroup a: 1 of 1 ready\n" in (await shell("queue")).stdout
 
 
 async def test_sessions_are_listed_filtered_and_counted(shell):

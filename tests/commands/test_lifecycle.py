@@ -41,7 +41,8 @@ async def test_create_for_a_harness_with_files(shell, tmp_path):
 
 
 async def test_a_session_is_not_created_twice(shell):
-    await shell("create", "r1", "--sampling", '{"temperature": 0.5}')
+    made = await shell("create", "r1", "--sampling", '{"temperature": 0.5}')
+    assert "tokencache: sampling: temperature is 0.5, and the engine's log probabilities are raw" in made.stderr
     assert "r1" in (await shell("create", "r1", code=1)).stderr
     await shell("create", "r1", "--exist-ok")
     assert "sampling" in (await shell("create", "r1", "--exist-ok", "--sampling", '{"temperature": 1}', code=1)).stderr

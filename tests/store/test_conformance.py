@@ -380,6 +380,11 @@ class KeepsExpiredDeliveries(MemoryStore):
         return leased
 
 
+class KeepsFirstDemand(MemoryStore):
+    async def put_demand(self, consumer, demand):
+        self._demands.setdefault(consumer, demand)
+
+
 class ForgetsRemovals(MemoryStore):
     async def remove(self, delivery):
         outcome = await super().remove(delivery)
@@ -402,6 +407,7 @@ BROKEN = [
     (AcceptsAnyCursor, "check_foreign_cursor"),
     (LeavesOutMissingStates, "check_states"),
     (OffersAgain, "check_offers"),
+    (KeepsFirstDemand, "check_demands"),
     (LeasesSome, "check_leases"),
     (KeepsExpiredDeliveries, "check_expired_leases"),
     (LooksThenLeases, "check_concurrent_leases"),

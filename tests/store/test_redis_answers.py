@@ -39,17 +39,17 @@ YES_NO = {
     *("mark_orphaned", "mark_wanted", "commit", "settle", "add_incidents", "finish", "seal", "set_labels", "add_reward", "delete"),
     *("delete_document", "put_media", "replace_weights", "offer", "lease", "extend", "release"),
 }
-COUNTS = {"unbind_key", "put_engine", "drop_engine", "queue_length"}
+COUNTS = {"unbind_key", "put_engine", "drop_engine", "queue_length", "put_demand", "drop_demand"}
 ABSENT = {
     *("settings", "find", "prefix", "session", "states", "turns", "tokens", "contexts", "rewards", "documents", "media"),
-    *("stored_media", "engines"),
+    *("stored_media", "engines", "demands"),
 }
 """Operations to which an empty list is an answer."""
 ACCEPTED = {
     "nil": {"binding_of_key", "weights"},
     "nil list": {"binding_of_key", "weights"},
     "empty list": ABSENT,
-    "list": {"contexts", "documents", "live_replicas"},
+    "list": {"contexts", "demands", "documents", "live_replicas"},
     "list of nil": {"documents", "live_replicas"},
     "0": YES_NO | COUNTS | {"begin", "define"},
     "1": YES_NO | COUNTS | {"begin", "define", "lift_tombstone", "remove", "withdraw", "watch", "unwatch"},

@@ -6,6 +6,7 @@
 `requests`      the bodies of their requests
 `listing`       lists sessions with filters, a page at a time
 `queue`         delivers finished sessions to consumers
+`demand`        what consumers could take from it, from what they asked for
 `media`         handlers for the images and other media of a session
 `weights`       handlers for the weights of the engines
 `engines`       handlers that add, drain and remove engines

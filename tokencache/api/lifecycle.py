@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class LifecycleRoutes:
-    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while the queue has so many; 0 sets no limit."""
+    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always."""
 
     def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, pool: Pool, *, max_ready: int) -> None:
         self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
@@ -157,7 +157,7 @@ class LifecycleRoutes:
         if asked.deadline is not None and asked.deadline <= now:
             message = f"`deadline` {asked.deadline:.0f} is in the past: it is a Unix time in seconds, and now is {now:.0f}"
             raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param="deadline")
-        await self._check_ready(name, exist_ok=asked.exist_ok)
+        await self._check_ready(name, labels.group, exist_ok=asked.exist_ok)
         if left is not None:  # before it is defined, so that a crash in between does not lose the limits
             await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)
@@ -170,21 +170,18 @@ class LifecycleRoutes:
         advice = "start it with --logprobs-mode processed_logprobs"
         return {"warnings": [f"sampling: {bent}, and the engine's log probabilities are raw, so they are not the policy's: {advice}"]}
 
-    async def _check_ready(self, name: str, *, exist_ok: bool) -> None:
-        """Check that the queue is not full.
+    async def _check_ready(self, name: str, group: str, *, exist_ok: bool) -> None:
+        """Check that consumers could not take too many sessions already. A group that waits for further sessions always gets them.
 
         Raises:
-            HarnessError: it is (429).
+            HarnessError: they could (429).
         """
-        if not self._max_ready or await self._queue.length() < self._max_ready:
+        if not self._max_ready or (exist_ok and await self._store.session(name) is not None):
             return
-        if exist_ok and await self._store.session(name) is not None:
-            return
-        counts = await self._queue.counts()  # this drops entries of sessions that were deleted
-        if counts["candidates"] + counts["taken"] >= self._max_ready:
+        if ready := await self._queue.too_many(group, self._max_ready):
             message = (
-                f"{counts['candidates'] + counts['taken']} finished sessions are not consumed, and --max-ready is {self._max_ready}: "
-                "create further sessions after a consumer has acknowledged some"
+                f"{ready} finished sessions are ready and not taken, and --max-ready is {self._max_ready}: "
+                "create further sessions after a consumer has taken some"
             )
             raise HarnessError(
                 message, status=HTTPStatus.TOO_MANY_REQUESTS, kind="too_many_ready", headers={"Retry-After": str(_RETRY_SECONDS)}

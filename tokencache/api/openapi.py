@@ -113,7 +113,7 @@ _ANY_OBJECT = {"type": "object"}
 _NO_SESSION = {404: "There is no such session."}
 _EXISTS = {
     409: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
-    429: "Too many finished sessions are not consumed (`too_many_ready`, `--max-ready`).",
+    429: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`).",
 }
 _OTHER_STORE = {422: "A delivery is another store's, or a member is invalid."}
 _EXPIRED = {**_OTHER_STORE, 409: "The lease of a delivery ended, and its sessions were released or given to another consumer."}
@@ -335,7 +335,7 @@ OPERATIONS = (
         "getQueue",
         "GET",
         BASE + "/queue",
-        "Count the finished sessions that consumers have not acknowledged.",
+        "Count the finished sessions that consumers have not acknowledged, and describe the groups of those that nobody has taken.",
         QueueState,
     ),
     Operation(
@@ -344,7 +344,8 @@ OPERATIONS = (
         BASE + "/queue/take",
         "Take finished sessions from the queue, and seal them.",
         _object(deliveries={"type": "array", "items": DeliveryState}),
-        description="A delivery has `group_size` sessions of one group, and belongs to the consumer for `lease` seconds. Deliveries that "
+        description="A delivery has `group_size` sessions of one group, and belongs to the consumer for `lease` seconds. With `min_group` "
+        "and `group_timeout` (seconds) a group that has waited so long is delivered with fewer (`missing`). Deliveries that "
         "the consumer took before and does not name in `holding` come first, so a consumer that was restarted gets them again. Answers as "
         "soon as there is a delivery, at the latest after `wait` seconds.",
         body=Take,

@@ -8,8 +8,8 @@ deliveries of a consumer that does not come back are given to others when their 
 An acknowledgement that deletes the sessions first becomes a lease that belongs to no consumer. If the proxy or the store fails in between,
 the sessions are not given out again: whoever looks at the queue after that lease has ended deletes the rest.
 
-The store has the queue, so it does not matter which replica a consumer asks. A replica that waits for a session to become ready is woken
-by what happens in its own process, and otherwise looks at the queue with growing pauses.
+The store has the queue, and what each consumer asked for last (`demand`), so it does not matter which replica a consumer asks. A replica
+that waits for a session to become ready is woken by what happens in its own process, and otherwise looks at the queue with growing pauses.
 """
 
 import secrets
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from tokencache.api.demand import Candidate, Demands, Gathering, asks_for, group_state, is_ready, lacks_reward, read_demands, write_demand
 from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
@@ -52,12 +53,21 @@ T = TypeVar("T")
 
 
 class TakenDelivery(NamedTuple):
-    """Sessions that a consumer has taken, and how often they were given out, this time included."""
+    """Sessions that a consumer has taken.
+
+    Attributes:
+        id: its name in the queue.
+        attempt: how often its sessions were given out, this time included.
+        until: when the lease ends, as Unix time in seconds.
+        sessions: their states.
+        missing: how many sessions fewer it has than the consumer asked for.
+    """
 
     id: str
     attempt: int
     until: float
     sessions: list[SessionInfo]
+    missing: int
 
     @property
     def group(self) -> str:
@@ -65,11 +75,16 @@ class TakenDelivery(NamedTuple):
         return self.sessions[0].labels.group
 
 
-class _Candidate(NamedTuple):
-    """An entry of the queue, and the session of it."""
+class Takeable(NamedTuple):
+    """What consumers could take.
 
-    entry: QueueEntry
-    info: SessionInfo
+    Attributes:
+        sessions: those that somebody could take now.
+        short: the groups that wait for further sessions.
+    """
+
+    sessions: set[str]
+    short: set[str]
 
 
 class SessionQueue:
@@ -90,16 +105,14 @@ class SessionQueue:
             HarnessError: a delivery in `holding` is of another store, or `max_lag` is given and no policy version was ever announced.
         """
         await self._check(asked.holding)
+        await self._limit(asked, {})
+        await self._store.put_demand(asked.consumer, write_demand(asked, time.time()))
         for delivery in asked.holding:
             await self._store.extend(delivery, asked.wait + asked.lease)
         left: dict[str, int] = {}
 
         async def look() -> list[TakenDelivery]:
-            limit = None
-            if asked.max_lag is not None:
-                limit = lag_limit(await self._weights.read(), asked.max_lag)
-                left.update({_STALE: 0, _UNKNOWN: 0})
-            return await self._take(asked, limit, left)
+            return await self._take(asked, await self._limit(asked, left), left)
 
         return await self._until(asked.wait, look), left
 
@@ -161,7 +174,7 @@ class SessionQueue:
         return await self._store.queue_length()
 
     async def counts(self) -> dict[str, Any]:
-        """Count the sessions in the queue, and those of each consumer."""
+        """Count the sessions in the queue, those of each consumer, and those of each group that nobody has taken."""
         found = await self._candidates(await self._entries())
         free = [one for one in found if not one.entry.leased]
         return {
@@ -170,7 +183,75 @@ class SessionQueue:
             "invalid": sum(not self._is_valid(one.info) for one in free),
             "taken": len(found) - len(free),
             "consumers": dict(Counter(one.entry.consumer for one in found if one.entry.leased)),
+            "groups": await self._groups(free),
         }
+
+    async def too_many(self, group: str, most: int) -> int:
+        """Return how many sessions consumers could take, if that is too many to create another session of a group; otherwise 0.
+
+        `most` or more are too many. But a group of which sessions wait always gets further ones: nobody could take it without them.
+        """
+        if await self._store.queue_length() < most:
+            return 0
+        ready, short = await self.takeable()
+        return 0 if len(ready) < most or group in short else len(ready)
+
+    async def takeable(self) -> Takeable:
+        """Return what consumers could take now, as far as it is known what they ask for.
+
+        Sessions that only wait for a reward count, because that needs no further session. Sessions that no consumer asked for count one by
+        one, and their groups as short: perhaps somebody will ask for them.
+        """
+        entries = [entry for entry in await self._entries() if not entry.leased]
+        ready = [one for one in await self._candidates(entries) if await self._is_ready(one.info)]
+        demands = await self._demands()
+        asked_for = [one for one in ready if demands.concerning(one.info) is not None]
+        others = [one for one in ready if demands.concerning(one.info) is None]
+        found = Takeable({one.info.id for one in others}, {one.info.labels.group for one in others})
+        for asked in demands.living:
+            gathering, limit = Gathering(asked), await self._limit(asked, {})
+            chosen = [
+                gathering.add(one) for one in asked_for if asks_for(asked, one.info) and await self._is_young(one.info, limit, Counter())
+            ]
+            chosen += gathering.overdue(await self._now(asked))
+            found.sessions.update(one.info.id for members in chosen for one in members)
+            found.short.update(gathering.short)
+        return Takeable(found.sessions, found.short - {""})
+
+    async def _groups(self, free: Sequence[Candidate]) -> list[dict[str, Any]]:
+        """Describe the groups of sessions that nobody has taken (`GroupState`)."""
+        members: dict[str, list[Candidate]] = {}
+        for one in free:
+            members.setdefault(one.info.labels.group, []).append(one)
+        demands, now = await self._demands(), (await self._store.overdue()).now
+        found = {group: group_state(group, several, demands, now) for group, several in members.items()}
+        if short := {group for group, state in found.items() if group and state["short"]}:
+            async for info in self._store.sessions():
+                if info.state is SessionStage.OPEN and info.labels.group in short:
+                    found[info.labels.group]["waits_for"].append(info.id)
+        return list(found.values())
+
+    async def _demands(self) -> Demands:
+        """Read what consumers asked for. What is very old is deleted."""
+        found = read_demands(await self._store.demands())
+        for consumer in found.forgotten:
+            await self._store.drop_demand(consumer)
+        return found
+
+    async def _now(self, asked: Take) -> float:
+        """Read the store's clock, by which sessions are finished; 0 if the request has no limit of time."""
+        return 0.0 if asked.group_timeout is None else (await self._store.overdue()).now
+
+    async def _limit(self, asked: Take, left: dict[str, int]) -> LagLimit | None:
+        """Return the limit of lag of a request. `left` is set to 0 then.
+
+        Raises:
+            HarnessError: as in `lag_limit`.
+        """
+        if asked.max_lag is None:
+            return None
+        left.update({_STALE: 0, _UNKNOWN: 0})
+        return lag_limit(await self._weights.read(), asked.max_lag)
 
     async def _until(self, seconds: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
         """Look until something is found, the time is up, or the proxy stops."""
@@ -186,36 +267,39 @@ class SessionQueue:
 
     async def _take(self, asked: Take, limit: LagLimit | None, left: dict[str, int]) -> list[TakenDelivery]:
         entries = await self._entries()
+        found = await self._take_again(asked, entries)
+        gathering, free = Gathering(asked), [entry for entry in entries if not entry.leased]
+        for first in range(0, len(free), _CHUNK):
+            for one in await self._candidates(free[first : first + _CHUNK]):
+                if len(found) >= asked.limit:
+                    return found
+                if await self._may_take(asked, one.info, limit, left):
+                    found += await self._lease(gathering.add(one), asked)
+        for members in gathering.overdue(await self._now(asked)):
+            if len(found) < asked.limit:
+                found += await self._lease(members, asked)
+        return found
+
+    async def _take_again(self, asked: Take, entries: Sequence[QueueEntry]) -> list[TakenDelivery]:
+        """Take what the consumer took before and does not name."""
         own: dict[str, list[QueueEntry]] = {}
         for entry in entries:
             if entry.leased and entry.consumer == asked.consumer and entry.delivery not in asked.holding:
                 own.setdefault(entry.delivery, []).append(entry)
         found: list[TakenDelivery] = []
         for delivery, repeated in own.items():
-            if len(found) == asked.limit:
-                return found
-            found += await self._lease(await self._candidates(repeated), asked, delivery)
-        free = [entry for entry in entries if not entry.leased]
-        waiting: dict[str, list[_Candidate]] = {}  # of each group, fewer than a delivery needs
-        for first in range(0, len(free), _CHUNK):
-            for candidate in await self._candidates(free[first : first + _CHUNK]):
-                if not await self._may_take(asked, candidate.info, limit, left):
-                    continue
-                group = candidate.info.labels.group
-                one = waiting.setdefault(group, [])
-                one.append(candidate)
-                if len(one) < asked.group_size or (asked.group_size > 1 and not group):
-                    continue
-                del waiting[group]
-                found += await self._lease(one, asked, f"{(await store_tag(self._store)).hex()}-{secrets.token_hex(8)}")
-                if len(found) == asked.limit:
-                    return found
+            if len(found) < asked.limit:
+                found += await self._lease(await self._candidates(repeated), asked, delivery)
         return found
 
     async def _may_take(self, asked: Take, info: SessionInfo, limit: LagLimit | None, left: dict[str, int]) -> bool:
         """Whether a session is ready and passes the filters of a consumer. `left` counts the ready ones that only the limit stops."""
-        if not _wanted(asked, info) or not await self._is_ready(info):
+        if not asks_for(asked, info) or lacks_reward(asked, info) or not await self._is_ready(info):
             return False
+        return await self._is_young(info, limit, left)
+
+    async def _is_young(self, info: SessionInfo, limit: LagLimit | None, left: dict[str, int]) -> bool:
+        """Whether a session passes a limit of lag. `left` counts those that do not."""
         if limit is None:
             return True
         if info.epoch not in self._sampled:
@@ -228,25 +312,29 @@ class SessionQueue:
         left[_UNKNOWN if lag is None else _STALE] += 1
         return False
 
-    async def _lease(self, candidates: Sequence[_Candidate], asked: Take, delivery: str) -> list[TakenDelivery]:
-        """Lease sessions and seal them. Returns the delivery, or nothing if that is not possible any more."""
+    async def _lease(self, candidates: Sequence[Candidate], asked: Take, delivery: str = "") -> list[TakenDelivery]:
+        """Lease sessions and seal them, as a new delivery or again. Returns it, or nothing if that is not possible any more."""
+        if not candidates:
+            return []
+        delivery = delivery or f"{(await store_tag(self._store)).hex()}-{secrets.token_hex(8)}"
         names = [one.info.id for one in candidates]
         until = time.time() + asked.lease
-        if not names or not await self._store.lease(names, delivery, asked.consumer, asked.lease):
+        if not await self._store.lease(names, delivery, asked.consumer, asked.lease):
             return []
         for name in names:
             if await self._store.seal(name) is not SealOutcome.SEALED:  # it was deleted meanwhile, and perhaps created again
                 await self._store.release(delivery)
                 return []
         sealed = [info for info in await self._store.states(names) if info is not None]
-        return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed)]
+        missing = max(0, asked.group_size - len(sealed))
+        return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed, missing)]
 
-    async def _candidates(self, entries: Sequence[QueueEntry]) -> list[_Candidate]:
+    async def _candidates(self, entries: Sequence[QueueEntry]) -> list[Candidate]:
         """Read the sessions of entries. Entries of sessions that were deleted leave the queue."""
         found = []
         for entry, info in zip(entries, await self._store.states([entry.session for entry in entries]), strict=True):
             if info is not None and info.epoch == entry.epoch:
-                found.append(_Candidate(entry, info))
+                found.append(Candidate(entry, info))
             else:
                 await self._store.withdraw(entry.session, entry.epoch)
         return found
@@ -302,31 +390,6 @@ def lag_limit(state: WeightsState, most: int) -> LagLimit:
         message = "max_lag needs the current policy version, and none was announced; announce it with client.set_weights(version)"
         raise HarnessError(message, status=422, kind="weights_unknown", param="max_lag")
     return LagLimit(most, state.current, state.history)
-
-
-def is_ready(info: SessionInfo) -> bool:
-    """Whether a consumer may take a session. What is sealed may be taken even if a call that was cut off never ends."""
-    return info.state is SessionStage.SEALED or (info.state is SessionStage.FINISHED and not info.open_calls)
-
-
-def _wanted(asked: Take, info: SessionInfo) -> bool:
-    """Whether a session passes the filters of a consumer."""
-    return (
-        (not asked.rewarded or _has_reward(info) or _has_failed(info))
-        and asked.group in {"", info.labels.group}
-        and (not asked.tag or asked.tag in info.labels.tags)
-        and asked.harness in {"", info.harness}
-    )
-
-
-def _has_failed(info: SessionInfo) -> bool:
-    """Whether a session was finished as failed. Nobody rewards it, and its group need not wait for that."""
-    return info.outcome is not None and not info.outcome.ok
-
-
-def _has_reward(info: SessionInfo) -> bool:
-    reward = info.reward
-    return reward is not None and (reward.reward is not None or bool(reward.components or reward.turns or reward.sequences))
 
 
 def _refuse_expired(expired: Sequence[str]) -> None:

@@ -143,6 +143,8 @@ class Take(msgspec.Struct, frozen=True):
         consumer: its name.
         limit: most deliveries to return.
         group_size: sessions of one group in a delivery; 1: one session, whatever its group.
+        min_group, group_timeout: once so many seconds have passed since the first of them was finished, a group is delivered with at least
+            `min_group` sessions. `None`: it waits until it is whole.
         wait: for how many seconds to wait for a delivery.
         lease: for how many seconds the deliveries belong to the consumer.
         rewarded: only sessions with a reward, and those that were finished as failed, which nobody rewards.
@@ -150,6 +152,9 @@ class Take(msgspec.Struct, frozen=True):
         max_lag: only sessions none of whose sampled tokens lags more than that many policy versions behind the current one. The lag of all
             must be known. `None`: any session.
         holding: deliveries that the consumer has and is still working on. They are not returned again, and their leases are extended.
+
+    Raises:
+        ValueError: `min_group` is larger than `group_size`, or one of `min_group` and `group_timeout` is missing.
     """
 
     consumer: _Name
@@ -163,6 +168,15 @@ class Take(msgspec.Struct, frozen=True):
     harness: str = ""
     max_lag: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     holding: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)] = []
+    min_group: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None
+    group_timeout: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what is said about parts of groups."""
+        if (self.min_group is None) is not (self.group_timeout is None):
+            raise ValueError("`min_group` and `group_timeout` need each other: how many sessions of a group, and after how many seconds")
+        if self.min_group is not None and self.min_group > self.group_size:
+            raise ValueError(f"`min_group` {self.min_group} is larger than `group_size` {self.group_size}, the sessions of a whole group")
 
 
 class NewVersion(msgspec.Struct, frozen=True):

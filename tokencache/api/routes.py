@@ -193,7 +193,16 @@ class _TrainerApi:
 
     def _delivery(self, one: TakenDelivery) -> dict[str, Any]:
         sessions = [self._state(info) for info in one.sessions]
-        return {"id": one.id, "group": one.group, "attempt": one.attempt, "until": one.until, "sessions": sessions}
+        valid = [state["session"] for state in sessions if state["valid"]]
+        return {
+            "id": one.id,
+            "group": one.group,
+            "attempt": one.attempt,
+            "until": one.until,
+            "missing": one.missing,
+            "valid": valid,
+            "sessions": sessions,
+        }
 
     def _state(self, info: SessionInfo) -> dict[str, Any]:
         return state_object(info, self._ledger.unsaved(info.id))

@@ -27,6 +27,10 @@ OUTAGE_SECONDS = 300.0
 """How long to wait for a proxy that responded before: it may be restarted while a trainer collects trajectories."""
 
 
+_MOST = 10
+"""Groups that a warning names."""
+
+
 class _Finished(msgspec.Struct):
     finished: list[SessionState]
     unknown: list[str] = []
@@ -47,6 +51,8 @@ class DeliveryData:
         group: the group of its sessions; `""` if they have none.
         attempt: 1 at the first time; more if a consumer took the sessions before and did not acknowledge them.
         sessions: their states, sealed.
+        missing: how many sessions fewer it has than `group_size`: the group had waited for `group_timeout`.
+        valid: the names of those that are valid (docs/lifecycle.md).
         trajectories: one for each session, in the requested format.
     """
 
@@ -54,6 +60,8 @@ class DeliveryData:
     group: str
     attempt: int
     sessions: list[SessionState]
+    missing: int
+    valid: list[str]
     trajectories: list[Any]
     _held: set[str] = dataclasses.field(repr=False, compare=False)
 
@@ -204,6 +212,8 @@ class FollowOptions(ExportOptions, total=False):
     """The options of `Client.follow` and `AsyncClient.follow`, besides `consumer`."""
 
     group_size: int
+    min_group: int | None
+    group_timeout: float | None
     format: str
     rewarded: bool
     lease: float
@@ -221,7 +231,7 @@ def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions])
 
 def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemSteps[DeliveryData]:
     asked: dict[str, Any] = {"consumer": consumer}
-    for name in ("group_size", "rewarded", "lease", "group", "tag", "harness", "max_lag"):
+    for name in ("group_size", "min_group", "group_timeout", "rewarded", "lease", "group", "tag", "harness", "max_lag"):
         if (value := options.get(name)) is not None:
             asked[name] = value
     form, timeout = options.get("format", "native"), options.get("timeout")
@@ -243,6 +253,11 @@ def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemS
             yield Item((yield from _fetched(proxy, delivery, form, lengths, held)))
             last = time.monotonic()
         if not taken.deliveries and left <= patience:
+            waiting = [str(group) for group in (yield from queue(proxy)).groups if group.waits]
+            if waiting:
+                log.warning(
+                    "consumer %s ends after %g s without a delivery. It waited for %s", consumer, timeout, "; ".join(waiting[:_MOST])
+                )
             return
 
 
@@ -252,7 +267,14 @@ def _fetched(proxy: ProxyAddress, delivery: DeliveryState, form: str, lengths: E
         trajectory = yield from session_operations.fetch(access_to(proxy.url, state.session), form, drift="off", **lengths)
         trajectories.append(trajectory)
     return DeliveryData(
-        id=delivery.id, group=delivery.group, attempt=delivery.attempt, sessions=delivery.sessions, trajectories=trajectories, _held=held
+        id=delivery.id,
+        group=delivery.group,
+        attempt=delivery.attempt,
+        sessions=delivery.sessions,
+        missing=delivery.missing,
+        valid=delivery.valid,
+        trajectories=trajectories,
+        _held=held,
     )
 
 
@@ -288,7 +310,7 @@ def extend(delivery: DeliveryData, seconds: float) -> Steps[None]:
 
 
 def queue(_proxy: ProxyAddress) -> Steps[QueueState]:
-    """Return how many sessions are in the queue, and who took them."""
+    """Return how many sessions are in the queue, who took them, and what its groups wait for."""
     return (yield from call(Request("GET", f"{BASE}/queue"), QueueState))
 
 

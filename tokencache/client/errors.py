@@ -15,7 +15,7 @@
         │   └── OtherSettingsError  409: and it has other settings
         ├── OutcomeError     409: the session has another outcome, or is sealed without this one
         ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
-        ├── TooManyReadyError 429: too many finished sessions are not consumed (`--max-ready`)
+        ├── TooManyReadyError 429: too many finished sessions are ready and not taken (`--max-ready`)
         ├── EngineInUseError  409: the engine is not drained, or `--upstream` names it
         ├── WeightsConflictError  409: another owner is updating the weights, or an update has ended
         └── EnginePauseError  409: an engine cannot be paused

@@ -101,14 +101,14 @@ class Client(ProxyAddress):
                 variables that name it are left out.
             group, metadata, tags: labels of the session; see `Session.finish`.
             exist_ok: accept a session that exists, if it has the same settings or none are given.
-            wait: for how many seconds to wait while too many finished sessions are not consumed (`--max-ready`).
+            wait: for how many seconds to wait while consumers could take too many sessions already (`--max-ready`).
 
         Raises:
             AdapterError: there is no such adapter, it needs `config_dir`, or several models are served and none is named
                 (`tokencache.adapters.load`).
             RefusedError: the name, a sampling parameter or a label is invalid.
             ExistsError: the session exists; with `exist_ok`, `OtherSettingsError`: it has other settings.
-            TooManyReadyError: too many finished sessions are not consumed.
+            TooManyReadyError: consumers could take too many sessions already.
         """
         return self._session(self._transport.run(operations.create(self, name, **options)))
 
@@ -129,12 +129,14 @@ class Client(ProxyAddress):
         Args:
             consumer: the name of this consumer. Consumers that run at the same time have different names; a restarted one keeps its name.
             group_size: the number of sessions of one group in a delivery. 1: one session, whatever its group.
+            min_group, group_timeout: deliver a group with at least `min_group` sessions once so many seconds have passed since the first of
+                them was finished (docs/lifecycle.md). Default: it waits until it is whole.
             format: of the trajectories; see `Session.fetch`. `max_length`, `max_prompt_length`, `max_response_length` and `overlong`
                 limit their length.
             rewarded: take only sessions with a reward, and those that were finished as failed, which nobody rewards.
             lease: for how many seconds a delivery belongs to this consumer (600). Taking the next delivery extends the leases of those
                 that are not acknowledged yet.
-            timeout: stop after so many seconds without a delivery; `None`: never.
+            timeout: stop after so many seconds without a delivery; `None`: never. A warning in the log names the groups that wait.
             group, tag, harness: take only sessions that have them.
             max_lag: take only sessions none of whose sampled tokens lags more than that many policy versions behind the one announced
                 last. Sessions that lag more, or whose lag is not known, stay in the queue; a warning in the log counts them.

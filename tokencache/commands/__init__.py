@@ -1,6 +1,7 @@
 """The commands that read from a running proxy, or from files that they exported.
 
 `sessions`   `tokencache sessions`: list sessions
+`queue`      `tokencache queue`: show the queue of finished sessions
 `lifecycle`  `tokencache create`, `finish`, `reward`, `label`, `seal`, `delete`
 `rewards`    reads a reward from a file
 `show`       `tokencache show`: print one session as a tree

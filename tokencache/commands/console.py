@@ -1,5 +1,8 @@
 """Shared parts of the commands: the options that name a proxy, the exit after an error, and texts for counts and sizes."""
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -46,6 +49,16 @@ def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
     """Print an error and return the exit with code 1 for the caller to raise."""
     typer.secho(f"{command}: {error}", fg="red", err=True)
     return typer.Exit(1)
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[None]:
+    """Print warnings of the client as the command's own."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    for one in found:
+        typer.secho(f"tokencache: {one.message}", fg="yellow", err=True)
 
 
 def plural(n: int, noun: str) -> str:

@@ -15,7 +15,7 @@ import typer
 from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, Session
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, warned
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
 from tokencache.core.session import History
 
@@ -96,7 +96,7 @@ def create_session(  # noqa: PLR0917 - one parameter per option
     """
     pinned, noted = _json_object("--sampling", sampling) or {}, _json_object("--metadata", metadata) or {}
     try:
-        with Client(proxy, admin_key) as client:
+        with Client(proxy, admin_key) as client, warned():
             made = client.create(
                 session,
                 harness=harness,

@@ -750,3 +750,12 @@ class Store(Protocol):
 
     async def withdraw(self, session: str, epoch: str) -> None:
         """Take a session out of the queue, if its entry is of this epoch: the session was deleted."""
+
+    async def put_demand(self, consumer: str, demand: bytes) -> None:
+        """Store what a consumer of the queue asked for. It replaces what the consumer asked for before."""
+
+    async def drop_demand(self, consumer: str) -> None:
+        """Forget what a consumer asked for."""
+
+    async def demands(self) -> list[bytes]:
+        """Read what all consumers asked for, in no particular order. One round trip."""

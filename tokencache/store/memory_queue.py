@@ -17,6 +17,7 @@ class MemoryQueue:
         self._clock = SteadyClock()
         self._entries: dict[str, QueueEntry] = {}
         self._deliveries: dict[str, tuple[str, ...]] = {}
+        self._demands: dict[str, bytes] = {}
         self._watched: dict[str, float] = {}  # when the time of a session has passed
         self._removed: Expiring[str, bool] = Expiring(REMEMBER_SECONDS, monotonic)
 
@@ -83,6 +84,15 @@ class MemoryQueue:
         held = self._entries.get(session)
         if held is not None and held.epoch == epoch:
             del self._entries[session]
+
+    async def put_demand(self, consumer: str, demand: bytes) -> None:
+        self._demands[consumer] = demand
+
+    async def drop_demand(self, consumer: str) -> None:
+        self._demands.pop(consumer, None)
+
+    async def demands(self) -> list[bytes]:
+        return list(self._demands.values())
 
     def _delivered(self, delivery: str) -> list[QueueEntry]:
         """Return the entries that a delivery has now."""

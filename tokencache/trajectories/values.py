@@ -27,6 +27,7 @@ __all__ = [
     "EngineWeightsInfo",
     "ExpertPart",
     "Figures",
+    "GroupState",
     "Incident",
     "Link",
     "OpenCall",
@@ -486,6 +487,8 @@ class DeliveryState(msgspec.Struct, frozen=True, kw_only=True):
         attempt: 1 at the first time; more if a consumer took the sessions before and did not acknowledge them.
         until: when the lease ends, as Unix time in seconds.
         sessions: the states of its sessions, sealed.
+        missing: how many sessions fewer it has than the consumer asked for: the group had waited for `group_timeout`.
+        valid: those of its sessions that are valid (docs/lifecycle.md).
     """
 
     id: str
@@ -493,6 +496,50 @@ class DeliveryState(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     until: float
     sessions: list[SessionState]
+    missing: int = 0
+    valid: list[str] = []
+
+
+class GroupState(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of sessions that are in the queue and that nobody has taken.
+
+    Attributes:
+        group: its name; `""` for sessions without a group.
+        size: how many sessions of it a consumer asked for last; 0 if none did.
+        ready: how many of its sessions are finished and have no call in flight.
+        short: whether that is no multiple of `size`, so that sessions wait for others; true if the size is not known.
+        waits_for: its sessions that have calls in flight, and if it is short those that are not finished.
+        unrewarded: those ready ones that a consumer does not take because they have no reward.
+        waited: seconds since the first of those in the queue was finished.
+    """
+
+    group: str
+    size: int
+    ready: int
+    short: bool
+    waits_for: list[str] = []
+    unrewarded: list[str] = []
+    waited: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether sessions of it wait for others, or for a reward."""
+        return self.short or bool(self.unrewarded)
+
+    def __str__(self) -> str:
+        """Describe it in words: `group g3: 3 of 4 ready, waits for r17 since 412 s`."""
+        text = f"{f'group {self.group}' if self.group else 'no group'}: {self.ready}{f' of {self.size}' if self.size else ''} ready"
+        if not self.group and self.size > 1:
+            return f"{text}, and consumers take groups only"
+        if self.waits_for:
+            text += f", waits for {_named(self.waits_for)} since {self.waited:.0f} s"
+        elif self.short and self.size:
+            text += f", waits since {self.waited:.0f} s, and no other session of it is open"
+        return text + (f", without a reward: {_named(self.unrewarded)}" if self.unrewarded else "")
+
+
+def _named(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
@@ -502,6 +549,7 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
         candidates: sessions that are finished and not taken. `ready`: those of them without a call in flight. `invalid`: those of them
             that are not valid.
         taken: sessions that a consumer took and has not acknowledged. `consumers`: the same for each consumer.
+        groups: the groups of those that are not taken, in the order in which they were finished.
     """
 
     candidates: int
@@ -509,6 +557,7 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     taken: int
     consumers: dict[str, int]
     invalid: int = 0
+    groups: list[GroupState] = []
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

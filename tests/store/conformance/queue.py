@@ -102,6 +102,18 @@ async def check_expired_leases(store: Store) -> None:
     same(await _entries(store, a, b), [], "entries in the end")
 
 
+async def check_demands(store: Store) -> None:
+    """What a consumer asked for replaces what it asked for before. It is kept until it is dropped."""
+    one, two = (name_of(f"consumer ☕ {n}").encode() for n in range(2))
+    for consumer, demand in ((one, b"\x00old"), (two, two), (one, one)):
+        await store.put_demand(consumer.decode(), demand)
+    same(sorted(demand for demand in await store.demands() if demand in {one, two, b"\x00old"}), sorted([one, two]), "demands")
+    for _ in range(2):
+        await store.drop_demand(one.decode())
+    same([demand for demand in await store.demands() if demand in {one, two}], [two], "demands after one was dropped")
+    await store.drop_demand(two.decode())
+
+
 async def check_concurrent_leases(store: Store) -> None:
     """Of concurrent leases of one session, one succeeds."""
     sessions = [name_of("contended") for _ in range(5)]

@@ -10,10 +10,11 @@ import pytest
 
 from tests.support.waiting import block_until
 from tests.system.faults import consumer
+from tests.system.faults.conftest import PATIENT
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
 from tests.system.faults.processes import Program, ask
-from tokencache.client import AsyncClient, ClientError
+from tokencache.client import AsyncClient, ClientError, TooManyReadyError
 
 API = "/tokencache/v1"
 GROUP = 2
@@ -103,3 +104,52 @@ async def test_each_session_is_consumed_exactly_once(started, http, tmp_path, se
     steps = [step for one in consumers for step in one.steps()]
     assert problems(steps) == []
     assert {name for step, _, names in steps if step == "taken" for name in names} == {agent.session for agent in agents}
+
+
+async def test_what_consumers_asked_for_and_parts_of_groups_survive(started):
+    """A limit of 2, and groups of 2. What replicas know of groups is in the store, so it does not matter which one is killed."""
+    stack = started(redis=LOGGED, replicas=2, options=(*PATIENT, "--max-ready", "2"))
+
+    def again(replica, *, redis=False):
+        stack.proxies[replica].kill()
+        if redis:
+            stack.redis.kill()
+            stack.redis.start()
+        stack.proxies[replica].start().ready()
+
+    async def deliveries(replica, **part):
+        async with AsyncClient(stack.urls[replica], timeout=5.0) as client:
+            return [one async for one in client.follow("trainer", group_size=2, timeout=0, **part)]
+
+    async def create(replica, name, group, *, finish=True):
+        async with AsyncClient(stack.urls[replica], timeout=5.0) as client:
+            session = await client.create(name, group=group)
+            if finish:
+                await session.finish(failed="sandbox")
+
+    assert await deliveries(0) == []
+    for n in range(3):  # more than the limit, and nobody can take one of them
+        await asyncio.to_thread(again, n % 2, redis=n == 1)
+        await create(1 - n % 2, f"{n}-0", f"g{n}")
+    await create(1, "0-1", "g0")
+    for replica in (0, 1):
+        await asyncio.to_thread(again, replica)
+        with pytest.raises(TooManyReadyError, match="2 finished sessions are ready and not taken"):
+            await create(replica, "new", "new")
+    await create(0, "1-1", "g1", finish=False)
+
+    part = {"min_group": 1, "group_timeout": 0.01}
+    taken = await deliveries(1, **part)
+    assert [(one.group, one.missing, one.valid) for one in taken] == [("g0", 0, []), ("g1", 1, []), ("g2", 1, [])]
+    await asyncio.to_thread(again, 1, redis=True)
+    async with AsyncClient(stack.urls[1], timeout=5.0) as client:
+        await client.session("1-1").finish()
+    repeated = await deliveries(0, **part)
+    late = [one for one in repeated if one.id not in {one.id for one in taken}]
+    assert {(one.id, one.missing, one.attempt) for one in repeated if one not in late} == {(one.id, one.missing, 2) for one in taken}
+    assert [([state.session for state in one.sessions], one.missing) for one in late] == [(["1-1"], 1)]
+    async with AsyncClient(stack.urls[1], timeout=5.0) as client:
+        async for one in client.follow("trainer", group_size=2, timeout=0, **part):
+            await one.acknowledge()
+        state = await client.queue()
+    assert (state.candidates, state.taken, state.groups) == (0, 0, [])

@@ -107,6 +107,18 @@ class FileQueue:
     def withdraw(self, db: sqlite3.Connection, session: str, epoch: str) -> None:
         db.execute("DELETE FROM queue WHERE session = ? AND epoch = ?", (text(session), epoch))
 
+    @writes
+    def put_demand(self, db: sqlite3.Connection, consumer: str, demand: bytes) -> None:
+        db.execute("INSERT OR REPLACE INTO demands VALUES (?, ?)", (text(consumer), demand))
+
+    @writes
+    def drop_demand(self, db: sqlite3.Connection, consumer: str) -> None:
+        db.execute("DELETE FROM demands WHERE consumer = ?", (text(consumer),))
+
+    @reads
+    def demands(self, db: sqlite3.Connection) -> list[bytes]:
+        return [demand for (demand,) in db.execute("SELECT demand FROM demands")]
+
 
 def _known(db: sqlite3.Connection, delivery: str) -> bool:
     return db.execute("SELECT 1 FROM deliveries WHERE delivery = ?", (delivery,)).fetchone() is not None

@@ -61,6 +61,7 @@ CREATE TABLE IF NOT EXISTS queue (
 CREATE TABLE IF NOT EXISTS deliveries (delivery TEXT, session BLOB, PRIMARY KEY (delivery, session)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS removed_deliveries (delivery TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS removed_sessions (session BLOB, epoch TEXT, at REAL NOT NULL, PRIMARY KEY (session, epoch)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS demands (consumer BLOB PRIMARY KEY, demand BLOB NOT NULL) WITHOUT ROWID;
 """
 
 _ADDED = {"outcome": "BLOB"}

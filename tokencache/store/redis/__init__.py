@@ -44,6 +44,7 @@ late calls. Other keys:
 `<prefix>:key:<hash>`                        binding of an API key
 `<prefix>:alive:{replicas}:<replica>`        heartbeat of a replica
 `<prefix>:queue:{queue}` and two more        the queue of finished sessions (`queue_scripts`)
+`<prefix>:demands`                           a hash: consumer → what it asked of the queue last
 `<prefix>:watched`                           a sorted set: sessions with a deadline or a limit of silence, by when to look at them
 `<prefix>:engines`                           a hash: engines that were added, drained or removed while the proxy ran
 `<prefix>:weights`                           a hash: what trainers announced about the weights of the engines, and its revision

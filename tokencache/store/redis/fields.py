@@ -38,6 +38,7 @@ class Keys:
         self.weights = self._prefix + b":weights"
         self.watched = self._prefix + b":watched"
         queue = self._prefix + b":queue:{queue}"
+        self.demands = self._prefix + b":demands"
         self.queue = [queue, queue + b":deliveries", queue + b":removed"]
 
     def session(self, session: str) -> bytes:

@@ -507,6 +507,15 @@ class RedisStore:
     async def withdraw(self, session: str, epoch: str) -> None:
         await self._script("withdraw", queue_scripts.WITHDRAW, self._keys.queue, text(session), text(epoch))
 
+    async def put_demand(self, consumer: str, demand: bytes) -> None:
+        await self._command("put_demand", "HSET", self._keys.demands, text(consumer), demand)
+
+    async def drop_demand(self, consumer: str) -> None:
+        await self._command("drop_demand", "HDEL", self._keys.demands, text(consumer))
+
+    async def demands(self) -> list[bytes]:
+        return list(await self._command("demands", "HVALS", self._keys.demands))
+
     async def _read_states(self, sessions: Sequence[str], _lost: bool) -> list[Any]:
         """Read the states of sessions in one round trip, or in two if a server has not seen the script."""
         keys = [self._keys.session(session) for session in sessions]

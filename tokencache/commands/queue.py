@@ -1,0 +1,29 @@
+"""`tokencache queue`: shows the queue of finished sessions."""
+
+import typer
+
+from tokencache.client import Client, ClientError
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, printable
+
+
+def show_queue(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, admin_key: AdminKeyOption = None) -> None:
+    """Show the queue, and what its groups wait for.
+
+    A group has the size that a consumer asked for last.
+
+    tokencache queue
+    """
+    try:
+        with Client(proxy, admin_key) as client:
+            state = client.queue()
+    except ClientError as error:
+        raise failed(error) from None
+    if as_json:
+        print_json(state)
+        return
+    invalid = f" ({state.invalid} not valid)" if state.invalid else ""
+    typer.echo(f"{plural(state.candidates, 'finished session')}{invalid}, {state.ready} ready, {state.taken} taken")
+    for consumer, taken in sorted(state.consumers.items()):
+        typer.echo(f"{printable(consumer)} has {plural(taken, 'session')}")
+    for group in state.groups:
+        typer.echo(printable(str(group)))
