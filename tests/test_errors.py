@@ -13,9 +13,11 @@ from tokencache.errors import (
 )
 from tokencache.store.base import (
     CursorError,
+    OutcomeConflictError,
     SessionDeletedError,
     SessionExistsError,
     SessionFinishedError,
+    SessionOverError,
     SessionSealedError,
     SettingsConflictError,
     StoreError,
@@ -38,6 +40,7 @@ ANSWERS = [
     (StoreError("redis: slow"), 503, "store_error", "the store failed: redis: slow"),
     (SessionSealedError("r1"), 409, "session_sealed", "session r1 is sealed"),
     (SessionFinishedError("r1"), 409, "session_finished", "session r1 is finished"),
+    (OutcomeConflictError("r1", "engine", "sandbox"), 409, "outcome_conflict", "session r1 has the outcome 'sandbox', which cannot become"),
     (SessionExistsError("r1"), 409, "session_exists", "session r1 exists already"),
     (SettingsConflictError("r1", ["sampling"]), 409, "settings_conflict", "session r1 exists with other settings (sampling)"),
     (CursorError("another store"), 422, "invalid_cursor", "the cursor cannot be used (another store)"),
@@ -63,7 +66,7 @@ def test_every_error_class_is_in_the_table():
     def below(cls):
         return {cls} | {one for child in cls.__subclasses__() for one in below(child)}
 
-    ours = {cls for cls in below(TokencacheError) - {TokencacheError} if cls.__module__.startswith("tokencache")}
+    ours = {cls for cls in below(TokencacheError) - {TokencacheError, SessionOverError} if cls.__module__.startswith("tokencache")}
     assert {type(row[0]) for row in ANSWERS} == ours
 
 

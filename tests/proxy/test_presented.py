@@ -66,7 +66,7 @@ async def answer_of(rig, url, body, session=None):
     rig.engine._calls = itertools.count(1000)
     headers = {"X-Request-Id": "abc"} | ({HEADER: session} if session else {})
     async with rig.http.post(url + CHAT, json={"model": "sim", **body}, headers=headers) as answer:
-        kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in ("date", "content-length")}
+        kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in ("date", "content-length", "x-request-id")}
         return answer.status, kept, MASKED.sub(b"*", await answer.read())
 
 

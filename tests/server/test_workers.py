@@ -105,8 +105,8 @@ async def rest(answer, beginning):
 async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
     async with two_workers(redis, "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
         await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(60)])
-        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 60)
-        took = set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ turn", proxy.log))
+        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ call", 60)
+        took = set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ call", proxy.log))
         assert took == set(processes.values())
 
         async def counted():  # a call ends only after its client has the answer
@@ -130,8 +130,8 @@ async def test_any_worker_serves_any_call_and_reports_all_metrics(redis):
 async def test_workers_share_a_file(tmp_path):
     async with two_workers(f"file:{tmp_path}/sessions.db", "--log-level", "debug") as (proxy, _, url, processes), asking(url) as http:
         await asyncio.gather(*[ask(http, f"sum-{n}") for n in range(40)])
-        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ turn", 40)
-        assert set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ turn", proxy.log)) == set(processes.values())
+        await proxy.said(r"\[\d+\] tokencache\S*: session sum-\d+ call", 40)
+        assert set(re.findall(r"\[(\d+)\] tokencache\S*: session sum-\d+ call", proxy.log)) == set(processes.values())
         async with http.get("/tokencache/v1/sessions") as answer:
             sessions = (await answer.json())["sessions"]
         assert sorted(one["session"] for one in sessions) == sorted(f"sum-{n}" for n in range(40))

@@ -47,7 +47,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.request_body import RequestBodies
-from tokencache.proxy.response import Exchange, Response
+from tokencache.proxy.response import REQUEST_ID, RETURNED_ID, Exchange, Response
 from tokencache.proxy.sessions import Origin, SessionRequest, SettingsCache
 from tokencache.request_memory import Owner, holding_of
 from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError
@@ -246,6 +246,8 @@ class Endpoints:
         return self._pool.order(session)[0]
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
+        if own := asked.request.headers.get(REQUEST_ID):
+            asked.request[RETURNED_ID] = own
         response = Response(asked.request, call, exchange, holding_of(asked.request))
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)

@@ -38,7 +38,8 @@ from tokencache.wakeup import end
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-Id"
-_CLIENTS_ID = web.RequestKey("clients_id", str)
+RETURNED_ID = web.RequestKey("returned_id", str)
+"""A client's own id of its request, which comes back with the answer."""
 _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
 """Headers that the plugin adds to answers. They are not for clients."""
 _NO_KEEP_ALIVE = contextlib.nullcontext()
@@ -137,7 +138,7 @@ def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Remove headers that aiohttp adds to an engine's response, and return the client's id of a model call (for `on_response_prepare`)."""
-    if own := request.get(_CLIENTS_ID):
+    if own := request.get(RETURNED_ID):
         response.headers[REQUEST_ID] = own
     if isinstance(response, RelayedResponse):
         for name in ("Content-Type", "Server"):
@@ -159,8 +160,6 @@ class Response:
         self.opened: web.StreamResponse | None = None
         self.client = Party(CLIENT, ClientState.WAITING)
         self._keep_alive: KeepAlive | None = None
-        if own := request.headers.get(REQUEST_ID):
-            request[_CLIENTS_ID] = own
 
     @property
     def disconnected(self) -> bool:

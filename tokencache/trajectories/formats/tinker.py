@@ -53,11 +53,15 @@ def read_tinker(row: Mapping[str, Any]) -> list[ExportedRow]:
         ValueError: a target is another token.
     """
     inputs = row["loss_fn_inputs"]
-    ids = [token for chunk in row["model_input"]["chunks"] for token in chunk["tokens"]]
-    if ids[1:] != inputs["target_tokens"]["data"][:-1]:
+    targets = inputs["target_tokens"]["data"]
+    ids: list[int] = []
+    for chunk in row["model_input"]["chunks"]:  # the tokens of an image are only among the targets, and no row begins with one
+        at = len(ids) - 1
+        ids += chunk["tokens"] if "tokens" in chunk else targets[at : at + chunk["expected_tokens"]]
+    if ids[1:] != targets[:-1]:
         raise ValueError("a target is not the token after its place")
     mask = [int(value) for value in inputs["mask"]["data"]]
-    return [ExportedRow(row["tokencache"], ExportedTokens(ids[:1], inputs["target_tokens"]["data"], mask, inputs["logprobs"]["data"]))]
+    return [ExportedRow(row["tokencache"], ExportedTokens(ids[:1], targets, mask, inputs["logprobs"]["data"]))]
 
 
 def _datum(sequence: TokenSequence) -> dict[str, Any]:
