@@ -13,6 +13,7 @@ from rig.exported import generations, trajectory, turns
 from rig.vision import png
 
 from tests.support.pairwise import cases
+from tests.system.e2e.rig.marks import marks_of
 from tokencache.core import ids
 from tokencache.store.memory import MemoryStore
 
@@ -142,5 +143,5 @@ async def test_a_cut_reply_goes_on_with_the_same_images(vision_server, how, stre
             cuts = [end] if end else []
             expected = [(prompt + sampled[:start], sampled[start:stop]) for start, stop in pairwise([0, *cuts, len(sampled)])]
             assert await log.read_new_episodes() == expected
-            assert (list(turn.marks), turn.again, len(turn.media)) == (["media", "continued"] if end else ["media"], "", 2)
+            assert (marks_of(turn), turn.again, len(turn.media)) == (["media", "continued"] if end else ["media"], "", 2)
         assert words == [words[0]] * 4

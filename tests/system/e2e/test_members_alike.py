@@ -13,6 +13,7 @@ from rig.harness import SESSION_HEADER, TOOLS
 from rig.server import MODEL
 
 from tests.support.pairwise import cases
+from tests.system.e2e.rig.marks import marks_of
 from tokencache.store.memory import MemoryStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -117,7 +118,7 @@ async def test_a_session_gets_what_a_direct_client_gets(proxied, names):
     assert one == other
     exported = await trajectory(proxied, session)
     assert exported["complete"]
-    assert [turn["marks"] for sequence in exported["sequences"] for turn in sequence["turns"]] == [[]]
+    assert [marks_of(turn) for sequence in exported["sequences"] for turn in sequence["turns"]] == [[]]
 
 
 @pytest.mark.parametrize("name", REFUSED)
