@@ -18,6 +18,7 @@ from test_weight_updates import sampled
 from typer.testing import CliRunner
 
 from tests.support.waiting import until
+from tests.system.e2e.rig.marks import marks_of
 from tokencache.cli import app
 from tokencache.core import ids, invariants
 from tokencache.store.memory import MemoryStore
@@ -84,7 +85,7 @@ async def test_a_reply_that_is_cut_five_times_is_one_reply(engines, figures, str
         assert len(turn.pieces) == CUTS + 1
         assert [piece.ended for piece in turn.pieces] == ["abort"] * CUTS + ["stop"]
         assert reply.ids == ids.unpack(tokens[turn.id].completion)
-        assert (list(turn.marks), turn.again) == (["continued"], "")
+        assert (marks_of(turn), turn.again) == (["continued"], "")
         later = await harness.turn()
         assert later.prompt[: turn.prompt_tokens + turn.completion_tokens] == await recorded_prefix(proxied, turn)
         figures.append(f"five aborts, stream={stream}: pieces {[(piece.start, piece.end) for piece in turn.pieces]}")
@@ -144,7 +145,7 @@ async def test_a_cut_at_any_token_changes_no_word(engines, figures, how, stream,
             tokens = await proxied.proxy.store.tokens(session, [turn.id])
             assert not invariants.audit([turn], tokens, session=session)
             assert [(piece.start, piece.end) for piece in turn.pieces] == [(0, end), (end, len(reply.ids))], (end, place)
-            assert (turn.pieces[0].ended, turn.marks, turn.again) == (how, ("continued",), "")
+            assert (turn.pieces[0].ended, marks_of(turn), turn.again) == (how, ["continued"], "")
             assert reply.ids == ids.unpack(tokens[turn.id].completion)
             assert (reply.ids[:end], reply.logprobs) == (uncut.ids[:end], ids.unpack_logprobs(tokens[turn.id].logprobs))
         counts = {place: list(where.values()).count(place) for place in sorted(set(where.values()))}
@@ -220,7 +221,7 @@ async def assert_continued(fleet, engines, generation, turn, *, before, logged):
     cut = turn["pieces"][0]["end"]
     ranges = [(piece["engine"], piece["start"], piece["end"], piece["ended"]) for piece in turn["pieces"]]
     assert ranges == [(engines[0].url, 0, cut, "lost"), (engines[1].url, cut, len(completion), "tool_calls")]
-    assert turn["marks"] == ["continued"]
+    assert marks_of(turn) == ["continued"]
     assert completion[: len(before)] == tuple(before)
     assert len(before) <= cut
     assert ([*prompt, *completion[:cut]], [*completion[cut:]]) in logged

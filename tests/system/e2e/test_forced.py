@@ -8,6 +8,8 @@ from rig.harness import TOOLS
 from rig.model import make_model
 from rig.server import MODEL, VllmServer
 
+from tests.system.e2e.rig.marks import marks_of
+
 BUDGET = 6
 THOUGHT = "<think>\nOne two three four five six seven eight nine ten eleven twelve thirteen fourteen.\n</think>\n\nDone."
 CALLS = "<think>\nx\n</think>\n\n" + "\n".join(
@@ -68,7 +70,7 @@ async def test_the_end_that_a_budget_forced(proxied, request, path, stream):
     at = BUDGET + 1
     assert ids[at : at + len(forced)] == forced
     assert turn["forced"] == [[at, at + len(forced)]]
-    assert turn["marks"] == ["forced"]
+    assert marks_of(turn) == ["forced"]
     assert mask == [int(not at <= place < at + len(forced)) for place in range(len(ids))]
     assert not any(logprobs[at : at + len(forced)])
     assert turn["sampling"]["thinking_token_budget"] == BUDGET
@@ -78,7 +80,7 @@ async def test_the_end_that_a_budget_forced(proxied, request, path, stream):
 async def test_an_end_that_the_policy_chose(proxied):
     turn, ids, mask, _ = await turn_of(proxied, "/v1/chat/completions", asks("", "brief", 50, stream=False), "brief")
     assert (await ids_of(proxied, "</think>"))[0] in ids
-    assert (set(mask), turn["forced"], turn["marks"]) == ({1}, [], [])
+    assert (set(mask), turn["forced"], marks_of(turn)) == ({1}, [], [])
 
 
 @pytest.mark.parametrize("vllm_server", ["its own end"], indirect=True)

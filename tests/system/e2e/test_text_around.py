@@ -7,6 +7,8 @@ from rig.exported import trajectory, turns
 from rig.harness import TOOLS
 from rig.server import MODEL
 
+from tests.system.e2e.rig.marks import marks_of
+
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 PATH = "/v1/chat/completions"
@@ -120,7 +122,7 @@ async def test_a_stream_that_was_cut_after_a_complete_call(proxied, ground_truth
     history.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "a.txt"})
     await say(proxied, "items", history, stream=False, tools=TOOLS)
     (first, second), log = await turns(proxied, "items"), await ground_truth.read_new_episodes()
-    assert first["marks"] == ["aborted"]
+    assert marks_of(first) == ["aborted"]
     assert (second["match"], second["reason"]) == ("resplice", "interrupted")
     kept = second["anchors"][0]["end"]
     prompt, sampled = log[-1][0], log[0][1]

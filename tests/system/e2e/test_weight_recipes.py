@@ -9,6 +9,7 @@ import pytest
 from conftest import proxying
 from rig.server import LIMIT_S
 
+from tests.system.e2e.rig.marks import marks_of
 from tokencache.client import AsyncClient
 from tokencache.store.memory import MemoryStore
 
@@ -60,7 +61,7 @@ async def test_a_trainer_that_pauses_the_engine_itself(weights_server, recipe):
         await waiting
         assert await versions(proxied) == ["1"]
         turns = await proxied.store.turns("s")
-        assert [(turn.prompt_version, turn.marks) for turn in turns] == [("0", ()), ("1", ())]
+        assert [(turn.prompt_version, marks_of(turn)) for turn in turns] == [("0", []), ("1", [])]
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
