@@ -10,6 +10,7 @@ from rig.agent import Agent
 from rig.breaking_relay import BreakingRelay
 from rig.exported import generations, generations_of, get_json
 from rig.harness import TOOLS
+from rig.marks import marks_of
 from rig.model import make_model
 from rig.replica import replica
 from rig.server import LIMIT_S, MODEL, VllmServer, all_started
@@ -18,7 +19,6 @@ from test_weight_updates import sampled
 from typer.testing import CliRunner
 
 from tests.support.waiting import until
-from tests.system.e2e.rig.marks import marks_of
 from tokencache.cli import app
 from tokencache.core import ids, invariants
 from tokencache.store.memory import MemoryStore

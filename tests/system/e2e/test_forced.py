@@ -5,10 +5,9 @@ import json
 import pytest
 from conftest import MAX_MODEL_LEN
 from rig.harness import TOOLS
+from rig.marks import marks_of
 from rig.model import make_model
 from rig.server import MODEL, VllmServer
-
-from tests.system.e2e.rig.marks import marks_of
 
 BUDGET = 6
 THOUGHT = "<think>\nOne two three four five six seven eight nine ten eleven twelve thirteen fourteen.\n</think>\n\nDone."

@@ -10,10 +10,10 @@ from conftest import GroundTruth, proxying
 from rig.agent import Agent
 from rig.breaking_relay import BreakingRelay
 from rig.exported import generations, trajectory, turns
+from rig.marks import marks_of
 from rig.vision import png
 
 from tests.support.pairwise import cases
-from tests.system.e2e.rig.marks import marks_of
 from tokencache.core import ids
 from tokencache.store.memory import MemoryStore
 

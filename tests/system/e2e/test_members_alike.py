@@ -10,10 +10,10 @@ import pytest_asyncio
 from conftest import proxying
 from rig.exported import trajectory
 from rig.harness import SESSION_HEADER, TOOLS
+from rig.marks import marks_of
 from rig.server import MODEL
 
 from tests.support.pairwise import cases
-from tests.system.e2e.rig.marks import marks_of
 from tokencache.store.memory import MemoryStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

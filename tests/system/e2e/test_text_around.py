@@ -5,9 +5,8 @@ import json
 import pytest
 from rig.exported import trajectory, turns
 from rig.harness import TOOLS
+from rig.marks import marks_of
 from rig.server import MODEL
-
-from tests.system.e2e.rig.marks import marks_of
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}

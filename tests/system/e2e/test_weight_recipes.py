@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 from conftest import proxying
+from rig.marks import marks_of
 from rig.server import LIMIT_S
 
-from tests.system.e2e.rig.marks import marks_of
 from tokencache.client import AsyncClient
 from tokencache.store.memory import MemoryStore
 
