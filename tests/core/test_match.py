@@ -811,6 +811,20 @@ def test_a_reply_that_is_text_in_the_prompt_is_in_no_other_place(said, again):
         assert (found.parent, found.anchors) == (parent, () if copied else ((6, Hit(one)),))
 
 
+def test_a_reply_without_its_text_is_not_in_its_position_if_the_whole_reply_is_another_message():
+    """A harness that drops the text does not send it. An exact copy in its position cannot be told from the reply."""
+    index = _Index(Leniency(harness_rules=frozenset({"text-dropped"})))
+    one = index.add(_turn("a", _calling(C1, text="I look.")), U1)
+    for again, after, anchors in [
+        (_calling(C1), (), ()),
+        (_calling(C1), (one.served, U2), ((3, Hit(one)),)),
+        (_calling(C1), (_calling(C1, text="No."), U2), ()),
+        (one.served, (one.served, U2), ()),
+    ]:
+        found = index.match(U1, again, U2, *after)
+        assert (found.parent, found.anchors) == (None if anchors else one, anchors)
+
+
 def test_replies_with_equal_tokens_after_different_prompts_are_known_by_their_position():
     """The same words were also said elsewhere, after the same message, in other tokens."""
     index = _Index()

@@ -378,7 +378,16 @@ class _Finder(NamedTuple):
             return Reason.REWRITTEN_REPLY
         if any(one.added is not None and not one.added.restored for one in chosen) and self._is_reply(i):
             return Reason.AMBIGUOUS_REPLY
+        if any(one.verdict.kind == "rewritten" and self._is_whole_elsewhere(i, one.hit.turn) for one in chosen):
+            return Reason.AMBIGUOUS_REPLY
         return chosen
+
+    def _is_whole_elsewhere(self, i: int, turn: Turn) -> bool:
+        """Whether another message is this reply as it was served, by an id that looks random. Then the harness did not rewrite it."""
+        names = [call.id for call in turn.served.calls[:1] if is_unique(call.id)]
+        others = [message for place, message in enumerate(self.conversation.messages) if place != i and message.calls]
+        others = [message for message in others if any(keeps_id(name, message.calls[0].id) for name in names)]
+        return any(judge(turn.served, message, self.leniency).kind in {"same", "equivalent"} for message in others)
 
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.

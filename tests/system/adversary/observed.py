@@ -93,9 +93,11 @@ class Entry:
 
     @functools.cached_property
     def words(self) -> str:
-        """The harness's words at its end."""
+        """The harness's words at its end. They are all of its text if the reply was thinking alone."""
         if self.kept is None or not self.added:
             return ""
+        if self.thoughts and text_of(self.kept) == self.added:
+            return text_of(self.message)
         said, now = shown(self.kept).removesuffix(self.added), shown(self.message)
         return now.removeprefix(said) if now.startswith(said) else ""
 

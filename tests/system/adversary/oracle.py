@@ -332,12 +332,12 @@ class Oracle:
         previous = {supplied.get(before[-1]), self.truth(entries[before[-1]])} - {None} if before else set()
         in_order = [said for said in fits if said.last in previous]
         levels = self._levels(fits, entries, span.place, scope)
-        itself = [place for place, one in enumerate(entries) if self.truth(one) == span.turn and given.is_said_by(one)]
-        copied = any(given in level for place in itself for level in self._levels([given], entries, place, scope))
-        if copied and not any(given in level for level in levels[:2]):
+        indicated = next((level for level in [*levels, in_order] if level), [])
+        in_its_place = entry.loose in given.forms and any(given in level for level in levels[:2])
+        alike = [given, *(said for said in indicated if said.completion == given.completion)]
+        if not in_its_place and all(self._is_another(said, entries, span.place, scope) for said in alike):
             self._find("false", f"message {span.place} is {whose}, and has the tokens of turn {span.turn}, which is another message")
             return
-        indicated = next((level for level in [*levels, in_order] if level), [])
         ordered = [said for said in indicated if said in in_order]
         since = _since(entries[: span.place])
         for level in (indicated, ordered, [said for said in ordered if _since(said.entries) == since]):
@@ -345,6 +345,19 @@ class Oracle:
                 return  # all evidence indicates that turn
         others = [said.number for said in indicated]
         self._find("false", f"message {span.place} is {whose}, but has the tokens of turn {span.turn} (indicated: {others})")
+
+    def _is_another(self, said: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
+        """Whether a turn's reply is in another place than this one, with evidence of its own.
+
+        Messages of the client before it that have other blanks, or other parts, are no evidence.
+        """
+        itself = [n for n, one in enumerate(entries) if n != place and self.truth(one) == said.number and said.is_said_by(one)]
+
+        def as_written(n: int) -> bool:
+            return all(was.exact == one.exact for was, one in zip(said.entries, entries[:n], strict=False) if not one.is_reply)
+
+        levels = {n: self._levels([said], entries, n, scope) for n in itself}
+        return any(levels[n][0] or (levels[n][1] and as_written(n)) or any(levels[n][2:]) for n in itself)
 
     def _began_there(self, given: SampledTurn, entries: Sequence[Entry], scope: str) -> bool:
         """Whether a turn was sampled after just these messages, and its text begins the last one, which the harness made of something else.

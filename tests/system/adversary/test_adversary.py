@@ -383,6 +383,34 @@ async def test_a_reply_with_words_at_its_end_may_have_all_the_evidence_of_anothe
 
 
 @pytest.mark.parametrize(
+    ("asked", "twice", "both", "found"),
+    [
+        (ASK["content"], False, False, {"false"}),
+        (f" {ASK['content']}", False, False, set()),
+        (ASK["content"], True, False, set()),
+        (ASK["content"], True, True, {"false"}),
+    ],
+)
+async def test_a_copy_has_no_tokens_if_the_reply_itself_can_be_identified(monkeypatch, asked, twice, both, found):
+    """Blanks that changed before it leave it without evidence; of two replies with the same tokens one may be the copy.
+
+    The matcher does not see the first reply of a history.
+    """
+    elsewhere, talk = match._Finder.elsewhere, Judged()
+    own, hurry = Entry({"role": "assistant", "content": "Yes."}), Entry({"role": "user", "content": "Hurry."})
+    first = await talk.ask({"content": "Yes."}, Entry(ASK))
+    second = await talk.ask({"content": "Yes."}, hurry, Entry(ASK)) if twice else own
+    monkeypatch.setattr(match._Finder, "in_place", lambda *_: [])
+    monkeypatch.setattr(match._Finder, "elsewhere", lambda self, i: elsewhere(self, i) if i > 1 else match._Claim(i, ()))
+    more = [Entry(ASK), second, hurry] if both else []
+    entries = Entry({"role": "user", "content": asked}), replace(first, owed=False), *more, Entry(ASK), own, Entry(ASK)
+    await talk.ask({"content": "Done."}, *entries)
+    last = talk.oracle.turns[len(talk.oracle.turns) - 1]
+    assert [span.place for span in last.spans] == ([3, 6] if both else [3])
+    assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
+
+
+@pytest.mark.parametrize(
     ("asked", "change", "after", "found"),
     [
         (ASK["content"], {}, f"es.{END}{NEXT}", set()),
@@ -596,6 +624,27 @@ async def test_thinking_that_was_cut_off_in_the_text_comes_back_as_reasoning_or_
     assert thought
     sent = replace(reply, message={"role": "assistant", "content": "", "reasoning": change(thought)})
     await talk.ask([Entry(ASK), sent, Entry(ASK)], {"content": "Done."}, f"{END}{NEXT}")
+    assert await talk.found() & {"false", "unfaithful"} == found
+
+
+@pytest.mark.parametrize(
+    ("change", "after", "found"),
+    [
+        ({}, "\nObservation: a.txt", set()),
+        ({}, "", {"unfaithful"}),
+        ({"content": "\nObservation: b.txt"}, "\nObservation: a.txt", {"unfaithful"}),
+        ({"content": "I look.\nObservation: a.txt"}, "\nObservation: a.txt", {"false", "unfaithful"}),
+        ({"reasoning": "I shouldx"}, "\nObservation: a.txt", {"false", "unfaithful"}),
+        ({"reasoning": None}, "\nObservation: a.txt", {"false", "unfaithful"}),
+    ],
+)
+async def test_words_may_follow_thinking_that_was_cut_off(change, after, found):
+    talk = Spliced()
+    talk.stack.engine.parses = False
+    reply = await talk.ask([Entry(ASK)], {"content": "Yes.", "reasoning": "I should look first."}, max_tokens=5)
+    kept = {"role": "assistant", "content": "\nObservation: a.txt", "reasoning": reply.message["content"].removeprefix("<think>")}
+    sent = replace(reply, message={**kept, **change}, kept=kept, added=kept["content"], stop="\nObservation:")
+    await talk.ask([Entry(ASK), sent, Entry(ASK)], {"content": "Done."}, f"{after}{END}{NEXT}")
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
