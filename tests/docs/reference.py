@@ -113,7 +113,7 @@ def outcomes() -> str:
             if cause.kind == failure and not cause.lasting
         ]
         rows.append((f"the newest incident of these, if no later turn began: {', '.join(kinds)}", f"`{failure}`"))
-    rows.append(("the reply of the newest turn was received by nobody (mark `unanswered`)", f"`{OutcomeKind.HARNESS}`"))
+    rows.append(("no client received the reply of the newest turn (mark `unanswered`)", f"`{OutcomeKind.HARNESS}`"))
     rows.append(("the session is finished, and made no call", f"`{OutcomeKind.HARNESS}`"))
     return table(("what the proxy saw", "outcome"), *rows, ("anything else", f"`{OutcomeKind.OK}`"))
 

@@ -335,7 +335,7 @@ OPERATIONS = (
         "getQueue",
         "GET",
         BASE + "/queue",
-        "Count the finished sessions that consumers have not acknowledged, and describe the groups of those that nobody has taken.",
+        "Count the finished sessions that consumers have not acknowledged, and describe the groups of those that no consumer has taken.",
         QueueState,
     ),
     Operation(

@@ -205,14 +205,11 @@ class SessionQueue:
         entries = [entry for entry in await self._entries() if not entry.leased]
         ready = [one for one in await self._candidates(entries) if await self._is_ready(one.info)]
         demands = await self._demands()
-        asked_for = [one for one in ready if demands.concerning(one.info) is not None]
         others = [one for one in ready if demands.concerning(one.info) is None]
         found = Takeable({one.info.id for one in others}, {one.info.labels.group for one in others})
         for asked in demands.living:
             gathering, limit = Gathering(asked), await self._limit(asked, {})
-            chosen = [
-                gathering.add(one) for one in asked_for if asks_for(asked, one.info) and await self._is_young(one.info, limit, Counter())
-            ]
+            chosen = [gathering.add(one) for one in ready if asks_for(asked, one.info) and await self._is_young(one.info, limit, Counter())]
             chosen += gathering.overdue(await self._now(asked))
             found.sessions.update(one.info.id for members in chosen for one in members)
             found.short.update(gathering.short)

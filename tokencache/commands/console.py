@@ -1,13 +1,16 @@
 """Shared parts of the commands: the options that name a proxy, the exit after an error, and texts for counts and sizes."""
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
+
+from tokencache.client import Client
 
 PROXY_URL = "http://127.0.0.1:8100"
 TIMEOUT = 600.0
@@ -49,6 +52,13 @@ def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
     """Print an error and return the exit with code 1 for the caller to raise."""
     typer.secho(f"{command}: {error}", fg="red", err=True)
     return typer.Exit(1)
+
+
+@contextlib.contextmanager
+def connecting(proxy: str, admin_key: str | None) -> Iterator[Callable[[], Client]]:
+    """Yield a function that returns a client, which is made at its first call: a command that reads only files needs no proxy."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda: stack.enter_context(Client(proxy, admin_key, timeout=TIMEOUT)))
 
 
 @contextlib.contextmanager

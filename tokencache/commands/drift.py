@@ -1,7 +1,5 @@
 """`tokencache drift`: reports the drift of many sessions, from files or from a proxy."""
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,8 +12,8 @@ from rich.table import Table
 
 from tokencache.client import Client, ClientError, Trajectory
 from tokencache.commands.completion import complete_session
-from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed
-from tokencache.commands.files import ENDINGS, EXPORTS, read
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed
+from tokencache.commands.files import EXPORTS, is_file, read
 from tokencache.commands.sink import FileError
 from tokencache.errors import extra_missing
 from tokencache.trajectories.drift_rates import DriftRates, drift_rates, total
@@ -57,8 +55,7 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     the last turn of each sequence. docs/drift.md explains the terms.
     """
     try:
-        with contextlib.ExitStack() as stack:
-            connect = functools.cache(lambda: stack.enter_context(Client(proxy, admin_key, timeout=TIMEOUT)))  # files need no proxy
+        with connecting(proxy, admin_key) as connect:
             rows = _measured(targets, _read(targets, connect))
         if as_json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"rates": rows, "total": total(rows)})) + b"\n")
@@ -81,7 +78,7 @@ def _measured(names: Iterable[str], trajectories: Iterable[Trajectory]) -> list[
 
 def _read(targets: Iterable[str], connect: Callable[[], Client]) -> Iterator[Trajectory]:
     for target in targets:
-        if target.endswith(ENDINGS) or Path(target).exists():
+        if is_file(target) or Path(target).exists():
             yield from _from_files(Path(target))
         else:
             yield connect().session(target).fetch(drift="turns")

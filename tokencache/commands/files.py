@@ -27,6 +27,11 @@ ENDINGS = (*EXPORTS, PART)
 """A name with one of these endings is a file, not a session."""
 
 
+def is_file(target: str) -> bool:
+    """Whether a target of a command is a file, and not a session."""
+    return target.endswith(ENDINGS) or Path(target).is_file()
+
+
 def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:
     """Create a file for rollouts in a format. The ending selects the kind of file; `-` is standard output.
 

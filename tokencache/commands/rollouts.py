@@ -82,7 +82,7 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
             chosen = [state for state in client.sessions() if fnmatch.fnmatchcase(state.session, pattern)]
             names = [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
         for name in names:
-            if targets and (name.endswith(files.ENDINGS) or Path(name).is_file()):
+            if targets and files.is_file(name):
                 for place, value in files.read(Path(name)):
                     where = f"{name}, number {place}"
                     if isinstance(value, dict) and (recorded := recorded_digest(value)) and recorded != digest_of(value):

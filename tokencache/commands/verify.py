@@ -1,7 +1,5 @@
 """`tokencache verify`: checks exported files, or sessions of a proxy."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,7 @@ from tokencache.batching.forest_check import verify_forest
 from tokencache.client import Client, ClientError
 from tokencache.commands import files
 from tokencache.commands.completion import complete_session
-from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, output, plural, printable
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed, output, plural, printable
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
 from tokencache.trajectories.verify_rows import verify_row
@@ -72,8 +70,7 @@ def verify_exports(
     tokencache verify r17
     """
     try:
-        with contextlib.ExitStack() as stack:
-            connect = functools.cache(lambda: stack.enter_context(Client(proxy, admin_key, timeout=TIMEOUT)))  # files need no proxy
+        with connecting(proxy, admin_key) as connect:
             checked = [check(target, connect) for target in targets]
     except (ClientError, FileError) as error:
         raise failed(error) from None
@@ -92,7 +89,7 @@ def check(target: str, connect: Callable[[], Client]) -> Checked:
         FileError: the file cannot be read.
         ClientError: there is no such session, or the proxy does not answer.
     """
-    if target.endswith(files.ENDINGS) or Path(target).is_file():
+    if files.is_file(target):
         table = files.inspect(Path(target))
         return _check_all(target, files.read(Path(target))) if table is None else _check_table(target, table)
     return _check_all(target, [(1, msgspec.json.decode(connect().session(target).fetch_json(drift="off")))])

@@ -404,7 +404,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Set `valid` where an older export has none."""
-        msgspec.structs.force_setattr(self, "valid", self.valid and self.complete and self.outcome == "ok")
+        _derive_valid(self)
 
 
 class SessionState(msgspec.Struct, frozen=True, kw_only=True):
@@ -445,7 +445,12 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Set `valid` where an older proxy sends none."""
-        msgspec.structs.force_setattr(self, "valid", self.valid and self.complete and self.outcome == "ok")
+        _derive_valid(self)
+
+
+def _derive_valid(read: Trajectory | SessionState) -> None:
+    """Set `valid` from the members that an older version writes, too. A value that says less stays, so that `verify` finds it."""
+    msgspec.structs.force_setattr(read, "valid", read.valid and read.complete and read.outcome == "ok")
 
 
 class PastReward(msgspec.Struct, frozen=True, kw_only=True):
