@@ -98,6 +98,7 @@ def test_the_page_has_a_place_for_every_table_of_a_full_run(found):
     assert page(text, found) == text
 
 
+@pytest.mark.whole
 def test_the_picture_of_a_run_is_the_same_file_each_time(found, tmp_path):
     for name in ("one", "two"):
         draw(points(found), tmp_path / name)

@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import PATIENCE
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "grpo_loop.py"
 
 
+@pytest.mark.whole
 def test_it_runs():
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.adapters.kit import COMMAND, SHIPPED, listing
+from tests.support.pairwise import some
 from tokencache.cli import app
 from tokencache.commands.harness import quoted
 
@@ -150,6 +151,7 @@ def test_run_of_a_program_that_cannot_be_started(machine, proxy):
     assert "codex cannot be started" in done.stderr
 
 
+@pytest.mark.whole
 def test_run_of_a_harness_that_is_killed(machine, proxy):
     machine.install("codex", then="os.kill(os.getpid(), 9)")
     assert machine.tokencache("run", "codex", "--session", "s", "--proxy", proxy).returncode == 128 + 9
@@ -284,7 +286,7 @@ def test_errors_are_one_line(command, args, said):
 AWKWARD = """it's "a" $HOME `b` \\ $(c) #d;ü"""
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", some(SHIPPED, 4))
 def test_env_is_what_a_shell_takes_in(name, tmp_path):
     """Really sourced, by a POSIX shell: every variable arrives, what must go is gone, nothing else happens."""
     directory = tmp_path / "it's a dir"

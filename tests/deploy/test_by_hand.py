@@ -107,6 +107,7 @@ class Container:
         return self.process.returncode, printed.decode()
 
 
+@pytest.mark.whole
 @pytest.mark.redis
 async def test_the_containers_commands(installed, tmp_path):
     services = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]

@@ -77,9 +77,9 @@ def as_found(model):
     ("engine", "worker", "kind"),
     [
         (SimulatedEngine(episodes=EPISODES), False, "auto"),
-        (SimulatedEngine(episodes=EPISODES), True, "auto"),
+        pytest.param(SimulatedEngine(episodes=EPISODES), True, "auto", marks=pytest.mark.whole),
         pytest.param(SimulatedEngine(episodes=EPISODES), True, "nemo-rl", marks=pytest.mark.whole),  # a part of what `auto` asks
-        (SimulatedEngine(episodes=EPISODES, version="0.25.1", honours_ids=False), False, "auto"),
+        pytest.param(SimulatedEngine(episodes=EPISODES, version="0.25.1", honours_ids=False), False, "auto", marks=pytest.mark.whole),
         pytest.param(SimulatedEngine(episodes=EPISODES, honours_ids=False), False, "vllm", marks=pytest.mark.whole),  # its first requests
     ],
     ids=["vllm", "nemo-rl", "nemo-rl-named", "by-derender", "record"],

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
+from tests.support.pairwise import some
 from tests.support.waiting import until
 from tokencache.proxy.call import CallAttempt
 from tokencache.proxy.call_states import (
@@ -254,7 +255,7 @@ async def random_orders(monkeypatch, linger: float, *, continues: bool = False, 
     return trace
 
 
-@pytest.mark.parametrize(("linger", "continues"), [pytest.param(0, False, marks=pytest.mark.whole), (0.05, False), (0.05, True)])
+@pytest.mark.parametrize(("linger", "continues"), some([(0.05, True), (0, False), (0.05, False)], 1))
 async def test_random_orders_of_events_violate_nothing(monkeypatch, linger, continues):
     trace = await random_orders(monkeypatch, linger, continues=continues)
     assert violations(trace) == []

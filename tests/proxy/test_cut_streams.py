@@ -10,6 +10,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tests.proxy.raw import read_message
+from tests.support.pairwise import some
 from tests.support.waiting import PATIENCE
 
 STREAM = b"text/event-stream"
@@ -88,7 +89,7 @@ async def episode(rig, session):
     [
         pytest.param(cut, waits, id=f"{cut.__name__}-{'at its end' if waits else 'at once'}", marks=marks)
         for cut in (as_it_comes, byte_by_byte, in_pieces_of_37, within_the_blank_line)
-        for waits, marks in ((False, ()), (True, pytest.mark.whole if cut is byte_by_byte else ()))  # the dearest
+        for waits, marks in ((False, ()), (True, () if cut is in_pieces_of_37 else pytest.mark.whole))
     ],
 )
 async def test_however_a_stream_is_cut_it_is_the_same_stream(cut, waits):
@@ -100,7 +101,7 @@ async def test_however_a_stream_is_cut_it_is_the_same_stream(cut, waits):
         await rig.check()
 
 
-@pytest.mark.parametrize("cut", [as_it_comes, in_pieces_of_37])
+@pytest.mark.parametrize("cut", some([in_pieces_of_37, as_it_comes], 1))
 async def test_connections_that_serve_one_stream_after_the_other(cut):
     """Twelve sessions whose streams end and begin at any time, on connections that the pool gives from one to the next."""
     async with recut(Middleman(cut)) as rig:

@@ -118,6 +118,7 @@ async def test_many_sessions_of_every_kind_of_traffic(engine):
     assert min(did.values()) >= 1, did
 
 
+@pytest.mark.whole
 async def test_many_sessions_whose_prompts_are_named_by_a_hash():
     engine = SimulatedEngine(seed=3, drift=0.4, prefixes=True)
     matches, reasons, _ = await let_loose(engine, seed=11, sessions=8, steps=16)

@@ -143,6 +143,7 @@ async def test_a_request_without_images_or_to_a_stock_engine_has_no_names():
         assert "uuid" not in pictures(rig.engine.requests[-1]["messages"])[0]
 
 
+@pytest.mark.whole
 @ROUTES
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_sessions_on_an_engine_that_forgets(route, seed):

@@ -109,6 +109,7 @@ async def let_loose(seed, sessions, steps, drift=0.4):
     return matches, reasons, did
 
 
+@pytest.mark.whole
 async def test_many_sessions_with_images():
     matches, reasons, did = await let_loose(seed=5, sessions=6, steps=14)
     assert set(reasons) <= KNOWN, reasons

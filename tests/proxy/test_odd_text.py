@@ -67,6 +67,7 @@ async def test_lone_surrogates(rig, raw, where):
     await rig.check()
 
 
+@pytest.mark.whole
 async def test_a_message_of_two_megabytes():
     async with proxied(SimulatedEngine(episodes=EPISODES, max_model_len=10**7)) as rig:
         message = await rig.say("small", [user("EPISODE:talk")])  # the shape of the tail is proven on something small
@@ -79,6 +80,7 @@ async def test_a_message_of_two_megabytes():
         assert [t["match"] for s in exported["sequences"] for t in s["turns"]] == ["root", "continue", "continue"]
 
 
+@pytest.mark.whole
 async def test_two_thousand_messages():
     async with proxied(SimulatedEngine(episodes=EPISODES, max_model_len=10**7)) as rig:
         messages = [user("EPISODE:talk")]
@@ -113,6 +115,7 @@ async def test_the_context_fills_up():
         assert (await rig.check())["complete"]
 
 
+@pytest.mark.whole
 async def test_many_sessions_at_once(rig):
     async def roll(n):
         messages = [user(f"EPISODE:demo {n}")]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, proxied
 from tests.proxy.raw import Tiny, exchange, read_message
+from tests.support.pairwise import some
 from tests.support.waiting import PATIENCE
 
 
@@ -59,7 +60,7 @@ async def tiny():
         yield tiny, up, rig
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", some(REQUESTS, 8))
 async def test_a_request_arrives_as_it_was_sent(tiny, name):
     upstream, up, rig = tiny
     direct, through = await exchange(up, REQUESTS[name]), await exchange(rig.url, REQUESTS[name])

@@ -206,7 +206,7 @@ async def test_what_is_saved_is_counted():
     assert counted("tokencache_prefix_saved_bytes_total") > saved + 1000
 
 
-@pytest.mark.parametrize("seed", seeds(4, 12))
+@pytest.mark.parametrize("seed", seeds(1, 12))
 async def test_whatever_the_cache_does_every_recorded_turn_is_the_engines(seed):
     """Sessions run side by side while the engine forgets, mixes up and loses what it keeps."""
     rng = random.Random(seed)

@@ -157,6 +157,7 @@ async def test_an_added_engine_serves_all_workers(redis):
             await proxy.said(r"engine \S+: removed", 2)
 
 
+@pytest.mark.whole
 async def test_a_killed_worker_is_restarted_while_others_go_on(redis):
     async with two_workers(redis, token_delay=0.3) as (proxy, engine, url, processes), asking(url) as http:
         streams = await asyncio.gather(*[begun(http, f"kill-{n}") for n in range(24)])
@@ -220,6 +221,7 @@ async def test_workers_do_not_outlive_their_supervisor(redis):
             await ask(http, "too-late")
 
 
+@pytest.mark.whole
 async def test_a_missing_store_is_an_error():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -51,6 +51,7 @@ async def test_replicas_share_redis(redis_server):
     await other.close()
 
 
+@pytest.mark.whole
 @pytest.mark.redis
 async def test_a_cluster_node_passes_all_checks():
     """A cluster refuses every command and script that touches keys of two slots."""

@@ -182,6 +182,7 @@ async def test_stores_share_a_file(url):
     await other.close()
 
 
+@pytest.mark.whole
 async def test_processes_share_a_file(url):
     writers = [start_writer(url) for _ in range(2)]
     for writer in writers:

@@ -44,6 +44,7 @@ async def keeps_the_contract(url, **settings):
         await check_replicas(store, other)
 
 
+@pytest.mark.whole
 @needs("valkey-server", find_valkey())
 async def test_valkey():
     with RealRedis(binary=find_valkey()) as server:
@@ -51,6 +52,7 @@ async def test_valkey():
         await keeps_the_contract(server.url.replace("redis://", "valkey://"))
 
 
+@pytest.mark.whole
 async def test_a_user_with_few_rights(caplog):
     with RealRedis() as server:
         send_command(server, "ACL", "SETUSER", "proxy", *(right.replace("PASSWORD", "p@ss word") for right in USER.split()))
@@ -97,6 +99,7 @@ async def secured(server, context):
         await asyncio.gather(*links, return_exceptions=True)
 
 
+@pytest.mark.whole
 async def test_tls_both_ways(tmp_path):
     authority, stranger = trustme.CA(), trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -166,6 +169,7 @@ def cluster_url(nodes):
     return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
 
 
+@pytest.mark.whole
 async def test_a_cluster_passes_the_checks():
     with cluster() as nodes:
         await keeps_the_contract(cluster_url(nodes[:2]))
@@ -181,6 +185,7 @@ async def test_a_cluster_passes_the_checks():
             assert (await store.session("only 1")).turns == 0
 
 
+@pytest.mark.whole
 async def test_a_user_with_few_rights_in_a_cluster(caplog):
     with cluster() as nodes:
         for node in nodes:

@@ -24,6 +24,16 @@ def seeds(usual, whole):
     return [pytest.param(seed, marks=() if seed < usual else pytest.mark.whole) for seed in range(whole)]
 
 
+def some(values, usual):
+    """Parameters of one kind; all but `usual` of them, which lie evenly among them, are marked `whole`."""
+    values = list(values)
+    chosen = {place * len(values) // usual for place in range(usual)}
+    return [
+        pytest.param(*(value if type(value) is tuple else (value,)), marks=() if place in chosen else pytest.mark.whole)
+        for place, value in enumerate(values)
+    ]
+
+
 def _marked(axes, needed):
     return [
         pytest.param(*(axis[at] for axis, at in zip(axes, place, strict=True)), marks=() if place in needed else pytest.mark.whole)

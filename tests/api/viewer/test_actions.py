@@ -50,6 +50,7 @@ async def test_an_export_is_downloaded(one, tmp_path):
         assert json.loads((tmp_path / f"s.{name}.json").read_bytes()) == response
 
 
+@pytest.mark.whole
 async def test_a_session_is_finished_and_sealed(one):
     rig, page = one
     dialog = page.locator("#confirm")

@@ -87,6 +87,7 @@ async def test_sessions_are_sorted_and_filtered(look):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_a_group_compared(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await group(rig)
@@ -143,6 +144,7 @@ async def test_counts_are_live(look, browser):
         await page.goto("about:blank")
 
 
+@pytest.mark.whole
 async def test_a_session_is_walked_by_keys(rig, look):
     page = await look()
     await expect(page.locator("tbody a").first).to_be_visible()
@@ -233,6 +235,7 @@ async def test_incidents_sequences_and_applied_rules(rig, look):
     await expect(page.locator("tbody tr").first).to_contain_text("cd-prefix")
 
 
+@pytest.mark.whole
 async def test_tokens_have_colours_and_cards(rig, look):
     one = await sequence_of(rig, "root")
     exported = (await rig.exported("rollout-7"))["sequences"][0]
@@ -363,6 +366,7 @@ async def test_a_hundred_thousand_tokens_and_two_hundred_turns(rig, look):
     assert await number(page, ".t") < 10_000
 
 
+@pytest.mark.whole
 async def test_a_transcript_beside_the_tokens(rig, look):
     one = await sequence_of(rig, "root")
     exported = (await rig.exported("rollout-7"))["sequences"][0]
@@ -515,6 +519,7 @@ async def test_hostile_text_is_shown_as_text(rig, look):
     assert await page.title() == "sequence 0 · tokencache"
 
 
+@pytest.mark.whole
 async def test_hostile_roles_and_names_are_shown_as_text(look):
     """A message cannot make itself look like a reply of the model."""
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:

@@ -9,6 +9,7 @@ from tests.engine.template.shapes import SHAPES, TOOLS, Shape, ask
 from tests.engine.template.table import DOC, EXCEPTIONS, expected, written
 from tests.engine.template.template_lab import KINDS, Kind, Lab, behind_in_text, own_stop, qwen_vocabulary, sources, speech
 from tests.support.material import require
+from tests.support.pairwise import some
 from tokencache.core import ids
 from tokencache.core.splice import join, junction
 from tokencache.engine.template.learned import LearnedTemplate, TailRefusedError
@@ -103,7 +104,7 @@ async def test_thinking_on_or_off_makes_no_difference(kind, shared, thinking):
             assert shown.endswith("<think>\n" if thinking else "<think>\n\n</think>\n\n")
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "Qwen3-2507", "Qwen3.5 think", "Qwen3.5 nothink"])
+@pytest.mark.parametrize("name", some(["Qwen2.5", "Qwen3", "Qwen3-2507", "Qwen3.5 think", "Qwen3.5 nothink"], 2))
 @pytest.mark.parametrize("shared", [False, True], ids=["stand-in", "real"])
 async def test_with_the_tokens_of_qwen3(name, shared):
     kind = KINDS[name]

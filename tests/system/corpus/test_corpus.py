@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pairwise import some
 from tests.system.corpus.format import read
 from tests.system.corpus.replay import differences, replay
 from tests.system.corpus.sanitise import image_in, strings_in
@@ -16,7 +17,7 @@ from tokencache.batching.selection import main_line, no_side_calls
 from tokencache.testing.parser import parse_reply
 
 FILES = sorted(Path(__file__).parent.glob("*.jsonl"))
-each = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+each = pytest.mark.parametrize("path", some(FILES, 12), ids=lambda path: path.stem)
 
 
 def longest_lines():
@@ -127,6 +128,7 @@ def last_continued(recording):
     return next(call for call in reversed(recording.calls) if call.expected["match"] == "continue")
 
 
+@pytest.mark.whole
 @with_images
 async def test_another_image_in_the_history_is_noticed(path):
     recording = read(path)

@@ -40,6 +40,7 @@ async def test_a_tidy_session_is_measured_at_every_turn():
     assert set(drift["causes"]) == {"template"}
 
 
+@pytest.mark.whole
 def test_the_vocabulary_is_qwen3s():
     tokenizer = require("../shared", qwen3())
     some = ("<|endoftext|>", "<|im_end|>", "<tool_call>", "</think>")

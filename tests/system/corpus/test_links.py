@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.pairwise import some
 from tests.system.corpus.format import read
 from tests.system.corpus.replay import replay
 from tokencache.batching.selection import select
@@ -54,7 +55,7 @@ def dropped(replayed, rule):
     return sorted(replayed.call_of(turn.turn) for one in selection.dropped for turn in one.row.sequence.turns)
 
 
-@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("name", some(LINKS, 1))
 async def test_an_answer_that_returns_with_another_word_is_not_linked(name):
     recording = copy.deepcopy(read(FILES[name]))
     changed = {"made.txt was made": "made.txt was lost", "Nothing there": "Something there"}

@@ -44,6 +44,7 @@ async def test_killed_and_started_again_in_mid_stream(stack, http):
     assert found.marked, "replies in progress are missing"
 
 
+@pytest.mark.whole
 async def test_proxies_that_share_a_file_are_killed_in_turns(stack, http):
     chance = random.Random(3)
     left = 0

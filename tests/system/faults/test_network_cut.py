@@ -46,6 +46,7 @@ def test_between_proxy_and_redis(cut):
     assert sorted(found["marked"]) == SESSIONS
 
 
+@pytest.mark.whole
 def test_between_proxy_and_engine(cut):
     found = cut("engine")
     assert found["clean"], found

@@ -98,6 +98,7 @@ async def test_killed_between_turns(stack, http):
         assert matches(stack, agent.session) == ["root", "continue", "continue"]
 
 
+@pytest.mark.whole
 async def test_a_stopped_replica_finishes_calls_in_progress(stack, http):
     first, second = stack.proxies
     kinds = [(dialect, streams) for dialect in DIALECTS for streams in (True, False)]

@@ -83,6 +83,7 @@ async def test_calls_while_it_is_dead(started, http):
         assert ("continue", UNKNOWN) in labels(stack, agent.session), "turns of that time are not known, and not guessed"
 
 
+@pytest.mark.whole
 async def test_killed_during_replies(started, http):
     stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
     agents = agents_of("underway", http, stack.urls)
@@ -105,6 +106,7 @@ async def test_killed_during_replies(started, http):
     assert sorted(found.marked) == sorted(agent.session for agent in agents)
 
 
+@pytest.mark.whole
 async def test_frozen(started, http):
     stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
     before, during = agents_of("frozen-before", http, stack.urls), agents_of("frozen", http, stack.urls)
@@ -130,6 +132,7 @@ async def test_frozen(started, http):
     assert sorted(found.marked) == sorted(agent.session for agent in [*before, *during])
 
 
+@pytest.mark.whole
 async def test_full(started, http):
     stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
     agents = agents_of("full", http, stack.urls)
@@ -146,6 +149,7 @@ async def test_full(started, http):
     assert found.marked == {agent.session: ["store-error"] for agent in agents}
 
 
+@pytest.mark.whole
 async def test_read_only(started, http):
     stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
     agents = agents_of("readonly", http, stack.urls)
@@ -181,6 +185,7 @@ def wired(started_on_wire):
     wire.cut()
 
 
+@pytest.mark.whole
 async def test_killed_and_started_again_empty(wired, http):
     stack, server, _ = wired
     agents = agents_of("empty", http, stack.urls)
@@ -237,6 +242,7 @@ async def test_failing_over_to_a_replica(wired, http):
     assert sorted(found.marked) == sorted(agent.session for agent in agents)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("during", [False, True], ids=["between-replies", "during-replies"])
 async def test_failing_over_to_a_replica_that_was_behind(wired, http, during):
     """The turns that had not reached it are lost. The proxy still has them in memory, but nothing that it records refers to them."""
@@ -282,6 +288,7 @@ async def test_a_connection_that_is_cut_loses_nothing(wired, http):
     assert found.marked == {}
 
 
+@pytest.mark.whole
 async def test_slow(wired, http):
     """A slow store is not a failed one: all is recorded. Slower than the limit counts as failed, and is reported."""
     stack, _, wire = wired

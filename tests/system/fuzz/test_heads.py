@@ -187,6 +187,7 @@ async def test_unusual_routes_in_a_row(target):
     await target.unharmed("attack")
 
 
+@pytest.mark.whole
 async def test_a_thousand_requests_in_a_row_without_waiting(target):
     received = await ask(target.url, request(ASK, session="attack") * 200, request(ASK, CLOSE, session="attack"))
     assert [answer[0] for answer in received] == [200] * 201

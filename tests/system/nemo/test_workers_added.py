@@ -46,6 +46,7 @@ async def add(client, workers):
     await until(all_serve)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dialect", AGENTS)
 async def test_workers_are_added_and_one_is_taken_out(dialect):
     async with training() as (workers, engine), aiohttp.ClientSession() as http:

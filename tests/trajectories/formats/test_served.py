@@ -3,6 +3,7 @@
 import pytest
 
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tests.support.pairwise import some
 from tests.trajectories.formats.readers import READERS, faults
 from tokencache.trajectories.formats.registry import FORMATS
 
@@ -29,7 +30,7 @@ async def test_every_format_trains_what_the_engine_sampled():
             assert faults(READERS[name](written), ground_truth) == [], name
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some(FORMATS, 4))
 async def test_every_format_obeys_the_limits(name):
     async with proxied() as rig:
         messages = [user("look")]

@@ -54,6 +54,7 @@ async def test_the_api_exports_it(tmp_path):
         assert [msgspec.json.decode(line) for line in file.read_bytes().splitlines()] == written["strings"]
 
 
+@pytest.mark.whole
 async def test_the_worker_process_exports_it():
     worker = ExportWorker()
     try:
