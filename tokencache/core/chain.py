@@ -128,12 +128,16 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
     chain, written_chain = list(known.chain), list(known.written_chain)
     answered = _places(next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ()))
     first_places = dict(known.first_places)
-    for place, message in enumerate(messages, len(known.messages)):
-        for name in _features(message, asked="user" in first_places):
-            first_places.setdefault(name, place)
-    for message, own, exact in zip(messages, digests, exacts, strict=True):
+    for place, (message, own, exact) in enumerate(zip(messages, digests, exacts, strict=True), len(known.messages)):
+        first_places.setdefault(message.role, place)
+        if message.media:
+            first_places.setdefault(FIRST_MEDIA, place)
         if message.role == "assistant":
-            answered = _places(message.calls)
+            if message.calls:
+                first_places.setdefault(FIRST_CALL, place)
+            if "user" in first_places:
+                first_places.setdefault(FIRST_ANSWER, place)
+            answered = _places(message.calls) if message.calls else _NO_CALLS
             chain.append(_link(chain[-1], message, own))
             written_chain.append(xxhash.xxh3_128_digest(written_chain[-1] + exact))
         else:
@@ -168,18 +172,6 @@ def before_last(known: Conversation) -> Conversation:
     )
 
 
-def _features(message: Message, *, asked: bool) -> list[str]:
-    """List the keys of `Conversation.first_places` that a message may have; `asked` is whether a user's message precedes it."""
-    found = [message.role]
-    if message.calls:
-        found.append(FIRST_CALL)
-    if message.media:
-        found.append(FIRST_MEDIA)
-    if asked and message.role == "assistant":
-        found.append(FIRST_ANSWER)
-    return found
-
-
 def keyed_hash(secret: bytes, data: bytes) -> bytes:
     """Hash with a secret: BLAKE2b (RFC 7693), 16 bytes. A client without the secret cannot compute it or find a collision."""
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
@@ -190,7 +182,7 @@ _NO_CALLS: Mapping[str, int] = MappingProxyType({})
 
 def _places(calls: Sequence[ToolCall]) -> Mapping[str, int]:
     """Map the ids of a reply's calls to their numbers, an id that is there twice to the first."""
-    return {call.id: n for n, call in reversed([*enumerate(calls)])} if calls else _NO_CALLS
+    return {call.id: n for n, call in reversed([*enumerate(calls)])}
 
 
 def _link(previous: bytes, message: Message, own: bytes, answered: Mapping[str, int] = _NO_CALLS) -> bytes:

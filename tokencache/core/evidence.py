@@ -117,7 +117,7 @@ def foreign_hash(conversation: Conversation, start: int, until: int, replies: Co
     `replies` are the places from `start` on with replies of the model. `inherited` is the hash of the messages before `start`.
     """
     own = [i for i in range(start, until) if conversation.messages[i].role == "assistant" and i not in replies]
-    return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join(conversation.exacts[i] for i in own)) if own else inherited
+    return keyed_hash(conversation.salt, b"foreign" + inherited + b"".join([conversation.exacts[i] for i in own])) if own else inherited
 
 
 def placed_replies(turn: Turn, turns: Mapping[str, Turn]) -> tuple[PlacedReply, ...] | None:

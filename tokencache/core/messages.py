@@ -135,7 +135,7 @@ def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     The digest ignores only what vLLM 0.32 hides from every template: the order of members, `cache_control`, and whether a text is a string
     or a single text part. A template may show everything else: whitespace, the number of parts, names, ids, other members.
     """
-    visible = _unmarked(entry)
+    visible = _unmarked(entry) if "cache_control" in entry else entry
     if isinstance(content := visible.get("content"), list):
         parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
         visible = {**visible, "content": parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts}
@@ -167,7 +167,7 @@ def context_digest_of_json(entry: dict[str, Any], exact: bytes) -> bytes:
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if name != "cache_control"} if "cache_control" in members else members
+    return {name: value for name, value in members.items() if name != "cache_control"}
 
 
 def _is_text(part: Any) -> bool:

@@ -73,7 +73,7 @@ def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
     Raises:
         HarnessError: it has a member twice.
     """
-    if (_MARK not in raw and _ESCAPED not in raw) or raw[:1] != b"{":
+    if raw[:1] != b"{":
         return raw, None
     fields = fields_of(raw)
     taken = {name: bytes(fields.pop(name)) for name in TAKEN if name in fields}
@@ -118,6 +118,8 @@ def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dic
     """
     bare, echoes = list[bytes](), dict[int, ReturnedIdFragments]()
     for index, entry in enumerate(entries[start:], start):
+        if _MARK not in entry and _ESCAPED not in entry:
+            continue  # nearly always
         left, echo = take_out(entry)
         if left is not entry:
             bare = bare or list(entries)

@@ -12,6 +12,7 @@ name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,7 @@ Raw = msgspec.Raw
 _CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
 _ENCODER = msgspec.json.Encoder()
 _NULL, _NO_ARGUMENTS = Raw(b"null"), Raw(b'"{}"')
+_TEXT = (str, NoneType)
 _MEDIA_MEMBERS = frozenset(
     {
         *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
@@ -96,22 +98,22 @@ class MessageReader:
         key = xxhash.xxh3_128_digest(raw, self._seed)
         known = self._known.get(key)
         if known is None:
-            entry = msgspec.json.decode(raw)
-            identified = with_media_identities(entry)
-            known = self._known[key] = _slim(identified, () if identified is entry else _described(entry, identified))
+            known = self._known[key] = _parsed(msgspec.json.decode(raw))
         else:
             self._known.move_to_end(key)
         return known
 
 
-def _slim(entry: Any, media: tuple[MediaPart, ...]) -> ReadMessage:
+def _parsed(written: Any) -> ReadMessage:
+    entry = with_media_identities(written)
+    media = _described(written, entry) if entry is not written else ()
     message = _read(entry)
     exact = exact_digest_of_json(entry)
     if message.role == "assistant":
-        malformed = any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
+        malformed = bool(message.calls) and any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
         return ReadMessage(message, digest(message), exact, malformed, media)
     slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
-    return ReadMessage(slim, context_digest_of_json(entry, exact), exact, media=media)
+    return ReadMessage(slim, context_digest_of_json(entry, exact) if message.role == "tool" else exact, exact, media=media)
 
 
 def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
@@ -177,24 +179,28 @@ def _read(entry: Any) -> Message:
     role = entry.get("role")
     if not isinstance(role, str):
         raise UnreadableError("a message has no role")
-    role = "system" if role == "developer" else role
-    content, media = _content(entry.get("content"))
-    reasoning = entry.get("reasoning")
+    content, media = entry.get("content"), b""
+    if not (content is None or isinstance(content, str)):
+        content, media = _content(content)
+    reasoning, answers = entry.get("reasoning"), entry.get("tool_call_id")
+    reasoning = entry.get("reasoning_content") if reasoning is None else reasoning
+    name = entry.get("name") if role not in {"tool", "assistant"} else None
+    if not (isinstance(reasoning, _TEXT) and isinstance(answers, _TEXT) and isinstance(name, _TEXT)):
+        raise UnreadableError("reasoning, tool_call_id or name is not a string")
     return Message(
-        role=role,
+        role="system" if role == "developer" else role,
         content=content,
-        reasoning=_text(entry.get("reasoning_content") if reasoning is None else reasoning, "reasoning"),
-        calls=_calls(entry),
-        answers=_text(entry.get("tool_call_id"), "tool_call_id"),
-        name=_text(entry.get("name"), "name") if role not in {"tool", "assistant"} else None,
+        reasoning=reasoning,
+        calls=_calls(entry) if "tool_calls" in entry or "function_call" in entry else (),
+        answers=answers,
+        name=name,
         media=media,
         parts=isinstance(entry.get("content"), list),
     )
 
 
 def _content(content: Any) -> tuple[str | None, bytes]:
-    if content is None or isinstance(content, str):
-        return content, b""
+    """Read content that is not text: the text, and the canonical JSON of parts that are not only text."""
     if not isinstance(content, list):
         raise UnreadableError("content is neither text nor a list of parts")
     parts: list[Any] = []
@@ -225,13 +231,9 @@ def _call(item: Any) -> ToolCall:
     arguments = function.get("arguments")
     if arguments is not None and not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments).decode()
-    return ToolCall(_text(item.get("id"), "id") or "", function["name"], arguments or "")
-
-
-def _text(value: Any, name: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise UnreadableError(f"{name} is not a string")
-    return value
+    if not isinstance(item.get("id"), _TEXT):
+        raise UnreadableError("the id of a tool call is not a string")
+    return ToolCall(item.get("id") or "", function["name"], arguments or "")
 
 
 def _is_json(arguments: Any) -> bool:
@@ -285,7 +287,7 @@ def _as_reminder(raw: bytes) -> bytes:
     entry = msgspec.json.decode(raw)
     if entry.get("role") not in {"system", "developer"}:
         return raw
-    text = _content(entry.get("content"))[0] or ""
+    text = _read(entry).content or ""
     return msgspec.json.encode({"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"})
 
 
