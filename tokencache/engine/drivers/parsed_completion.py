@@ -17,6 +17,7 @@ from tokencache.dialects.json_io import FIELDS, IDS, OBJECTS
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.generate import read_generated
+from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient
 from tokencache.errors import EngineError
 
@@ -124,11 +125,9 @@ async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[i
         text = choice.get("text", _NULL)
         if bytes(text) in {b"null", b'""'}:
             return []
-        body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
-        decoded = (await request.upstream.query("/tokenize", _ENCODER.encode(body), request.headers)).json()
-        if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
+        if not (left := await EngineRenderer(request.upstream).encode(fields.get("model", _NULL), text, request.headers)):
             raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
-        return list(decoded["tokens"])
+        return left
     return tokens[:-1] if stopped and not shown else tokens
 
 
