@@ -63,7 +63,7 @@ class _EngineApi:
 
 
 async def _url_in(request: web.Request) -> str:
-    return _base_url((await read_body(request, EngineUrl, '{"url": "http://HOST:PORT"}')).url)
+    return _base_url((await read_body(request, EngineUrl)).url)
 
 
 def _base_url(given: str) -> str:

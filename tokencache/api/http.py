@@ -30,13 +30,12 @@ def json_response(body: Any, status: int = 200) -> web.Response:
     return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
 
 
-async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: int = 400) -> T:
-    """Decode the JSON body of a request; `form` shows how it is written.
+async def read_body(request: web.Request, kind: type[T], *, invalid: int = 400) -> T:
+    """Decode the JSON body of a request.
 
     Args:
         request: the request.
         kind: the type of the body.
-        form: for the error message.
         invalid: the status if it is not JSON, or a member is missing or invalid.
 
     Raises:
@@ -48,7 +47,35 @@ async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: 
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise HarnessError(f"the body must be {form}: {error}", status=invalid) from None
+        raise HarnessError(f"the body must be {_form(inspect.type_info(kind))}: {error}", status=invalid) from None
+
+
+_SCALARS: dict[type[inspect.Type], str] = {
+    inspect.IntType: "number",
+    inspect.FloatType: "number",
+    inspect.BoolType: "bool",
+    inspect.NoneType: "null",
+    inspect.DictType: "{…}",
+    inspect.ListType: "[…]",
+    inspect.VarTupleType: "[…]",
+}
+"""How values are written in JSON; all others are text."""
+
+
+def _form(kind: inspect.Type) -> str:
+    """Show how a value of a type is written in JSON; a member with a question mark may be left out."""
+    match kind:
+        case inspect.StructType():
+            members = (f'"{field.encode_name}"{"" if field.required else "?"}: {_form(field.type)}' for field in kind.fields)
+            return f"{{{', '.join(members)}}}"
+        case inspect.Metadata():
+            return _form(kind.type)
+        case inspect.UnionType():
+            return "|".join(dict.fromkeys(_form(one) for one in kind.types))
+        case inspect.LiteralType():
+            return "|".join(f'"{value}"' for value in kind.values)
+        case _:
+            return _SCALARS.get(type(kind), '"…"')
 
 
 def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
@@ -98,15 +125,14 @@ def _unknown_members(given: Any, kind: inspect.Type, path: str = "") -> Iterator
                     yield from _unknown_members(value, known[name], f"{path}{name}.")
                 else:
                     yield _Unknown(path, name, known)
+        case inspect.Metadata(), _:
+            yield from _unknown_members(given, kind.type, path)
         case inspect.UnionType(), _:
             for one in kind.types:
                 yield from _unknown_members(given, one, path)
-        case inspect.DictType(), dict():
-            for name, value in given.items():
-                yield from _unknown_members(value, kind.value_type, f"{path}{name}.")
-        case inspect.ListType(), list():
-            for n, value in enumerate(given):
-                yield from _unknown_members(value, kind.item_type, f"{path}{n}.")
+        case (inspect.DictType(value_type=inner), dict()) | (inspect.ListType(item_type=inner), list()):
+            for name, value in given.items() if isinstance(given, dict) else enumerate(given):
+                yield from _unknown_members(value, inner, f"{path}{name}.")
 
 
 def _nearest(name: str, known: Collection[str], similarity: int) -> str | None:

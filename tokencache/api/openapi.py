@@ -22,16 +22,15 @@ from tokencache.api.requests import (
     Finish,
     FinishedUpdate,
     NewReward,
-    NewSession,
     NewUpdate,
     NewVersion,
     Take,
 )
 from tokencache.core.media import StoredMedium
-from tokencache.core.session import LabelChanges
+from tokencache.core.session import LabelChanges, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
-from tokencache.trajectories.lengths import LIMITS, POLICIES
+from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
 
 BASE = "/tokencache/v1"
@@ -124,15 +123,13 @@ _DRIFT = Parameter(
     "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
     {"type": "string", "enum": DRIFT_MODES},
 )
-_LENGTHS = (
-    *(Parameter(name, meaning, {"type": "integer", "minimum": 1}) for name, meaning in LIMITS.items()),
-    Parameter(
-        "overlong",
-        "What happens to a sequence that is longer: it is left out, it ends after its last whole turn that fits, or it stays whole and "
-        "nothing of it is trained. Required with a limit.",
-        {"type": "string", "enum": POLICIES},
-    ),
-)
+
+
+def _parameters(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
+    """Make a query parameter of each field of a struct."""
+    members = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    return tuple(Parameter(name, member.pop("description"), member) for name, member in members.items())
+
 
 OPERATIONS = (
     Operation(
@@ -162,12 +159,8 @@ OPERATIONS = (
         BASE + "/sessions",
         "Create a session with settings and labels.",
         CreatedSession,
-        description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
-        "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
-        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache; `deadline` (Unix time) "
-        "and `silent_for` (seconds without a call) finish it with the outcome `timeout`. `group`, `metadata` and "
-        "`tags` are labels. With `exist_ok` the session may exist (200), if it has the same settings or none are given. The name of a "
-        "deleted session can be used again.",
+        description="The settings hold for all calls of the session, however they name it. A session that exists is accepted only with "
+        "`exist_ok` (200). The name of a deleted session can be used again.",
         body=NewSession,
         statuses=(201, 200),
         errors=_EXISTS,
@@ -191,19 +184,8 @@ OPERATIONS = (
         "the native format, and `off` in others. `figures.overlong` and `figures.stale` report what the limits of length and lag did.",
         query=(
             Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}),
-            Parameter(
-                "text",
-                "Whether the native format holds the requests of the turns, so that `tokencache convert` can write any format.",
-                {"type": "boolean", "default": False},
-            ),
             _DRIFT,
-            *_LENGTHS,
-            Parameter(
-                "max_lag",
-                "Leave out the sequences with trainable tokens of a policy version that lags more than this behind the one announced last, "
-                "or whose lag is not known.",
-                _COUNT,
-            ),
+            *_parameters(ExportParameters),
         ),
         errors={**_NO_SESSION, **_NO_VERSION},
     ),
