@@ -6,6 +6,7 @@ parameters of their own, such as `?_=1`, so only those that look like misspelled
 
 import math
 from collections.abc import Collection, Iterator
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -25,12 +26,12 @@ _MOST_NAMED = 8
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
+def json_response(body: Any, status: int = HTTPStatus.OK) -> web.Response:
     """Return JSON."""
     return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
 
 
-async def read_body(request: web.Request, kind: type[T], *, invalid: int = 400) -> T:
+async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPStatus.BAD_REQUEST) -> T:
     """Decode the JSON body of a request.
 
     Args:
@@ -87,7 +88,11 @@ def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
     for name in request.query:
         nearest = None if name in known else _nearest(name, known, _MISSPELLED)
         if nearest is not None:
-            raise HarnessError(f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?", status=422, param=name[:_SHOWN])
+            raise HarnessError(
+                f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?",
+                status=HTTPStatus.UNPROCESSABLE_ENTITY,
+                param=name[:_SHOWN],
+            )
 
 
 class _Unknown(NamedTuple):
@@ -112,7 +117,7 @@ def _refuse_unknown(found: Iterator[_Unknown]) -> None:
         named = ", ".join(map(str, unknown[:_MOST_NAMED]))
         more = f", and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
         param = (unknown[0].path + unknown[0].name)[:_SHOWN]
-        raise HarnessError(f"unknown members in the request body: {named}{more}", status=422, param=param)
+        raise HarnessError(f"unknown members in the request body: {named}{more}", status=HTTPStatus.UNPROCESSABLE_ENTITY, param=param)
 
 
 def _unknown_members(given: Any, kind: inspect.Type, path: str = "") -> Iterator[_Unknown]:
@@ -202,4 +207,4 @@ def choice(request: web.Request, name: str, allowed: Collection[str], default: s
 
 def not_found(message: str) -> HarnessError:
     """Return the error (404) for a name that does not exist."""
-    return HarnessError(message, status=404, kind="not_found_error")
+    return HarnessError(message, status=HTTPStatus.NOT_FOUND, kind="not_found_error")

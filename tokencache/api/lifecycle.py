@@ -45,7 +45,7 @@ class LifecycleRoutes:
         asked = await read_body(request, NewSession)
         name, created = await self._define(asked)
         state = self._state(await self._existing(name)) | self._warnings(asked)
-        return json_response(state, status=201 if created else 200)
+        return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
         """Define a session, and register a key for it."""
@@ -54,7 +54,7 @@ class LifecycleRoutes:
         key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), Binding(name))
         body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
-        return json_response(body, status=201)
+        return json_response(body, status=HTTPStatus.CREATED)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         """Remove the binding of a key."""

@@ -102,7 +102,11 @@ def add_refusals(app: web.Application, auth: AdminAuth) -> None:
 def _wrong_method(allowed: Sequence[str]) -> Handler:
     async def refuse(request: web.Request) -> web.StreamResponse:
         methods = ", ".join(allowed)
-        raise HarnessError(f"{request.method} {request.path}: this route has only {methods}", status=405, headers={"Allow": methods})
+        raise HarnessError(
+            f"{request.method} {request.path}: this route has only {methods}",
+            status=HTTPStatus.METHOD_NOT_ALLOWED,
+            headers={"Allow": methods},
+        )
 
     return refuse
 

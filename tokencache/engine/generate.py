@@ -26,7 +26,7 @@ from tokencache.errors import EngineError
 Raw = msgspec.Raw
 
 GENERATE = "/inference/v1/generate"
-_NO_ROUTE = (404, 405)
+_NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
 """Members of a rendered request that are not sent to `generate`: the images are sent as parts, and the reply is not streamed."""

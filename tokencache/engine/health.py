@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 5.0
 """Seconds to wait for an answer."""
 STRIKES = 3
 """Number of slow or bad answers in a row after which an engine is marked down."""
-_NO_ROUTE = frozenset({404, 405, 501})
+_NO_ROUTE = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
 """HTTP status codes of a server that has no `GET /health`."""
 RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed again."""

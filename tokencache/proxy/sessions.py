@@ -25,6 +25,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
@@ -228,12 +229,12 @@ class SessionFinder:
         if key.startswith(REGISTERED_KEY):
             found = await self._binding(hash_key(key))
             if found is None:
-                raise HarnessError("unknown API key", status=401, kind="authentication_error")
+                raise HarnessError("unknown API key", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
             return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
         in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
         session = named.session if named.session is not None else headers.get(self._header, in_key)
         if self._registered_only:
-            raise HarnessError("this server accepts registered API keys only", status=401, kind="authentication_error")
+            raise HarnessError("this server accepts registered API keys only", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
         if session is None:
             session = self.sources.in_headers(headers) or in_body
         if session is None:

@@ -16,7 +16,7 @@ from tokencache.engine.upstream import EngineClient
 from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
-REFUSALS = frozenset({400, 422})
+REFUSALS = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
 """HTTP status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
 
 
