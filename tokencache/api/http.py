@@ -17,7 +17,6 @@ from rapidfuzz import fuzz, process
 from tokencache.errors import HarnessError
 from tokencache.proxy.request_body import whole_body_of
 
-_ENCODER = msgspec.json.Encoder()
 _SIMILAR, _MISSPELLED = 60, 80
 """Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
 _SHOWN = 80
@@ -28,7 +27,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 def json_response(body: Any, status: int = HTTPStatus.OK) -> web.Response:
     """Return JSON."""
-    return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPStatus.BAD_REQUEST) -> T:

@@ -45,7 +45,6 @@ from tokencache.store.base import Binding, SettingsChangedError, SettingsConflic
 
 log = logging.getLogger(__name__)
 
-_ENCODER = msgspec.json.Encoder()
 REMEMBER_KEY_SECONDS = 3600.0
 """How long after its last use a registered key is accepted while the store fails."""
 _MOST_KEYS = _MOST_SESSIONS = 65_536
@@ -167,7 +166,7 @@ class SessionSources(NamedTuple):
             name = _remove(fields, path)
             if name is None:
                 continue
-            body = _ENCODER.encode(fields)
+            body = msgspec.json.encode(fields)
             found = found or name
         return SessionInBody(found or None, body)
 
@@ -185,7 +184,7 @@ def _remove(fields: dict[str, msgspec.Raw], path: tuple[str, ...]) -> str | None
             return None  # not an object
         value = _remove(inner, tuple(rest))
         if value is not None and inner:
-            fields[name] = msgspec.Raw(_ENCODER.encode(inner))
+            fields[name] = msgspec.Raw(msgspec.json.encode(inner))
         elif value is not None:
             del fields[name]
         return value
