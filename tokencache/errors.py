@@ -11,12 +11,13 @@ Any other exception is a bug: 500, with a traceback in the log.
 """
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from types import MappingProxyType
 
-NOT_NOW = frozenset({429, 503})
+NOT_NOW = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
-_SUCCESSES, _REFUSALS, _LOWEST_ERROR = range(200, 300), range(400, 500), 400
+_SUCCESSES, _REFUSALS, _LOWEST_ERROR = range(200, 300), range(400, 500), HTTPStatus.BAD_REQUEST
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -50,7 +51,7 @@ class TokencacheError(Exception):
         headers: further headers of the response.
     """
 
-    status: int = 500
+    status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     kind: str = "internal_error"
     param: str | None = None
     headers: Mapping[str, str] = _NO_HEADERS
@@ -68,7 +69,7 @@ class HarnessError(TokencacheError):
         self,
         message: str,
         *,
-        status: int = 400,
+        status: int = HTTPStatus.BAD_REQUEST,
         param: str | None = None,
         kind: str = "invalid_request_error",
         headers: Mapping[str, str] = _NO_HEADERS,
@@ -83,7 +84,7 @@ class HarnessError(TokencacheError):
 class MemoryFullError(TokencacheError):
     """The request would hold more memory than requests may (`request_memory`). It may succeed later."""
 
-    status = 503
+    status = HTTPStatus.SERVICE_UNAVAILABLE
     kind = "overloaded_error"
     headers = MappingProxyType({"Retry-After": "5"})
 
@@ -99,7 +100,7 @@ class EngineError(TokencacheError):
 
     kind = "upstream_error"
 
-    def __init__(self, message: str, *, private: str = "", status: int = 502, reached: bool = True) -> None:
+    def __init__(self, message: str, *, private: str = "", status: int = HTTPStatus.BAD_GATEWAY, reached: bool = True) -> None:
         super().__init__(f"{message} ({private})" if private else message)
         self._message = message
         self.private = private
@@ -123,7 +124,9 @@ class WeightsUpdatingError(EngineError):
     def __init__(self, url: str, owner: str) -> None:
         by = f" by {owner!r}" if owner else ""
         super().__init__(
-            f"the weights of the engine are being updated{by}: calls wait until the new version is announced", private=url, status=503
+            f"the weights of the engine are being updated{by}: calls wait until the new version is announced",
+            private=url,
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
         )
 
 

@@ -8,9 +8,11 @@ from tokencache.client import protocol
 from tokencache.client.access import access_to
 from tokencache.client.collecting import OUTAGE_SECONDS, as_completed, follow, iterate
 from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
-from tokencache.client.operations import ProxyAddress, create
+from tokencache.client.operations import ProxyAddress, SessionOptions, create
 from tokencache.client.protocol import Item, Pause, ServerResponse
 from tokencache.client.session_operations import delete, finish, set_reward, state
+from tokencache.core.session import NewSession
+from tokencache.trajectories.lengths import ExportOptions, ExportParameters
 
 NO_RESPONSE = ServerResponse(0, b"ConnectError: refused")
 DOWN = ServerResponse(503, b'{"error": {"message": "the store failed: gone", "type": "store_error"}}')
@@ -218,3 +220,9 @@ def test_a_reward_that_is_not_finite_is_not_sent(number):
             drive(steps)
     with pytest.raises(ValueError, match="not JSON compliant"):
         drive(finish(SESSION, metadata={"seed": number}))
+
+
+def test_the_typed_options_are_those_of_the_requests():
+    own = {"model", "config_dir", "wait"}  # these never reach the proxy
+    assert SessionOptions.__annotations__.keys() - own == set(NewSession.__struct_fields__) - {"session"}
+    assert ExportOptions.__annotations__.keys() == set(ExportParameters.__struct_fields__)

@@ -9,6 +9,7 @@ from tests.commands.test_commands import Shell, record
 from tests.proxy.kit import proxied, user
 from tokencache.client import AsyncClient
 from tokencache.commands.rewards import RewardFileError, RewardValues, read_reward
+from tokencache.core.budget import Budget
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def test_a_session_is_not_created_twice(shell):
     assert "sampling" in (await shell("create", "r1", "--exist-ok", "--sampling", '{"temperature": 1}', code=1)).stderr
 
 
-@pytest.mark.parametrize("option", ["--metadata", "--sampling"])
+@pytest.mark.parametrize("option", ["--metadata", "--sampling", "--budget", "--models"])
 async def test_an_option_that_is_no_object(shell, option):
     assert f"{option}: expected a JSON object" in (await shell("create", "r1", option, "[1]", code=2)).stderr
 
@@ -108,6 +109,13 @@ async def test_a_failed_session_is_seen_and_left_out(shell, tmp_path):
         valid = await shell("export", "--all", "--format", form, "--to", str(tmp_path / f"{form}-valid.jsonl"), "--valid-only")
         assert "1 incomplete or failed, and left out: a" in valid.stderr
         assert len((tmp_path / f"{form}-valid.jsonl").read_text().splitlines()) == 1
+
+
+async def test_every_setting_of_a_session_is_an_option(shell):
+    await shell("create", "r1", "--models", '{"gpt-*": "m"}', "--tenant", "t", "--budget", '{"calls": 3}', "--history", "follow")
+    settings = (await shell.rig.store.session("r1")).settings
+    assert (settings.models, settings.tenant, settings.budget, settings.history) == ({"gpt-*": "m"}, "t", Budget(calls=3), "follow")
+    assert "budget" in (await shell("create", "r2", "--budget", '{"calls": -1}', code=1)).stderr
 
 
 async def test_create_takes_a_deadline_and_a_limit_of_silence(shell):

@@ -8,6 +8,7 @@ browser repeats a Basic password in every later request, even in one that a fore
 import base64
 import hmac
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import web
 
@@ -41,7 +42,7 @@ class AdminAuth:
             opened = request.method in _READING and "text/html" in request.headers.get("Accept", "")
             headers = {"WWW-Authenticate": f"{BASIC}, {BEARER}" if opened else BEARER}
             words = "this needs the admin key: Authorization: Bearer …"
-            raise HarnessError(words, status=401, kind="authentication_error", headers=headers)
+            raise HarnessError(words, status=HTTPStatus.UNAUTHORIZED, kind="authentication_error", headers=headers)
 
         return checked
 

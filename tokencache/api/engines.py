@@ -3,6 +3,7 @@
 `openapi` lists the routes with their paths. If an admin key is set, each request needs `Authorization: Bearer <admin key>`.
 """
 
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ class _EngineApi:
 
     async def add(self, request: web.Request) -> web.StreamResponse:
         url = await _url_in(request)
-        status = 201 if self._pool.find(url) is None else 200
+        status = HTTPStatus.CREATED if self._pool.find(url) is None else HTTPStatus.OK
         return json_response(self._object(await self._membership.add(url)), status)
 
     async def drain(self, request: web.Request) -> web.StreamResponse:
@@ -63,7 +64,7 @@ class _EngineApi:
 
 
 async def _url_in(request: web.Request) -> str:
-    return _base_url((await read_body(request, EngineUrl, '{"url": "http://HOST:PORT"}')).url)
+    return _base_url((await read_body(request, EngineUrl)).url)
 
 
 def _base_url(given: str) -> str:

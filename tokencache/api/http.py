@@ -6,6 +6,7 @@ parameters of their own, such as `?_=1`, so only those that look like misspelled
 
 import math
 from collections.abc import Collection, Iterator
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -16,7 +17,6 @@ from rapidfuzz import fuzz, process
 from tokencache.errors import HarnessError
 from tokencache.proxy.request_body import whole_body_of
 
-_ENCODER = msgspec.json.Encoder()
 _SIMILAR, _MISSPELLED = 60, 80
 """Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
 _SHOWN = 80
@@ -25,18 +25,17 @@ _MOST_NAMED = 8
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def json_response(body: Any, status: int = 200) -> web.Response:
+def json_response(body: Any, status: int = HTTPStatus.OK) -> web.Response:
     """Return JSON."""
-    return web.Response(body=_ENCODER.encode(body), status=status, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: int = 400) -> T:
-    """Decode the JSON body of a request; `form` shows how it is written.
+async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPStatus.BAD_REQUEST) -> T:
+    """Decode the JSON body of a request.
 
     Args:
         request: the request.
         kind: the type of the body.
-        form: for the error message.
         invalid: the status if it is not JSON, or a member is missing or invalid.
 
     Raises:
@@ -48,7 +47,35 @@ async def read_body(request: web.Request, kind: type[T], form: str, *, invalid: 
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise HarnessError(f"the body must be {form}: {error}", status=invalid) from None
+        raise HarnessError(f"the body must be {_form(inspect.type_info(kind))}: {error}", status=invalid) from None
+
+
+_SCALARS: dict[type[inspect.Type], str] = {
+    inspect.IntType: "number",
+    inspect.FloatType: "number",
+    inspect.BoolType: "bool",
+    inspect.NoneType: "null",
+    inspect.DictType: "{…}",
+    inspect.ListType: "[…]",
+    inspect.VarTupleType: "[…]",
+}
+"""How values are written in JSON; all others are text."""
+
+
+def _form(kind: inspect.Type) -> str:
+    """Show how a value of a type is written in JSON; a member with a question mark may be left out."""
+    match kind:
+        case inspect.StructType():
+            members = (f'"{field.encode_name}"{"" if field.required else "?"}: {_form(field.type)}' for field in kind.fields)
+            return f"{{{', '.join(members)}}}"
+        case inspect.Metadata():
+            return _form(kind.type)
+        case inspect.UnionType():
+            return "|".join(dict.fromkeys(_form(one) for one in kind.types))
+        case inspect.LiteralType():
+            return "|".join(f'"{value}"' for value in kind.values)
+        case _:
+            return _SCALARS.get(type(kind), '"…"')
 
 
 def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
@@ -60,7 +87,11 @@ def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
     for name in request.query:
         nearest = None if name in known else _nearest(name, known, _MISSPELLED)
         if nearest is not None:
-            raise HarnessError(f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?", status=422, param=name[:_SHOWN])
+            raise HarnessError(
+                f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?",
+                status=HTTPStatus.UNPROCESSABLE_ENTITY,
+                param=name[:_SHOWN],
+            )
 
 
 class _Unknown(NamedTuple):
@@ -85,7 +116,7 @@ def _refuse_unknown(found: Iterator[_Unknown]) -> None:
         named = ", ".join(map(str, unknown[:_MOST_NAMED]))
         more = f", and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
         param = (unknown[0].path + unknown[0].name)[:_SHOWN]
-        raise HarnessError(f"unknown members in the request body: {named}{more}", status=422, param=param)
+        raise HarnessError(f"unknown members in the request body: {named}{more}", status=HTTPStatus.UNPROCESSABLE_ENTITY, param=param)
 
 
 def _unknown_members(given: Any, kind: inspect.Type, path: str = "") -> Iterator[_Unknown]:
@@ -98,15 +129,14 @@ def _unknown_members(given: Any, kind: inspect.Type, path: str = "") -> Iterator
                     yield from _unknown_members(value, known[name], f"{path}{name}.")
                 else:
                     yield _Unknown(path, name, known)
+        case inspect.Metadata(), _:
+            yield from _unknown_members(given, kind.type, path)
         case inspect.UnionType(), _:
             for one in kind.types:
                 yield from _unknown_members(given, one, path)
-        case inspect.DictType(), dict():
-            for name, value in given.items():
-                yield from _unknown_members(value, kind.value_type, f"{path}{name}.")
-        case inspect.ListType(), list():
-            for n, value in enumerate(given):
-                yield from _unknown_members(value, kind.item_type, f"{path}{n}.")
+        case (inspect.DictType(value_type=inner), dict()) | (inspect.ListType(item_type=inner), list()):
+            for name, value in given.items() if isinstance(given, dict) else enumerate(given):
+                yield from _unknown_members(value, inner, f"{path}{name}.")
 
 
 def _nearest(name: str, known: Collection[str], similarity: int) -> str | None:
@@ -176,4 +206,4 @@ def choice(request: web.Request, name: str, allowed: Collection[str], default: s
 
 def not_found(message: str) -> HarnessError:
     """Return the error (404) for a name that does not exist."""
-    return HarnessError(message, status=404, kind="not_found_error")
+    return HarnessError(message, status=HTTPStatus.NOT_FOUND, kind="not_found_error")

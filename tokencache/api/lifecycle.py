@@ -12,10 +12,10 @@ from aiohttp import web
 from tokencache.api.http import flag, json_response, not_found, read_body
 from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
-from tokencache.api.requests import Finish, NewReward, NewSession
+from tokencache.api.requests import Finish, NewReward
 from tokencache.core.lineage import lineages
 from tokencache.core.sampling import bending
-from tokencache.core.session import LabelChanges, Reward, SessionStage
+from tokencache.core.session import LabelChanges, NewSession, Reward, SessionStage
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
@@ -27,12 +27,6 @@ from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
 from tokencache.store.base import Binding, SealOutcome, SessionInfo
 
-_SETTINGS_FORM = (
-    '"harness"?: "<adapter>", "models"?: {…}, "sampling"?: {…}, "budget"?: {…}, "tenant"?: "<name>", "history"?: "<mode>", '
-    '"deadline"?: unix_time, "silent_for"?: seconds'
-)
-_LABELS_FORM = '"group"?: "<name>", "metadata"?: {…}, "tags"?: […]'
-_REWARD_FORM = '"components"?: {name: number}, "turns"?: {id: number}, "sequences"?: {id: number}'
 _RETRY_SECONDS = 5
 _MOST_NAMED = 8
 
@@ -48,19 +42,19 @@ class LifecycleRoutes:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Define a session."""
-        asked = await read_body(request, NewSession, f'{{"session"?: "<name>", {_SETTINGS_FORM}, {_LABELS_FORM}, "exist_ok"?: bool}}')
+        asked = await read_body(request, NewSession)
         name, created = await self._define(asked)
         state = self._state(await self._existing(name)) | self._warnings(asked)
-        return json_response(state, status=201 if created else 200)
+        return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
         """Define a session, and register a key for it."""
-        asked = await read_body(request, NewSession, f'{{"session": "<name>", {_SETTINGS_FORM}, {_LABELS_FORM}, "exist_ok"?: bool}}')
+        asked = await read_body(request, NewSession)
         name, _ = await self._define(asked)
         key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), Binding(name))
         body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
-        return json_response(body, status=201)
+        return json_response(body, status=HTTPStatus.CREATED)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         """Remove the binding of a key."""
@@ -72,7 +66,7 @@ class LifecycleRoutes:
     async def label(self, request: web.Request) -> web.StreamResponse:
         """Change the labels of a session."""
         name = check_name(request.match_info["session"])
-        changes = await read_body(request, LabelChanges, f"{{{_LABELS_FORM}}}", invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        changes = await read_body(request, LabelChanges, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         if not await self._store.set_labels(name, changes):
             raise no_session(name)
         self._ledger.changed.notify()
@@ -81,10 +75,7 @@ class LifecycleRoutes:
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Finish a session, and store what is given with it."""
         info = await self._existing(check_name(request.match_info["session"]))
-        form = f'{{"reward"?: number, {_REWARD_FORM}, {_LABELS_FORM}, "failed"?: "<kind>", "detail"?: "<words>"}}, or no body'
-        asked = (
-            await read_body(request, Finish, form, invalid=HTTPStatus.UNPROCESSABLE_ENTITY) if await whole_body_of(request) else Finish()
-        )
+        asked = await read_body(request, Finish, invalid=HTTPStatus.UNPROCESSABLE_ENTITY) if await whole_body_of(request) else Finish()
         outcome, changes = _valid(lambda: asked.outcome), _valid(lambda: asked.label_changes)
         reward = await self._checked(info, asked.new_reward)
         if outcome is not None and info.state is not SessionStage.OPEN:  # it may be refused, and then nothing else is stored
@@ -126,7 +117,7 @@ class LifecycleRoutes:
     async def set_reward(self, request: web.Request) -> web.StreamResponse:
         """Store a reward of a session."""
         info = await self._existing(check_name(request.match_info["session"]))
-        asked = await read_body(request, NewReward, f'{{"reward": number|null, {_REWARD_FORM}}}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        asked = await read_body(request, NewReward, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         reward = await self._checked(info, asked)
         assert reward is not None  # noqa: S101 - one was asked
         if not await self._store.add_reward(info.id, reward):

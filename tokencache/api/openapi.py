@@ -5,6 +5,7 @@ document, and `docs/openapi.json` is a copy of it. The schemas come from the msg
 """
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -22,16 +23,15 @@ from tokencache.api.requests import (
     Finish,
     FinishedUpdate,
     NewReward,
-    NewSession,
     NewUpdate,
     NewVersion,
     Take,
 )
 from tokencache.core.media import StoredMedium
-from tokencache.core.session import LabelChanges
+from tokencache.core.session import LabelChanges, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
-from tokencache.trajectories.lengths import LIMITS, POLICIES
+from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
 
 BASE = "/tokencache/v1"
@@ -98,9 +98,9 @@ class Operation(NamedTuple):
     description: str = ""
     query: tuple[Parameter, ...] = ()
     body: type[msgspec.Struct] | None = None
-    statuses: tuple[int, ...] = (200,)
+    statuses: tuple[int, ...] = (HTTPStatus.OK,)
     content_type: str = "application/json"
-    errors: Mapping[int, str] = {}
+    errors: Mapping[HTTPStatus, str] = {}
 
 
 def _object(**members: Any) -> dict[str, Any]:
@@ -110,29 +110,33 @@ def _object(**members: Any) -> dict[str, Any]:
 
 _TEXT, _FLAG, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
 _ANY_OBJECT = {"type": "object"}
-_NO_SESSION = {404: "There is no such session."}
+_NO_SESSION = {HTTPStatus.NOT_FOUND: "There is no such session."}
 _EXISTS = {
-    409: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
-    429: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`).",
+    HTTPStatus.CONFLICT: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`).",
 }
-_OTHER_STORE = {422: "A delivery is another store's, or a member is invalid."}
-_EXPIRED = {**_OTHER_STORE, 409: "The lease of a delivery ended, and its sessions were released or given to another consumer."}
-_NO_VERSION = {422: "`max_lag` is given, and no policy version was ever announced (`weights_unknown`)."}
-_WEIGHTS_ERRORS = {404: "There is no such engine.", 409: "Another owner is updating the weights (`weights_conflict`)."}
+_OTHER_STORE = {HTTPStatus.UNPROCESSABLE_ENTITY: "A delivery is another store's, or a member is invalid."}
+_EXPIRED = {
+    **_OTHER_STORE,
+    HTTPStatus.CONFLICT: "The lease of a delivery ended, and its sessions were released or given to another consumer.",
+}
+_NO_VERSION = {HTTPStatus.UNPROCESSABLE_ENTITY: "`max_lag` is given, and no policy version was ever announced (`weights_unknown`)."}
+_WEIGHTS_ERRORS = {
+    HTTPStatus.NOT_FOUND: "There is no such engine.",
+    HTTPStatus.CONFLICT: "Another owner is updating the weights (`weights_conflict`).",
+}
 _DRIFT = Parameter(
     "drift",
     "Whether prompts are compared with plain renderings: not at all, those of the last turn of each sequence, or those of all turns.",
     {"type": "string", "enum": DRIFT_MODES},
 )
-_LENGTHS = (
-    *(Parameter(name, meaning, {"type": "integer", "minimum": 1}) for name, meaning in LIMITS.items()),
-    Parameter(
-        "overlong",
-        "What happens to a sequence that is longer: it is left out, it ends after its last whole turn that fits, or it stays whole and "
-        "nothing of it is trained. Required with a limit.",
-        {"type": "string", "enum": POLICIES},
-    ),
-)
+
+
+def _parameters(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
+    """Make a query parameter of each field of a struct."""
+    members = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
+    return tuple(Parameter(name, member.pop("description"), member) for name, member in members.items())
+
 
 OPERATIONS = (
     Operation(
@@ -154,7 +158,7 @@ OPERATIONS = (
             Parameter("since", "Only sessions that were used at this time or later, as Unix time in seconds.", {"type": "number"}),
             Parameter("until", "Only sessions that were used at this time or earlier, as Unix time in seconds.", {"type": "number"}),
         ),
-        errors={422: "The cursor is another store's, a member is unknown, or a query parameter is misspelled."},
+        errors={HTTPStatus.UNPROCESSABLE_ENTITY: "The cursor is another store's, a member is unknown, or a query parameter is misspelled."},
     ),
     Operation(
         "createSession",
@@ -162,14 +166,10 @@ OPERATIONS = (
         BASE + "/sessions",
         "Create a session with settings and labels.",
         CreatedSession,
-        description="The settings hold for all calls of the session, however they name it: `harness` names the adapter whose rules apply; "
-        "`models` maps the names that the harness requests to the served model; `sampling` replaces the sampling parameters that it "
-        "requests; `budget` limits `calls`, `tokens` and `seconds`; `tenant` separates the engine's prefix cache; `deadline` (Unix time) "
-        "and `silent_for` (seconds without a call) finish it with the outcome `timeout`. `group`, `metadata` and "
-        "`tags` are labels. With `exist_ok` the session may exist (200), if it has the same settings or none are given. The name of a "
-        "deleted session can be used again.",
+        description="The settings hold for all calls of the session, however they name it. A session that exists is accepted only with "
+        "`exist_ok` (200). The name of a deleted session can be used again.",
         body=NewSession,
-        statuses=(201, 200),
+        statuses=(HTTPStatus.CREATED, HTTPStatus.OK),
         errors=_EXISTS,
     ),
     Operation("getSession", "GET", _SESSION, "Return the state of one session.", SessionState, errors=_NO_SESSION),
@@ -191,19 +191,8 @@ OPERATIONS = (
         "the native format, and `off` in others. `figures.overlong` and `figures.stale` report what the limits of length and lag did.",
         query=(
             Parameter("format", "Export format.", {"type": "string", "enum": list(FORMATS), "default": "native"}),
-            Parameter(
-                "text",
-                "Whether the native format holds the requests of the turns, so that `tokencache convert` can write any format.",
-                {"type": "boolean", "default": False},
-            ),
             _DRIFT,
-            *_LENGTHS,
-            Parameter(
-                "max_lag",
-                "Leave out the sequences with trainable tokens of a policy version that lags more than this behind the one announced last, "
-                "or whose lag is not known.",
-                _COUNT,
-            ),
+            *_parameters(ExportParameters),
         ),
         errors={**_NO_SESSION, **_NO_VERSION},
     ),
@@ -224,7 +213,7 @@ OPERATIONS = (
         description="The content type is the one that the harness declared, if it is one of a few types without scripts; otherwise it is "
         "`application/octet-stream`.",
         content_type="*/*",
-        errors={404: "There is no such session or medium, or the bytes of the medium were not kept."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or medium, or the bytes of the medium were not kept."},
     ),
     Operation(
         "getDrift",
@@ -259,7 +248,10 @@ OPERATIONS = (
         "saw. `detail` says it in words. Finishing again has no effect, except that a reward that is given again is stored again, and "
         "that an outcome may still be given where none was, until the session is sealed.",
         body=Finish,
-        errors={**_NO_SESSION, 409: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed."},
+        errors={
+            **_NO_SESSION,
+            HTTPStatus.CONFLICT: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed.",
+        },
     ),
     Operation(
         "sealSession",
@@ -270,7 +262,7 @@ OPERATIONS = (
         description="New calls receive 409 (`session_sealed`). With `force`, a session is sealed that is not finished or has calls in "
         "flight; the incident `sealed-early` then reports what was cut. Sealing again has no effect.",
         query=(Parameter("force", "Seal it even if it is not finished or has calls in flight.", {"type": "boolean", "default": False}),),
-        errors={**_NO_SESSION, 409: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
+        errors={**_NO_SESSION, HTTPStatus.CONFLICT: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
     ),
     Operation(
         "setReward",
@@ -281,7 +273,10 @@ OPERATIONS = (
         description="Possible in every state. It replaces the reward before as a whole; the history keeps the last 100. `turns` and "
         "`sequences` give rewards by id.",
         body=NewReward,
-        errors={**_NO_SESSION, 422: "A number is not finite or too large, or there is no such turn or sequence. The message names it."},
+        errors={
+            **_NO_SESSION,
+            HTTPStatus.UNPROCESSABLE_ENTITY: "A number is not finite or too large, or a turn or sequence is unknown. The message names it.",
+        },
     ),
     Operation(
         "getReward",
@@ -309,7 +304,7 @@ OPERATIONS = (
         RegisteredKey,
         description="The body is that of `createSession`. The answer holds the secret `key` and the `id` that revokes it.",
         body=NewSession,
-        statuses=(201,),
+        statuses=(HTTPStatus.CREATED,),
         errors=_EXISTS,
     ),
     Operation(
@@ -319,7 +314,7 @@ OPERATIONS = (
         "Revoke an API key by its id.",
         _object(id=_TEXT, revoked=_FLAG),
         description="Harnesses that use the key receive 401 from their next call on. Calls in flight continue.",
-        errors={404: "There is no such key."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such key."},
     ),
     Operation(
         "awaitSessions",
@@ -396,7 +391,7 @@ OPERATIONS = (
         description="All replicas use it. 201 if the engine is new, 200 if it was known. The proxy probes it before it answers, for "
         "at most 10 seconds. `error` is the reason if it does not serve: it differs from the engines that serve, or was not probed yet.",
         body=EngineUrl,
-        statuses=(201, 200),
+        statuses=(HTTPStatus.CREATED, HTTPStatus.OK),
     ),
     Operation(
         "drainEngine",
@@ -405,7 +400,7 @@ OPERATIONS = (
         "Send no new calls to an engine. Calls in flight continue.",
         EngineState,
         body=EngineUrl,
-        errors={404: "There is no such engine."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such engine."},
     ),
     Operation(
         "removeEngine",
@@ -418,8 +413,8 @@ OPERATIONS = (
             Parameter("force", "Remove it even if it is not drained. Calls in flight continue.", {"type": "boolean", "default": False}),
         ),
         errors={
-            404: "There is no such engine.",
-            409: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
+            HTTPStatus.NOT_FOUND: "There is no such engine.",
+            HTTPStatus.CONFLICT: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
         },
     ),
     Operation(
@@ -447,10 +442,10 @@ OPERATIONS = (
         WeightsInfo,
         description="The answer has the `id` of the update. If an engine cannot be paused, the others are resumed and nothing is held.",
         body=NewUpdate,
-        statuses=(201,),
+        statuses=(HTTPStatus.CREATED,),
         errors={
-            404: _WEIGHTS_ERRORS[404],
-            409: "Another owner is updating (`weights_conflict`), or an engine cannot pause (`engine_not_paused`).",
+            HTTPStatus.NOT_FOUND: _WEIGHTS_ERRORS[HTTPStatus.NOT_FOUND],
+            HTTPStatus.CONFLICT: "Another owner is updating (`weights_conflict`), or an engine cannot pause (`engine_not_paused`).",
         },
     ),
     Operation(
@@ -461,7 +456,10 @@ OPERATIONS = (
         WeightsInfo,
         description="Finishing again with the same version resumes the engines again.",
         body=FinishedUpdate,
-        errors={409: "The update is not under way (`weights_conflict`).", 502: "An engine could not be resumed; repeat the request."},
+        errors={
+            HTTPStatus.CONFLICT: "The update is not under way (`weights_conflict`).",
+            HTTPStatus.BAD_GATEWAY: "An engine could not be resumed; repeat the request.",
+        },
     ),
     Operation(
         "cancelWeightUpdate",
@@ -469,7 +467,10 @@ OPERATIONS = (
         BASE + "/weights/update/{update}",
         "End an update whose result is not known: the version becomes unknown, and the engines are resumed.",
         WeightsInfo,
-        errors={409: "The update is not under way (`weights_conflict`).", 502: "An engine could not be resumed; repeat the request."},
+        errors={
+            HTTPStatus.CONFLICT: "The update is not under way (`weights_conflict`).",
+            HTTPStatus.BAD_GATEWAY: "An engine could not be resumed; repeat the request.",
+        },
     ),
     Operation(
         "listSummaries",
@@ -501,7 +502,7 @@ OPERATIONS = (
         _object(group=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}),
         description="At most 64 sessions are compared, the ones used last.",
         query=(Parameter("group", "Name of the group.", _TEXT, required=True),),
-        errors={404: "No session is in this group."},
+        errors={HTTPStatus.NOT_FOUND: "No session is in this group."},
     ),
     Operation(
         "getOutline",
@@ -517,7 +518,7 @@ OPERATIONS = (
         _SESSION + "/turns/{turn}",
         "Return one turn, and each reply in its history next to what was served, for the viewer.",
         _ANY_OBJECT,
-        errors={404: "There is no such session or turn."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
     Operation(
         "getSequence",
@@ -527,7 +528,7 @@ OPERATIONS = (
         _object(
             session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}, media={}
         ),
-        errors={404: "There is no such session or sequence."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
     ),
     Operation(
         "getTokens",
@@ -539,7 +540,7 @@ OPERATIONS = (
             Parameter("start", "First token.", {**_COUNT, "default": 0}),
             Parameter("end", "Token after the last one.", _COUNT),
         ),
-        errors={404: "There is no such session or sequence."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
     ),
     Operation(
         "getMessages",
@@ -553,7 +554,7 @@ OPERATIONS = (
             Parameter("start", "First message.", {**_COUNT, "default": 0}),
             Parameter("end", "Message after the last one.", _COUNT),
         ),
-        errors={404: "There is no such session or sequence."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
     ),
     Operation(
         "getTexts",
@@ -565,7 +566,7 @@ OPERATIONS = (
             Parameter("turn", "Id of the turn.", _TEXT, required=True),
             Parameter("ids", "Token ids, separated by commas; at most 4,096.", _TEXT),
         ),
-        errors={404: "There is no such session or turn."},
+        errors={HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
     Operation("getOpenapi", "GET", BASE + "/openapi.json", "Return this document.", _ANY_OBJECT),
 )
@@ -638,10 +639,10 @@ def document() -> dict[str, Any]:
 
 _ERROR = _object(error=_object(message=_TEXT, type=_TEXT))
 _COMMON_ERRORS = {
-    400: "A name, a parameter or the body is invalid.",
-    401: "The admin key is missing or wrong.",
-    422: "The body has members that the operation does not have, or a query parameter is misspelled. The message names them.",
-    503: "The store failed.",
+    HTTPStatus.BAD_REQUEST: "A name, a parameter or the body is invalid.",
+    HTTPStatus.UNAUTHORIZED: "The admin key is missing or wrong.",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "The body has unknown members, or a query parameter is misspelled. The message names them.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The store failed.",
 }
 
 

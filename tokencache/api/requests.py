@@ -1,13 +1,12 @@
-"""Defines the bodies of the requests that create, end, label and reward sessions, and that use the queue."""
+"""Defines the bodies of the requests that end and reward sessions, use the queue and announce weights (`core.session` has the others)."""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tokencache.core.budget import Budget
 from tokencache.core.outcome import Outcome
-from tokencache.core.session import History, LabelChanges, Labels, Number, Reward, SessionSettings
+from tokencache.core.session import LabelChanges, Number, Reward
 from tokencache.core.weights import PauseMode
 
 MOST_NAMED = 10_000
@@ -19,49 +18,7 @@ LONGEST_LEASE = 7 * 86400.0
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Wait = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT)]
 _UpdateSeconds = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
-_Deadline = Annotated[float, msgspec.Meta(gt=0, le=1e11)]
-_Silence = Annotated[float, msgspec.Meta(gt=0, le=30 * 86400.0)]
 _Lease = Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE)]
-
-
-class NewSession(msgspec.Struct, frozen=True):
-    """A session to create.
-
-    Attributes:
-        session: its name; without one it gets a random one.
-        harness, models, sampling, budget, tenant, history, deadline, silent_for: its settings (`SessionSettings`).
-        group, metadata, tags: its labels (`Labels`).
-        exist_ok: whether it may exist already, with the same settings or if none are given here.
-    """
-
-    session: str | None = None
-    harness: str = ""
-    models: dict[str, str] = {}
-    sampling: dict[str, Any] = {}
-    budget: Budget = Budget()
-    tenant: str = ""
-    history: History | Literal[""] = ""
-    deadline: _Deadline | None = None
-    silent_for: _Silence | None = None
-    group: str = ""
-    metadata: dict[str, Any] = {}
-    tags: tuple[str, ...] = ()
-    exist_ok: bool = False
-
-    @property
-    def settings(self) -> SessionSettings:
-        """Its settings."""
-        limits = self.deadline or 0.0, self.silent_for or 0.0
-        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history, *limits)
-
-    @property
-    def labels(self) -> Labels:
-        """Its labels.
-
-        Raises:
-            ValueError: a bound is exceeded.
-        """
-        return Labels(self.group, self.metadata, self.tags)
 
 
 class NewReward(msgspec.Struct, frozen=True):

@@ -102,7 +102,11 @@ def add_refusals(app: web.Application, auth: AdminAuth) -> None:
 def _wrong_method(allowed: Sequence[str]) -> Handler:
     async def refuse(request: web.Request) -> web.StreamResponse:
         methods = ", ".join(allowed)
-        raise HarnessError(f"{request.method} {request.path}: this route has only {methods}", status=405, headers={"Allow": methods})
+        raise HarnessError(
+            f"{request.method} {request.path}: this route has only {methods}",
+            status=HTTPStatus.METHOD_NOT_ALLOWED,
+            headers={"Allow": methods},
+        )
 
     return refuse
 
@@ -162,7 +166,7 @@ class _TrainerApi:
         return json_response({"session": records.info.id, "turns": turns, "unmeasured": measured.unmeasured})
 
     async def wait(self, request: web.Request) -> web.StreamResponse:
-        asked = await read_body(request, Await, '{"sessions": ["<name>", …], "wait"?: seconds}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        asked = await read_body(request, Await, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         finished, unknown = await self._queue.wait(asked)
         return json_response({"finished": [self._state(info) for info in finished], "unknown": unknown})
 
@@ -170,24 +174,21 @@ class _TrainerApi:
         return json_response(await self._queue.counts())
 
     async def take(self, request: web.Request) -> web.StreamResponse:
-        form = '{"consumer": "<name>", "limit"?, "group_size"?, "wait"?, "lease"?, …}'
-        found, left = await self._queue.take(await read_body(request, Take, form, invalid=HTTPStatus.UNPROCESSABLE_ENTITY))
+        found, left = await self._queue.take(await read_body(request, Take, invalid=HTTPStatus.UNPROCESSABLE_ENTITY))
         return json_response({"deliveries": [self._delivery(one) for one in found], **left})
 
     async def acknowledge(self, request: web.Request) -> web.StreamResponse:
-        asked = await read_body(
-            request, Acknowledge, '{"deliveries": ["<id>", …], "delete"?: bool}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY
-        )
+        asked = await read_body(request, Acknowledge, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         deleted = await self._queue.acknowledge(asked)
         return json_response({"acknowledged": asked.deliveries, "deleted": deleted})
 
     async def release(self, request: web.Request) -> web.StreamResponse:
-        asked = await read_body(request, Deliveries, '{"deliveries": ["<id>", …]}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        asked = await read_body(request, Deliveries, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         await self._queue.release(asked)
         return json_response({"released": asked.deliveries})
 
     async def extend(self, request: web.Request) -> web.StreamResponse:
-        asked = await read_body(request, Extend, '{"deliveries": ["<id>", …], "lease"?: seconds}', invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        asked = await read_body(request, Extend, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
         await self._queue.extend(asked)
         return json_response({"extended": asked.deliveries})
 

@@ -21,8 +21,6 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.policy_version import UNKNOWN_HINT
 from tokencache.trajectories.values import EngineWeightsInfo, WeightsInfo
 
-_ANNOUNCEMENT = '{"version": "7"} or {"phase": "updating"}'
-
 
 def add_weight_routes(app: web.Application, auth: AdminAuth, announced: AnnouncedWeights, pool: Pool) -> None:
     """Add the routes of weights to an application."""
@@ -46,7 +44,7 @@ class _WeightsApi:
         return json_response(self._info(await self._announced.read()))
 
     async def announce(self, request: web.Request) -> web.StreamResponse:
-        given = await read_body(request, NewVersion, _ANNOUNCEMENT)
+        given = await read_body(request, NewVersion)
         engines, now = self._known(given.engines), time.time()
         with _refusals():
             if given.phase == "updating":
@@ -61,7 +59,7 @@ class _WeightsApi:
             return json_response(self._info(state))
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
-        given = await read_body(request, NewUpdate, '{"mode": "abort"}')
+        given = await read_body(request, NewUpdate)
         name, now, paused = given.id or secrets.token_hex(8), time.time(), given.mode != "none"
         update = Update(
             id=name,
@@ -77,7 +75,7 @@ class _WeightsApi:
             return json_response(self._info(await self._updates.begin(update)), HTTPStatus.CREATED)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
-        given = await read_body(request, FinishedUpdate, '{"version": "7"}')
+        given = await read_body(request, FinishedUpdate)
         with _refusals():
             return json_response(self._info(await self._updates.end(request.match_info["update"], str(given.version))))
 

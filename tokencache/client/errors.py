@@ -65,37 +65,37 @@ class WrongServerError(AnswerError):
 class RefusedError(AnswerError):
     """The request is invalid: the name of a session, the format, or a setting. 422: the proxy does not know a setting's name."""
 
-    status = 400
+    status = HTTPStatus.BAD_REQUEST
 
 
 class UnauthorizedError(AnswerError):
     """The admin key is missing or wrong."""
 
-    status = 401
+    status = HTTPStatus.UNAUTHORIZED
 
 
 class NotFoundError(AnswerError):
     """There is no such session (it has no call yet, was deleted, or has expired), or no such engine or key."""
 
-    status = 404
+    status = HTTPStatus.NOT_FOUND
 
 
 class SealedError(AnswerError):
     """The session is finished or sealed, so no further turns can be recorded."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class UnfinishedError(AnswerError):
     """The session was not sealed: it is not finished, or has calls in flight."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class ExistsError(AnswerError):
     """There is a session of this name already, so it was not created."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class OtherSettingsError(ExistsError):
@@ -105,37 +105,37 @@ class OtherSettingsError(ExistsError):
 class OutcomeError(AnswerError):
     """The outcome was not stored: the session has another one, or is sealed without one."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class DeliveryExpiredError(AnswerError):
     """The lease of the delivery ended, and another consumer took its sessions."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class TooManyReadyError(AnswerError):
     """The session was not created: too many finished sessions are not consumed. `create(wait=…)` waits."""
 
-    status = 429
+    status = HTTPStatus.TOO_MANY_REQUESTS
 
 
 class EngineInUseError(AnswerError):
     """The engine was not removed: it is not drained, or `--upstream` names it."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class WeightsConflictError(AnswerError):
     """Another owner is updating the weights, or the update has ended: by its timeout, or because it was cancelled."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 class EnginePauseError(AnswerError):
     """An engine cannot be paused, so no weights were to be replaced. The message names it. All engines run."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
 
 
 _BY_TYPE: dict[str, type[AnswerError]] = {
@@ -152,17 +152,17 @@ _BY_TYPE: dict[str, type[AnswerError]] = {
     "engine_not_paused": EnginePauseError,
 }
 _BY_STATUS: dict[int, type[AnswerError]] = {
-    400: RefusedError,
-    401: UnauthorizedError,
-    404: NotFoundError,
-    409: SealedError,
-    422: RefusedError,
+    HTTPStatus.BAD_REQUEST: RefusedError,
+    HTTPStatus.UNAUTHORIZED: UnauthorizedError,
+    HTTPStatus.NOT_FOUND: NotFoundError,
+    HTTPStatus.CONFLICT: SealedError,
+    HTTPStatus.UNPROCESSABLE_ENTITY: RefusedError,
 }
 
 
-_ABSENT = frozenset({404, 405, 501})
+_ABSENT = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
 """The statuses with which a server refuses a path or method that it does not have."""
-_NOT_FOUND, _REDIRECTIONS = 404, range(300, 400)
+_NOT_FOUND, _REDIRECTIONS = HTTPStatus.NOT_FOUND, range(HTTPStatus.MULTIPLE_CHOICES, HTTPStatus.BAD_REQUEST)
 
 
 class _Error(msgspec.Struct):

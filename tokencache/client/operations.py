@@ -18,7 +18,7 @@ from tokencache.client.errors import ClientError, InvalidUrlError, TooManyReadyE
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
 from tokencache.client.session_operations import written
 from tokencache.core.budget import Budget
-from tokencache.core.session import History
+from tokencache.core.session import History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.values import EngineState, SessionState
 
@@ -100,15 +100,8 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
     if adapter is not None:
         check_directory(adapter, config_dir)
     session = name if name is not None else f"{harness or 'rollout'}-{secrets.token_hex(8)}"
-    members: dict[str, Any] = {"session": session}
-    for member in ("harness", "models", "sampling", "tenant", "history", "group", "metadata", "tags", "exist_ok"):
-        if value := options.get(member):
-            members[member] = list(value) if member == "tags" else value  # type: ignore[call-overload]
-    for limit in ("deadline", "silent_for"):
-        if (seconds := options.get(limit)) is not None:
-            members[limit] = seconds
-    if budget := options.get("budget"):
-        members["budget"] = msgspec.to_builtins(budget)
+    members: dict[str, Any] = {member: options[member] for member in NewSession.__struct_fields__ if options.get(member) is not None}  # type: ignore[literal-required]
+    members |= {"session": session, "tags": list(members.get("tags", ())), "budget": msgspec.to_builtins(members.get("budget", {}))}
     registered = yield from _register(Request("POST", f"{BASE}/keys", body=written(members), repeatable=False), options.get("wait", 0.0))
     for warning in registered.warnings:
         warnings.warn(warning, stacklevel=2)

@@ -16,6 +16,7 @@
 `harness`    `tokencache run`, `env` and `harnesses`
 `rollouts`   reads rollouts for a command, from files or from sessions
 `files`      reads and writes files of rollouts: JSON lines or Parquet (`parquet`); both implement `sink`
+`options`    makes the options of a command from the struct of a request
 `completion` what a shell offers after TAB: names of harnesses, formats, sessions and groups
 `console`    shared parts of the commands: options, error exits, texts for counts and sizes
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -23,11 +23,12 @@ from tokencache.commands import files
 from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
 from tokencache.commands.media import write_media
+from tokencache.commands.options import given, takes
 from tokencache.commands.sink import FileError, Sink
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FORMATS, format_named
-from tokencache.trajectories.lengths import LIMITS, ExportOptions, lengths_of, parameters_of
+from tokencache.trajectories.lengths import ExportOptions, ExportParameters, lengths_of, parameters_of
 from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.wakeup import end
 
@@ -226,31 +227,21 @@ class _Summary(msgspec.Struct, frozen=True):
     info: _Info = _Info()
 
 
-def _length_option(name: str) -> Any:
-    return typer.Option(f"--{name.replace('_', '-')}", metavar="N", min=1, help=LIMITS[name])
-
-
-MaxLength = Annotated[int | None, _length_option("max_length")]
-MaxPromptLength = Annotated[int | None, _length_option("max_prompt_length")]
-MaxResponseLength = Annotated[int | None, _length_option("max_response_length")]
-
-
-def export_sessions(  # noqa: PLR0917 - one parameter per option
+@takes(ExportParameters)
+def export_sessions(
+    sessions: Annotated[
+        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False, autocompletion=complete_session)
+    ] = None,
+    *,
     to: Annotated[
         str,
         typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.", show_default=False),
     ],
-    sessions: Annotated[
-        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False, autocompletion=complete_session)
-    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
     format_name: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.", autocompletion=complete_format)
     ] = "native",
-    text: Annotated[
-        bool, typer.Option("--text", help="Native format: also write the messages, so that `tokencache convert` can write any format.")
-    ] = False,
     drift: Annotated[
         str, typer.Option("--drift", metavar="MODE", help="Measure drift first: off, sequences (the last turn of each) or turns (all).")
     ] = "off",
@@ -263,17 +254,6 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
     ] = False,
     complete_only: Annotated[bool, typer.Option("--complete-only", help="Leave out incomplete sessions.")] = False,
     valid_only: Annotated[bool, typer.Option("--valid-only", help="Leave out sessions that are incomplete or failed.")] = False,
-    max_length: MaxLength = None,
-    max_prompt_length: MaxPromptLength = None,
-    max_response_length: MaxResponseLength = None,
-    overlong: Annotated[
-        str | None,
-        typer.Option("--overlong", metavar="POLICY", help="What happens to longer sequences: drop, cut (after a whole turn) or mask."),
-    ] = None,
-    max_lag: Annotated[
-        int | None,
-        typer.Option("--max-lag", metavar="N", min=0, help="Leave out sequences that lag more policy versions, or an unknown number."),
-    ] = None,
     media: Annotated[
         Path | None,
         typer.Option(
@@ -286,6 +266,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
+    **options: Any,
 ) -> None:
     """Export sessions into one file, to train on or to keep.
 
@@ -306,13 +287,7 @@ def export_sessions(  # noqa: PLR0917 - one parameter per option
         raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
     try:
         wanted = format_named(format_name)
-        lengths = ExportOptions(
-            max_length=max_length, max_prompt_length=max_prompt_length, max_response_length=max_response_length, overlong=overlong
-        )
-        if text:
-            lengths["text"] = True
-        if max_lag is not None:
-            lengths["max_lag"] = max_lag
+        lengths = cast("ExportOptions", given(ExportParameters, options))
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
             names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")

@@ -16,8 +16,9 @@ from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, Session
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, warned
+from tokencache.commands.options import given, takes
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
-from tokencache.core.session import History
+from tokencache.core.session import LabelChanges, NewSession
 
 _Name = Annotated[
     str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session)
@@ -26,66 +27,24 @@ _Names = Annotated[
     list[str],
     typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session),
 ]
-_Group = Annotated[
-    str | None,
-    typer.Option(
-        "--group", metavar="NAME", help="Group: the rollouts of one prompt, as in GRPO.", show_default=False, autocompletion=complete_group
-    ),
-]
-_Tags = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. May be repeated.", show_default=False)]
-_Metadata = Annotated[str | None, typer.Option("--metadata", metavar="JSON", help="Metadata: a JSON object.", show_default=False)]
 
 
-def create_session(  # noqa: PLR0917 - one parameter per option
+@takes(NewSession, {"harness": complete_harness, "group": complete_group})
+def create_session(
     session: Annotated[
         str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.", show_default=False)
     ] = None,
-    harness: Annotated[
-        str,
-        typer.Option(
-            "--harness",
-            metavar="NAME",
-            help="Harness whose rules apply; `tokencache harnesses` lists all.",
-            autocompletion=complete_harness,
-        ),
-    ] = "",
+    *,
     config_dir: Annotated[
         Path | None,
         typer.Option(
             "--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.", show_default=False
         ),
     ] = None,
-    group: _Group = None,
-    tags: _Tags = None,
-    metadata: _Metadata = None,
-    sampling: Annotated[
-        str | None,
-        typer.Option(
-            "--sampling", metavar="JSON", help='Sampling parameters that override the harness\'s: {"temperature": 1}.', show_default=False
-        ),
-    ] = None,
-    history: Annotated[
-        History | None,
-        typer.Option(
-            "--history",
-            help="Keep the thinking of earlier replies (supply), or omit it where the chat template does (follow). Default: the proxy's.",
-            show_default=False,
-        ),
-    ] = None,
-    deadline: Annotated[
-        float | None,
-        typer.Option("--deadline", metavar="TIME", help="Finish it at this Unix time at the latest, as a timeout.", show_default=False),
-    ] = None,
-    silent_for: Annotated[
-        float | None,
-        typer.Option(
-            "--silent-for", metavar="SECONDS", help="Finish it after so many seconds without a call, as a timeout.", show_default=False
-        ),
-    ] = None,
-    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Accept a session that exists, if its settings are the same.")] = False,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
+    **options: Any,
 ) -> None:
     """Create a session and an API key for it.
 
@@ -94,22 +53,10 @@ def create_session(  # noqa: PLR0917 - one parameter per option
 
     tokencache create r17 --group task-4 --sampling '{"temperature": 1}'
     """
-    pinned, noted = _json_object("--sampling", sampling) or {}, _json_object("--metadata", metadata) or {}
+    wanted = given(NewSession, options)
     try:
         with Client(proxy, admin_key) as client, warned():
-            made = client.create(
-                session,
-                harness=harness,
-                config_dir=config_dir,
-                sampling=pinned,
-                group=group or "",
-                metadata=noted,
-                tags=tags or (),
-                exist_ok=exist_ok,
-                history=history,
-                deadline=deadline,
-                silent_for=silent_for,
-            )
+            made = client.create(session, config_dir=config_dir, **wanted)
     except (ClientError, AdapterError) as error:
         raise failed(error) from None
     access = {"session": made.id, "base_url": made.base_url, "key": made.key, "key_id": made.key_id}
@@ -190,14 +137,9 @@ def set_reward(  # noqa: PLR0917 - one parameter per option
     _each([session], lambda one: one.set_reward(**msgspec.structs.asdict(values)), "rewarded", as_json, proxy, admin_key)
 
 
-def label_session(  # noqa: PLR0917 - one parameter per option
-    session: _Name,
-    group: _Group = None,
-    tags: _Tags = None,
-    metadata: _Metadata = None,
-    as_json: JsonOption = False,
-    proxy: ProxyOption = PROXY_URL,
-    admin_key: AdminKeyOption = None,
+@takes(LabelChanges, {"group": complete_group})
+def label_session(
+    session: _Name, *, as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, admin_key: AdminKeyOption = None, **options: Any
 ) -> None:
     """Set the group, tags or metadata of a session, in any state.
 
@@ -206,12 +148,9 @@ def label_session(  # noqa: PLR0917 - one parameter per option
 
     tokencache label r17 --group task-4 --tag train --metadata '{"seed": 1}'
     """
-    changes: dict[str, Any] = {
-        "group": group,
-        "tags": tags and [tag for tag in tags if tag],
-        "metadata": _json_object("--metadata", metadata),
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes = given(LabelChanges, options)
+    if "tags" in changes:
+        changes["tags"] = [tag for tag in changes["tags"] if tag]
     if not changes:
         raise typer.BadParameter("give --group, --tag or --metadata")
     _each([session], lambda one: one.label(**changes), "labelled", as_json, proxy, admin_key)
@@ -299,12 +238,3 @@ def _reward_values(reward: float | None, file: Path | None) -> RewardValues | No
         return read_reward(file)
     except RewardFileError as error:
         raise failed(error) from None
-
-
-def _json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: expected a JSON object: {error}") from None

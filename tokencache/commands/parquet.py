@@ -31,7 +31,6 @@ GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
 """A row group ends when it has at least this many tokens or rows."""
 
 _WITHOUT_ROWS, _DIGEST = b"tokencache.rollouts", b"tokencache.digest"
-_JSON = msgspec.json.Encoder()
 _TYPES = {
     "null": pa.null(),
     "bool": pa.bool_(),
@@ -173,7 +172,7 @@ class _Native:
         return self._groups.file.part
 
     def _close(self) -> None:
-        self._groups.close({_WITHOUT_ROWS: _JSON.encode(self._without_rows)})
+        self._groups.close({_WITHOUT_ROWS: msgspec.json.encode(self._without_rows)})
 
 
 def _row(sequence: dict[str, Any], session: str) -> dict[str, Any]:
@@ -337,4 +336,4 @@ def _kind_of_list(value: list[Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    return _JSON.encode(value).decode()
+    return msgspec.json.encode(value).decode()

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -12,6 +13,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from tokencache.client import ClientError
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.options import given, takes
 from tokencache.commands.rollouts import (
     AtOnceOption,
     EngineKeyOption,
@@ -25,7 +27,6 @@ from tokencache.commands.rollouts import (
 from tokencache.commands.sink import FileError
 from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine, default_tokens_at_once
 from tokencache.scoring.journal import ENDING, Journal, JournalError
-from tokencache.scoring.request import MOST_TOP
 from tokencache.scoring.rows import Row, Wanted, rows_of_value
 from tokencache.scoring.score import ScoreRun, score_rows
 from tokencache.trajectories.formats.registry import Format
@@ -42,6 +43,7 @@ class _Files(NamedTuple):
     resume: bool
 
 
+@takes(Wanted)
 def score_rollouts(
     targets: TargetsArgument = None,
     *,
@@ -49,11 +51,6 @@ def score_rollouts(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet.", show_default=False)],
     everything: Annotated[bool, typer.Option("--all", help="Score every session of the proxy.")] = False,
     pattern: PatternOption = "",
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the scores: column score_NAME.", show_default=False)] = "",
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Model at the engine. The default is its only one.", show_default=False)
-    ] = "",
-    top: Annotated[int, typer.Option("--top", min=0, max=MOST_TOP, metavar="K", help="Also the K likeliest tokens at each place.")] = 0,
     at_once: AtOnceOption = None,
     requests: RequestsOption = REQUESTS_AT_ONCE,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, and try refused sequences again.")] = False,
@@ -61,6 +58,7 @@ def score_rollouts(
     engine_key: EngineKeyOption = None,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
+    **options: Any,
 ) -> None:
     """Score recorded sequences with any engine.
 
@@ -78,12 +76,12 @@ def score_rollouts(
     chosen = targets or []
     check_targets(chosen, everything=everything, pattern=pattern)
     journal = to.with_name(to.name + ENDING)
-    wanted = Wanted(name=name, model=model, top=top)
+    wanted = Wanted(**given(Wanted, options))
     console = Console(stderr=True)
     try:
         _check_files(to, journal, resume=resume, overwrite=overwrite)
         rows = _rows(read_targets(chosen, pattern or "*", proxy, admin_key))
-        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(top), requests_at_once=requests)
+        scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(wanted.top), requests_at_once=requests)
         run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume), wanted, console))
     except (ClientError, FileError, JournalError, EngineLostError, OSError) as error:
         raise failed(f"{error}{_advice(journal, resume=resume)}") from None
@@ -141,8 +139,8 @@ async def _run(
             progress.update(bar, amount=f"{plural(len(run.keys), 'sequence')} read, {run.tokens:,} tokens scored, {size(run.size)}")
 
         async with engine:
-            named = wanted._replace(model=engine.model(wanted.model or None), version=await engine.weight_version())
-            with Journal(paths.journal, {"engine": engine.url, **named._asdict()}, resume=paths.resume) as journal:
+            named = msgspec.structs.replace(wanted, model=engine.model(wanted.model or None), version=await engine.weight_version())
+            with Journal(paths.journal, {"engine": engine.url, **msgspec.structs.asdict(named)}, resume=paths.resume) as journal:
                 run = await score_rows(rows, engine, journal, named, step)
                 if (now := await engine.weight_version()) != named.version:
                     changed = f"the engine's weights changed from version {named.version!r} to {now!r} meanwhile"

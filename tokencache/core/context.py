@@ -45,7 +45,6 @@ class _Packed(msgspec.Struct, omit_defaults=True):
     kwargs: dict[str, Any] = {}
 
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(_Packed)
 
 
@@ -73,7 +72,7 @@ def _dictionary(echoed: Message | None) -> bytes:
 def pack_context(context: Context, echoed: Message | None = None) -> bytes:
     """Pack a context for a store; `echoed` is the served reply of the turn `context_base`, if the context begins with its echo."""
     tools = [context.tools] if context.tools is not None else []
-    plain = _ENCODER.encode(_Packed(context.messages, tools, context.members, context.kwargs))
+    plain = msgspec.json.encode(_Packed(context.messages, tools, context.members, context.kwargs))
     compressor = isal_zlib.compressobj(_FAST if len(plain) < _SHORT else _BEST, wbits=-15, zdict=_dictionary(echoed))
     return (_ECHO if echoed is not None else _PLAIN) + compressor.compress(plain) + compressor.flush()
 

@@ -16,6 +16,7 @@ same on every replica, and for a session that an older version recorded. What wa
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from tokencache.core.turn import Turn, TurnMark
 MAX_DETAIL = 2000
 """Characters of a detail that are kept, from its beginning."""
 _OWN_WORD = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_REFUSALS, _TOO_MANY = range(400, 500), 429
+_REFUSALS, _TOO_MANY = range(400, 500), HTTPStatus.TOO_MANY_REQUESTS
 _HOLES = frozenset(kind for kind in IncidentKind if kind.hole)
 _ANSWERED_LATER = frozenset({IncidentKind.RETRY_JOINED, IncidentKind.RETRY_REPLAYED})
 

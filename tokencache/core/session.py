@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from tokencache.core.budget import Budget
 
@@ -134,6 +134,11 @@ class Labels(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return msgspec.structs.replace(self, **changes.given)
 
 
+_Group = Annotated[str, Meta(description="Group: the rollouts of one prompt, as in GRPO.", extra={"metavar": "NAME"})]
+_Metadata = Annotated[dict[str, Any], Meta(description="Metadata: a JSON object.")]
+_Tags = Annotated[tuple[str, ...], Meta(description="A tag; there may be several.", extra={"option": "--tag", "metavar": "TAG"})]
+
+
 class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """New values of labels. A member that is given replaces the old value as a whole; others stay.
 
@@ -144,9 +149,9 @@ class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         ValueError: a bound is exceeded.
     """
 
-    group: str | UnsetType = UNSET
-    metadata: dict[str, Any] | UnsetType = UNSET
-    tags: tuple[str, ...] | UnsetType = UNSET
+    group: _Group | UnsetType = UNSET
+    metadata: _Metadata | UnsetType = UNSET
+    tags: _Tags | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check the bounds."""
@@ -156,6 +161,55 @@ class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     def given(self) -> dict[str, Any]:
         """The members that are given."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
+
+
+_Deadline = Annotated[float, Meta(gt=0, le=1e11)]
+_Silence = Annotated[float, Meta(gt=0, le=30 * 86400.0)]
+
+
+class NewSession(msgspec.Struct, frozen=True):
+    """A session to create: the body of the request, the options of `Client.create` and of `tokencache create`."""
+
+    session: str | None = None
+    harness: Annotated[str, Meta(description="Harness whose rules apply; `tokencache harnesses` lists all.", extra={"metavar": "NAME"})] = (
+        ""
+    )
+    models: Annotated[
+        dict[str, str], Meta(description="Maps names that the harness may request (shell patterns) to the model that is served.")
+    ] = {}
+    sampling: Annotated[dict[str, Any], Meta(description='Sampling parameters that override the harness\'s: {"temperature": 1}.')] = {}
+    budget: Annotated[Budget, Meta(description='Limits after which it ends: {"calls": 50, "tokens": 100000, "seconds": 600}.')] = Budget()
+    tenant: Annotated[str, Meta(description="Owner. Tenants do not share the prefix cache of the engine.", extra={"metavar": "NAME"})] = ""
+    history: Annotated[
+        History | Literal[""],
+        Meta(
+            description="Keep the thinking of earlier replies (supply), or omit it where the chat template does (follow). "
+            "Default: the proxy's."
+        ),
+    ] = ""
+    deadline: Annotated[
+        _Deadline | None, Meta(description="Finish it at this Unix time at the latest, as a timeout.", extra={"metavar": "TIME"})
+    ] = None
+    silent_for: Annotated[_Silence | None, Meta(description="Finish it after so many seconds without a call, as a timeout.")] = None
+    group: _Group = ""
+    metadata: _Metadata = {}
+    tags: _Tags = ()
+    exist_ok: Annotated[bool, Meta(description="Accept a session that exists, if it has the same settings or none are given.")] = False
+
+    @property
+    def settings(self) -> SessionSettings:
+        """Its settings."""
+        limits = self.deadline or 0.0, self.silent_for or 0.0
+        return SessionSettings(self.harness, self.models, self.sampling, self.budget, self.tenant, self.history, *limits)
+
+    @property
+    def labels(self) -> Labels:
+        """Its labels.
+
+        Raises:
+            ValueError: a bound is exceeded.
+        """
+        return Labels(self.group, self.metadata, self.tags)
 
 
 def check_labels(group: str, metadata: Mapping[str, Any], tags: tuple[str, ...]) -> None:
@@ -194,7 +248,7 @@ def _finite(value: object) -> bool:
             return True
 
 
-Number = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Number = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 """A reward: finite, at most 1e300 in absolute value."""
 
 

@@ -17,6 +17,7 @@ still compared field by field.
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
@@ -211,7 +212,7 @@ class DirectReply(msgspec.Struct, frozen=True, kw_only=True):
     """A response (JSON) that needs no engine."""
 
     body: bytes
-    status: int = 200
+    status: int = HTTPStatus.OK
 
 
 ParsedRequest = ParsedCall | TokenCount | DirectReply

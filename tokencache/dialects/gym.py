@@ -40,7 +40,6 @@ _ESCAPED = b"\\u00"
 _GENERATED = b'"generation_token_ids"'
 _BLANK = b" \t\r\n"
 _INDEX = msgspec.json.Decoder(int)
-_ENCODER = msgspec.json.Encoder()
 _NULL = b"null"
 
 
@@ -81,7 +80,7 @@ def take_out(raw: bytes) -> tuple[bytes, ReturnedIdFragments | None]:
         return raw, None  # the ids are nested: in arguments, or in the result of a tool
     returned = any(taken.get(name, _NULL) != _NULL for name in (PROMPT, GENERATION))
     echo = ReturnedIdFragments(_fragment(taken.get(PROMPT)), _fragment(taken.get(GENERATION))) if returned else None
-    return _ENCODER.encode(fields), echo
+    return msgspec.json.encode(fields), echo
 
 
 def carries(body: bytes) -> bool:
@@ -158,8 +157,8 @@ def with_tokens(data: bytes, prompt: bytes, choices: Callable[[], Mapping[int, _
         return data  # not a completion; an error, for example
     if not any(added):
         return data
-    fields["choices"] = Raw(_ENCODER.encode(listed))
-    return _ENCODER.encode(fields)
+    fields["choices"] = Raw(msgspec.json.encode(listed))
+    return msgspec.json.encode(fields)
 
 
 def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Callable[[], Mapping[int, _Choice]]) -> bool:
@@ -171,6 +170,6 @@ def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Callable[[], Mappin
     own = (known.prompt if known is not None else b"") or prompt
     if known is None or not own or part not in choice or len(known.logprobs) != len(known.ids):
         return False
-    tokens = {PROMPT: Raw(own), GENERATION: Raw(_ENCODER.encode(known.ids)), LOG_PROBS: Raw(_ENCODER.encode(known.logprobs))}
-    choice[part] = Raw(_ENCODER.encode({**FIELDS.decode(choice[part]), **tokens}))
+    tokens = {PROMPT: Raw(own), GENERATION: Raw(msgspec.json.encode(known.ids)), LOG_PROBS: Raw(msgspec.json.encode(known.logprobs))}
+    choice[part] = Raw(msgspec.json.encode({**FIELDS.decode(choice[part]), **tokens}))
     return True

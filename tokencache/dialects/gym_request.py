@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.gym import PREFIX
-from tokencache.dialects.json_io import entries_of, fields_of, member
+from tokencache.dialects.json_io import NULL, entries_of, fields_of, member
 from tokencache.dialects.members import OF_STREAMS
 from tokencache.errors import HarnessError
 
@@ -59,8 +59,6 @@ _AUDIO = ("audio_data", "audio_path", "audio_paths")
 _THINK = re.compile(r"(\s*+)<think>(.*?)</think>", re.DOTALL)
 _SYSTEM = frozenset({"system", "developer"})
 _FIELDS = msgspec.json.Decoder(Fields)
-_ENCODER = msgspec.json.Encoder()
-_NULL = Raw(b"null")
 
 
 def chat_members(fields: Fields) -> Fields:
@@ -81,7 +79,7 @@ def translated_members(fields: Fields) -> Fields:
         HarnessError: `metadata` cannot be read.
     """
     fields = _from_metadata(fields)
-    if bytes(fields.get("tools", _NULL))[:1] == b"[":
+    if bytes(fields.get("tools", NULL))[:1] == b"[":
         fields["tools"] = _without_strict(fields["tools"])
     return fields
 
@@ -149,7 +147,7 @@ def with_reasoning(raw: bytes) -> bytes:
     if found is None or _THINK.match(text, found.end()):
         return raw
     owner[name] = found[1] + text[found.end() :]
-    return _ENCODER.encode({**message, "reasoning": found[2]})
+    return msgspec.json.encode({**message, "reasoning": found[2]})
 
 
 def with_audio(body: bytes) -> bytes:
@@ -173,7 +171,7 @@ def with_audio(body: bytes) -> bytes:
         )
     del metadata["audio_data"]
     try:
-        messages = [msgspec.json.decode(raw) for raw in entries_of(fields.get("messages", _NULL))]
+        messages = [msgspec.json.decode(raw) for raw in entries_of(fields.get("messages", NULL))]
     except (ValueError, RecursionError):
         return body  # the parser of the messages reports the error
     part = {"type": "audio_url", "audio_url": {"url": audio}}
@@ -184,7 +182,7 @@ def with_audio(body: bytes) -> bytes:
         content = last.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content if isinstance(content, list) else []
         last["content"] = [part, *parts]
-    return _ENCODER.encode({**fields, "messages": messages, "metadata": metadata})
+    return msgspec.json.encode({**fields, "messages": messages, "metadata": metadata})
 
 
 def _from_metadata(fields: Fields) -> Fields:
@@ -197,7 +195,7 @@ def _from_metadata(fields: Fields) -> Fields:
         extra.pop(name, None)
     if arguments:
         own = {**_FIELDS.decode(fields.get("chat_template_kwargs", b"{}")), **arguments}
-        fields = {**fields, "chat_template_kwargs": Raw(_ENCODER.encode(own))}
+        fields = {**fields, "chat_template_kwargs": Raw(msgspec.json.encode(own))}
     return {**extra, **fields}
 
 
@@ -214,10 +212,10 @@ def _without_strict(tools: Raw) -> Raw:
     try:
         listed = msgspec.json.decode(tools, type=list[Fields])
         for tool in listed:
-            if bytes(tool.get("type", _NULL)) == b'"function"' and "function" in tool:
+            if bytes(tool.get("type", NULL)) == b'"function"' and "function" in tool:
                 function = _FIELDS.decode(tool["function"])
                 if function.pop("strict", None) is not None:
-                    tool["function"] = Raw(_ENCODER.encode(function))
+                    tool["function"] = Raw(msgspec.json.encode(function))
     except (ValueError, RecursionError):
         return tools
-    return Raw(_ENCODER.encode(listed))
+    return Raw(msgspec.json.encode(listed))

@@ -39,6 +39,7 @@ VALUES, OBJECTS = msgspec.json.Decoder(list[Raw]), msgspec.json.Decoder(list[dic
 """Read a list: of raw values, or of objects."""
 IDS = msgspec.json.Decoder(list[int])
 """Reads a list of token ids."""
+NULL, TRUE = Raw(b"null"), Raw(b"true")
 _KEY = re.compile(rb'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+', re.DOTALL)
 _END = re.compile(rb"\s*+\}\s*+")
 _SURROGATE = re.compile("[\ud800-\udfff]")

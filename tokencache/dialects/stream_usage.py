@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.json_io import FIELDS
+from tokencache.dialects.json_io import FIELDS, NULL
 from tokencache.dialects.sse import event_of
 
 Raw = msgspec.Raw
@@ -22,13 +22,11 @@ Raw = msgspec.Raw
 _OPTIONS, _INCLUDE, _CONTINUOUS = "stream_options", "include_usage", "continuous_usage_stats"
 _FINISH, _NAME, _ERROR = b'"finish_reason":"', b'"usage":', b'"error":'
 _FINGERPRINT = "system_fingerprint"
-_NULL = Raw(b"null")
-_ENCODER = msgspec.json.Encoder()
 
 
 def _options(fields: Mapping[str, Raw]) -> dict[str, Any]:
     """Return the stream's options, which are an object or `null` (`chat.scalars`)."""
-    return msgspec.json.decode(fields.get(_OPTIONS, _NULL)) or {}
+    return msgspec.json.decode(fields.get(_OPTIONS, NULL)) or {}
 
 
 def requests_usage(fields: Mapping[str, Raw]) -> bool:
@@ -41,14 +39,14 @@ def with_usage(fields: dict[str, Raw]) -> dict[str, Raw]:
     if requests_usage(fields):
         return fields
     others = {name: value for name, value in _options(fields).items() if name != _CONTINUOUS}
-    return {**fields, _OPTIONS: Raw(_ENCODER.encode({**others, _INCLUDE: True}))}
+    return {**fields, _OPTIONS: Raw(msgspec.json.encode({**others, _INCLUDE: True}))}
 
 
 class HiddenUsage:
     """Hides the usage in the events of one stream, if its request (raw members) did not ask for it."""
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
-        self._hides = bytes(fields.get("stream", _NULL)) == b"true" and not requests_usage(fields)
+        self._hides = bytes(fields.get("stream", NULL)) == b"true" and not requests_usage(fields)
         self._waiting: list[tuple[bytes, bytes]] = []  # events and their JSON: the first one that finished a choice, and what followed
 
     @property
@@ -70,7 +68,7 @@ class HiddenUsage:
             return b""
         return self.rest() + event
 
-    def rest(self, fingerprint: Raw = _NULL) -> bytes:
+    def rest(self, fingerprint: Raw = NULL) -> bytes:
         """Return the events that still wait, with the engine's fingerprint if it is known."""
         waiting, self._waiting = self._waiting, []
         return b"".join([_with_fingerprint(event, data, fingerprint) for event, data in waiting])
@@ -82,15 +80,15 @@ def _usage_of(data: bytes) -> tuple[Raw, Raw] | None:
         fields = FIELDS.decode(data)
     except (ValueError, RecursionError):
         return None
-    if bytes(fields.get("usage", _NULL)) == b"null":
+    if bytes(fields.get("usage", NULL)) == b"null":
         return None
-    return fields.get("choices", _NULL), fields.get(_FINGERPRINT, _NULL)
+    return fields.get("choices", NULL), fields.get(_FINGERPRINT, NULL)
 
 
 def _with_fingerprint(event: bytes, data: bytes, fingerprint: Raw) -> bytes:
     if bytes(fingerprint) == b"null" or _FINISH not in data:
         return event
     try:
-        return event_of(_ENCODER.encode({**FIELDS.decode(data), _FINGERPRINT: fingerprint}))
+        return event_of(msgspec.json.encode({**FIELDS.decode(data), _FINGERPRINT: fingerprint}))
     except (ValueError, RecursionError):
         return event

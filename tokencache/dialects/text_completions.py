@@ -26,15 +26,14 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import settle
 from tokencache.dialects.chat.vocabulary import resolve_model
-from tokencache.dialects.json_io import FIELDS, OBJECTS, fields_of, member, value_of
+from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS, TRUE, fields_of, member, value_of
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
-_ENCODER = msgspec.json.Encoder()
-_NULL, _TRUE, _ZERO = Raw(b"null"), Raw(b"true"), Raw(b"0")
+_ZERO = Raw(b"0")
 
 
 def read(body: bytes, *, served: Callable[[str], str] = str) -> ChatCall:
@@ -80,11 +79,11 @@ def unrecorded(fields: dict[str, Raw]) -> str:
 
 def for_engine(call: ChatCall) -> bytes:
     """Write the request for the engine; it asks for ids and log probabilities."""
-    asked = {"return_token_ids": _TRUE, "return_weight_versions": _TRUE}
-    if not call.shows_logprobs and not value_of(call.fields.get("logprob_token_ids", _NULL)):
+    asked = {"return_token_ids": TRUE, "return_weight_versions": TRUE}
+    if not call.shows_logprobs and not value_of(call.fields.get("logprob_token_ids", NULL)):
         asked["logprobs"] = _ZERO  # otherwise leave it to the engine to refuse `logprob_token_ids` without `logprobs`
     fields = {**call.fields, **asked}
-    return _ENCODER.encode(with_usage(fields) if call.stream else fields)
+    return msgspec.json.encode(with_usage(fields) if call.stream else fields)
 
 
 def _number_of_prompts(fields: dict[str, Raw]) -> int:
@@ -117,7 +116,7 @@ def write_completion(reply: WrittenReply) -> bytes:
         for one in reply.choices
     ]
     members = {"id": f"cmpl-{reply.call}", "object": "text_completion", "created": int(reply.created), "model": reply.model}
-    return _ENCODER.encode({**members, "choices": written, "usage": reply.usage})
+    return msgspec.json.encode({**members, "choices": written, "usage": reply.usage})
 
 
 class TextReplyEncoder(PassthroughEncoder):
@@ -151,7 +150,7 @@ class TextReplyEncoder(PassthroughEncoder):
         except (ValueError, KeyError, RecursionError):
             return data
         for choice in choices:
-            choice.update((name, _NULL) for name in self._hidden if name in choice)
+            choice.update((name, NULL) for name in self._hidden if name in choice)
             self._extras.hide(choice)
-        fields["choices"] = Raw(_ENCODER.encode(choices))
-        return _ENCODER.encode(fields)
+        fields["choices"] = Raw(msgspec.json.encode(choices))
+        return msgspec.json.encode(fields)

@@ -9,15 +9,13 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects.json_io import FIELDS, OBJECTS, member
+from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS, member
 
 Raw = msgspec.Raw
 
 _CALLS = msgspec.json.Decoder(list[dict[str, Any]])
-_NULL = Raw(b"null")
 _TEXT = b'"text_completion"'
 _EMPTY = frozenset({b"null", b'""'})
-_ENCODER = msgspec.json.Encoder()
 _HEAD = ("id", "object", "created", "model")
 _OF_CHOICE = ("token_ids", "weight_versions")
 
@@ -37,12 +35,12 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         choices = OBJECTS.decode(fields["choices"])
         head: dict[str, Any] = {name: fields[name] for name in _HEAD if name in fields}
         head["object"] = "chat.completion.chunk"
-        if bytes(fields.get("object", _NULL)) == _TEXT:
+        if bytes(fields.get("object", NULL)) == _TEXT:
             head["object"], first, rest = fields["object"], [], [{"choices": [choice]} for choice in choices]
         else:
             first = [_first(choice, fields) for choice in choices]
             rest = [chunk for choice in choices for chunk in _choice(choice)]
-        usage = FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", _NULL)) != b"null" else {}
+        usage = FIELDS.decode(fields["usage"]) if bytes(fields.get("usage", NULL)) != b"null" else {}
     except (ValueError, KeyError, RecursionError) as why:
         raise ValueError(f"not a chat completion: {why}") from why
     usage = {name: count for name, count in usage.items() if bytes(count) != b"null"}  # only whole replies contain nulls
@@ -53,13 +51,13 @@ def as_chunks(body: bytes, asked: dict[str, Raw]) -> list[bytes]:
         chunks.append({**head, "choices": [], "usage": usage})
     if chunks:
         chunks[-1] |= fingerprint
-    return [_ENCODER.encode(chunk) for chunk in chunks]
+    return [msgspec.json.encode(chunk) for chunk in chunks]
 
 
 def _first(choice: dict[str, Raw], fields: dict[str, Raw]) -> dict[str, Any]:
     role = FIELDS.decode(choice["message"]).get("role", Raw(b'"assistant"'))
     first = {"index": choice.get("index", 0), "delta": {"role": role, "content": ""}, "logprobs": None, "finish_reason": None}
-    return {"choices": [first], "prompt_token_ids": fields.get("prompt_token_ids", _NULL)}
+    return {"choices": [first], "prompt_token_ids": fields.get("prompt_token_ids", NULL)}
 
 
 def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
@@ -69,18 +67,18 @@ def _choice(choice: dict[str, Raw]) -> list[dict[str, Any]]:
     end: dict[str, Any] = {
         "index": index,
         "delta": {},
-        "logprobs": choice.get("logprobs", _NULL),
-        "finish_reason": choice.get("finish_reason", _NULL),
-        "stop_reason": choice.get("stop_reason", _NULL),
+        "logprobs": choice.get("logprobs", NULL),
+        "finish_reason": choice.get("finish_reason", NULL),
+        "stop_reason": choice.get("stop_reason", NULL),
         **{name: choice[name] for name in _OF_CHOICE if name in choice},
     }
     return [{"choices": [piece]} for piece in [*pieces, end]]
 
 
 def _deltas(message: dict[str, Raw]) -> list[dict[str, Any]]:
-    present = [name for name in ("reasoning", "reasoning_content", "content") if bytes(message.get(name, _NULL)) not in _EMPTY]
+    present = [name for name in ("reasoning", "reasoning_content", "content") if bytes(message.get(name, NULL)) not in _EMPTY]
     deltas: list[dict[str, Any]] = [{name: message[name]} for name in present]
-    calls = message.get("tool_calls", _NULL)
+    calls = message.get("tool_calls", NULL)
     for index, call in enumerate(_CALLS.decode(calls) if bytes(calls) != b"null" else ()):
         function = call.get("function") or {}
         named = {"id": call.get("id"), "type": call.get("type", "function"), "index": index}
@@ -97,9 +95,9 @@ def split_cut(chunk: bytes) -> tuple[bytes, bytes]:
     """
     fields = FIELDS.decode(chunk)
     choices = OBJECTS.decode(fields.get("choices", Raw(b"[]")))
-    if len(choices) != 1 or bytes(choices[0].get("token_ids", _NULL)) in {b"null", b"[]"}:
+    if len(choices) != 1 or bytes(choices[0].get("token_ids", NULL)) in {b"null", b"[]"}:
         return b"", chunk
     (choice,) = choices
     tokens: dict[str, Any] = {**choice, "delta": {}, "finish_reason": None, "stop_reason": None}
     end: dict[str, Any] = {**choice, "token_ids": [], "logprobs": None}
-    return _ENCODER.encode({**fields, "choices": [tokens]}), _ENCODER.encode({**fields, "choices": [end]})
+    return msgspec.json.encode({**fields, "choices": [tokens]}), msgspec.json.encode({**fields, "choices": [end]})

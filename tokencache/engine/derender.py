@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.dialects.completion_reader import ReplyMessage
+from tokencache.dialects.json_io import NULL, TRUE
 from tokencache.dialects.members import OF_STREAMS
 from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
 from tokencache.errors import EngineError
@@ -23,10 +24,8 @@ Raw = msgspec.Raw
 
 DERENDER = "/v1/chat/completions/derender"
 RENDER = "/v1/chat/completions/render"
-_TRUE, _NULL = Raw(b"true"), Raw(b"null")
 ANY_MESSAGES = Raw(b'[{"role":"user","content":"Hello."}]')
 """Messages in place of those of a request, where they do not matter: parsers read only the other members, and the ids of the prompt."""
-_ENCODER = msgspec.json.Encoder()
 
 
 class DerenderRequest(NamedTuple):
@@ -56,7 +55,7 @@ class _Chunk(msgspec.Struct):
 
 class _Streamed(msgspec.Struct):
     chunk: _Chunk
-    stream_state: Raw = _NULL
+    stream_state: Raw = NULL
 
 
 class _Sampling(msgspec.Struct):
@@ -121,7 +120,7 @@ class Derender:
             EngineError: the route cannot be reached, or refuses.
         """
         chunk = {"request_id": "derender", "choices": [{"index": 0, "token_ids": list(new), "finish_reason": finish_reason}]}
-        body = {"stream": _TRUE, "stream_state": state, "generate_chunk": chunk, **self._common(request, Raw(request.prompt))}
+        body = {"stream": TRUE, "stream_state": state, "generate_chunk": chunk, **self._common(request, Raw(request.prompt))}
         answer = await self._post(request, body)
         try:
             made = msgspec.json.decode(answer.body, type=_Streamed)
@@ -138,7 +137,7 @@ class Derender:
         Raises:
             EngineError: the route cannot be reached, or does not report the limit.
         """
-        body = {"model": request.fields.get("model", _NULL), "messages": ANY_MESSAGES}
+        body = {"model": request.fields.get("model", NULL), "messages": ANY_MESSAGES}
         try:
             found = msgspec.json.decode((await self._post(request, body, RENDER)).body, type=_Rendered)
         except (ValueError, RecursionError) as why:
@@ -152,10 +151,10 @@ class Derender:
         Raises:
             EngineError: the engine did not answer, or cannot answer now.
         """
-        fields = {"model": Raw(_ENCODER.encode(model)), "messages": ANY_MESSAGES}
-        request, tokens = DerenderRequest(engine, fields, _ENCODER.encode(prompt)), prompt[:2]
+        fields = {"model": Raw(msgspec.json.encode(model)), "messages": ANY_MESSAGES}
+        request, tokens = DerenderRequest(engine, fields, msgspec.json.encode(prompt)), prompt[:2]
         try:
-            _, _, state = await self.delta(request, _NULL, tokens[:1])
+            _, _, state = await self.delta(request, NULL, tokens[:1])
             await self.delta(request, state, tokens[1:], "length")
             await self.messages(request, [{"index": 0, "token_ids": list(tokens), "finish_reason": "length"}])
         except EngineError as why:
@@ -168,9 +167,9 @@ class Derender:
     def _common(request: DerenderRequest, prompt: Raw) -> dict[str, Any]:
         fields = {name: value for name, value in request.fields.items() if name not in OF_STREAMS}
         return {
-            "model": fields.get("model", _NULL),
+            "model": fields.get("model", NULL),
             "prompt_token_ids": prompt,
-            "chat_request": fields | {"include_reasoning": _TRUE},  # without it vLLM returns no reasoning
+            "chat_request": fields | {"include_reasoning": TRUE},  # without it vLLM returns no reasoning
         }
 
     async def _post(self, request: DerenderRequest, body: Mapping[str, Any], path: str = DERENDER) -> EngineResponse:
@@ -179,7 +178,7 @@ class Derender:
         Raises:
             EngineError: the route cannot be reached, or refuses.
         """
-        encoded = _ENCODER.encode(body)
+        encoded = msgspec.json.encode(body)
         if self._sidecar is None:
             answer = await request.engine.query(path, encoded, request.headers)
         else:

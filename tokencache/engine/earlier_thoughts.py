@@ -23,8 +23,9 @@ import msgspec
 from tokencache.core import ids
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.reply import Choice, Reply
-from tokencache.engine.thinking import BUDGET, MARKS, encoded
-from tokencache.engine.upstream import AskChat, EngineClient
+from tokencache.engine.template.renderer import EngineRenderer
+from tokencache.engine.thinking import BUDGET, MARKS
+from tokencache.engine.upstream import AskChat
 from tokencache.errors import NOT_NOW, EngineError
 
 Part = Literal["stream", "grammar", "budget", "whole"]
@@ -84,7 +85,7 @@ NO_EFFECT = EarlierThoughts()
 
 async def find_earlier_thoughts(
     ask: AskChat,
-    client: EngineClient,
+    renderer: EngineRenderer,
     members: Mapping[str, Any],
     plain: bytes,
     supply: Callable[[list[int]], dict[str, Any]],
@@ -95,7 +96,7 @@ async def find_earlier_thoughts(
 
     Args:
         ask: sends a chat request.
-        client: sends other requests.
+        renderer: tokenizes the openers and closers of thoughts.
         members: the members of all requests: the model, and what the parser reads (`dialects.members.PARSED`).
         plain: packed ids of any prompt that ends with a generation prompt.
         supply: returns the members of a chat request whose prompt has, or begins with, the given ids.
@@ -105,8 +106,8 @@ async def find_earlier_thoughts(
         EngineError: the engine cannot be reached, or cannot answer now.
     """
     model = members["model"]
-    words = [await encoded(client, model, text) for text in (_TEXT, *_CHOICE)]
-    pairs = [(await encoded(client, model, opener), await encoded(client, model, closer)) for opener, closer in MARKS]
+    words = [await renderer.encode(model, text) for text in (_TEXT, *_CHOICE)]
+    pairs = [(await renderer.encode(model, opener), await renderer.encode(model, closer)) for opener, closer in MARKS]
     marks = [(begin, end) for begin, end in pairs if begin and end]
     if not all(words) or not marks:
         return NO_EFFECT

@@ -26,12 +26,11 @@ from tokencache.errors import EngineError
 Raw = msgspec.Raw
 
 GENERATE = "/inference/v1/generate"
-_NO_ROUTE = (404, 405)
+_NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
 """Members of a rendered request that are not sent to `generate`: the images are sent as parts, and the reply is not streamed."""
 _NOT_SAMPLING = ("output_kind", "skip_clone")
-_ENCODER = msgspec.json.Encoder()
 
 
 class _Range(msgspec.Struct):
@@ -84,7 +83,7 @@ async def has_routes(engine: EngineClient, model: str, question: bytes) -> bool:
     Raises:
         EngineError: the engine cannot be reached.
     """
-    answer = await engine.query(RENDER, _ENCODER.encode({"model": model, "messages": [Raw(question)], "mm_payload": _NONE}))
+    answer = await engine.query(RENDER, msgspec.json.encode({"model": model, "messages": [Raw(question)], "mm_payload": _NONE}))
     return answer.status not in _NO_ROUTE
 
 
@@ -94,7 +93,7 @@ async def render_request(engine: EngineClient, fields: Mapping[str, Any], header
     Raises:
         EngineError: the engine cannot be reached, or refuses, or its answer cannot be read.
     """
-    body = _ENCODER.encode({**fields, "mm_payload": _NONE})
+    body = msgspec.json.encode({**fields, "mm_payload": _NONE})
     answer = await engine.query(RENDER, body, headers)
     if answer.status != HTTPStatus.OK:
         raise refusal(RENDER, answer)
@@ -122,7 +121,7 @@ def generate_body(rendered: RenderedRequest, prompt: Sequence[int], images: Sequ
     if bytes(body.get("reasoning_ended", b"")) == b"false":  # that is for another prompt: let the engine look at this one
         del body["reasoning_ended"]
     body |= {"token_ids": prompt, "return_token_ids": True, "output_mode": "text", **({"content_parts": images} if images else {})}
-    return _ENCODER.encode(body)
+    return msgspec.json.encode(body)
 
 
 def read_generated(body: bytes) -> tuple[list[int], Places | None]:

@@ -8,7 +8,7 @@ The check is `GET /health`, which vLLM, its router and SGLang have. vLLM answers
 route (404: NeMo RL's worker, which has only `/v1/chat/completions` and `/tokenize`) gets that request only once. Later checks open a
 connection and close it, which no server logs as an error. After the server was down, it gets the request again.
 
-An engine that has `GET /weight_info`, too (vLLM with `VLLM_SERVER_DEV_MODE=1`), is asked for the label of its weights with each check.
+An engine that has a label of its weights (`Driver.weights_route`) is asked for it with each check.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 5.0
 """Seconds to wait for an answer."""
 STRIKES = 3
 """Number of slow or bad answers in a row after which an engine is marked down."""
-_NO_ROUTE = frozenset({404, 405, 501})
+_NO_ROUTE = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
 """HTTP status codes of a server that has no `GET /health`."""
 RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed again."""
@@ -83,7 +83,7 @@ class EngineMonitor:
         checked: set after the first check, whatever it found.
         draining: whether it takes no new calls; calls under way run to their end.
         has_health: whether it has `GET /health`, as far as is known.
-        has_label: whether it has `GET /weight_info`, as far as is known.
+        has_label: whether it has the route of its label (`Driver.weights_route`), as far as is known.
         gone_at: when the engine was seen down the last time, or when it was added, Unix time in seconds. Its process may be younger.
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
@@ -176,10 +176,9 @@ class EngineMonitor:
             EngineError: the engine cannot be reached, or closed the connection.
         """
         if self.has_health and self.has_label:
-            answer = await self.engine.upstream.get("/weight_info")
-            found = answer.json()
+            answer = await self.engine.upstream.get(self.engine.driver.weights_route)
             self.has_label = answer.status not in _NO_ROUTE
-            self.engine.weight_label = str(found.get("weight_version", "")) if isinstance(found, dict) else ""
+            self.engine.weight_label = self.engine.driver.weight_label(answer) or ""
 
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""

@@ -31,7 +31,6 @@ _MOST_HELD = 65_536
 """Images, of all engines, that are remembered as held."""
 _MOST_MISSES = 3
 """An engine that does not have the images that it got, so many times in a row, keeps none (`--mm-processor-cache-gb 0`)."""
-_ENCODER = msgspec.json.Encoder()
 
 
 class NamedImage(NamedTuple):
@@ -93,7 +92,7 @@ def with_names(call: ChatCall, images: Sequence[NamedImage]) -> ChatCall:
     for index in sorted(call.media):
         message = msgspec.json.decode(raw[index], type=dict[str, Any])
         parts = [next(waiting).part(part) if _is_image(part) else part for part in message["content"]]
-        raw[index] = _ENCODER.encode({**message, "content": parts})
+        raw[index] = msgspec.json.encode({**message, "content": parts})
     fields = {**call.fields, "messages": Raw(b"[" + b",".join(raw) + b"]")}
     return msgspec.structs.replace(call, raw_messages=raw, fields=fields)
 

@@ -84,7 +84,7 @@ async def probe_images(engine: EngineClient, ask: AskChat, renderer: EngineRende
     Args:
         engine: the engine.
         ask: sends a chat request to it.
-        renderer: renders conversations there.
+        renderer: tokenizes conversations and texts there.
         model: the model.
         other: packed ids of a prompt without images.
 
@@ -101,7 +101,7 @@ async def probe_images(engine: EngineClient, ask: AskChat, renderer: EngineRende
     except _UnprovenError as why:
         without_plugin = str(why)
     try:
-        return (await probe.try_generate(engine, rendered))._replace(why=without_plugin)
+        return (await probe.try_generate(engine, renderer, rendered))._replace(why=without_plugin)
     except _UnprovenError as why:
         return ImageSupport(why=f"{without_plugin}; and {GENERATE} does not take them: {why}")
 
@@ -157,28 +157,28 @@ class _Probe:
             await self._check_refused(exact.ids, images)
         return ImageSupport("plugin", "", await self._placeholder_ids(exact))
 
-    async def try_generate(self, engine: EngineClient, rendered: _Rendered) -> ImageSupport:
+    async def try_generate(self, engine: EngineClient, renderer: EngineRenderer, rendered: _Rendered) -> ImageSupport:
         """Test `generate`.
 
         Raises:
             _UnprovenError: a part of the test failed.
         """
         try:
-            return await self._generate(engine, rendered)
+            return await self._generate(engine, renderer, rendered)
         except EngineError as why:
             if why.passing:
                 raise
             raise _UnprovenError(str(why)) from why
 
-    async def _generate(self, engine: EngineClient, rendered: _Rendered) -> ImageSupport:
+    async def _generate(self, engine: EngineClient, renderer: EngineRenderer, rendered: _Rendered) -> ImageSupport:
         request = await render_request(engine, self._body(self._images))
         if request.ids != rendered.ids or len(request.images) != len(self._images):
             raise _UnprovenError("render gives other ids than chat completions, or no places of the images")
-        compacted = await self._tokens(engine, rendered.text)
+        compacted = await self._tokens(renderer, rendered.text)
         placeholder = learn_placeholder(request.ids, request.images, compacted)
         if placeholder is None:
             raise _UnprovenError("vLLM does more than to replace a placeholder by the ids of an image")
-        drifted = [token for words in _NEWLINES for token in await self._tokens(engine, words)]
+        drifted = [token for words in _NEWLINES for token in await self._tokens(renderer, words)]
         exact = self._exact(_Answer(rendered.ids, [*request.images]), drifted)
         parts = [{"type": "image_url", "url": image["image_url"]["url"]} for image in self._images]
         body = generate_body(request, compact(exact.ids, exact.places, placeholder), parts, 1)
@@ -192,12 +192,10 @@ class _Probe:
         inside = {token for start, length in exact.places for token in exact.ids[start : start + length]}
         return ImageSupport("generate", "", tuple(sorted(inside)), tuple(placeholder))
 
-    async def _tokens(self, engine: EngineClient, words: str) -> list[int]:
-        body = {"model": self._model, "prompt": words, "add_special_tokens": False}
-        found = (await engine.query("/tokenize", body)).json()
-        if not isinstance(found, dict) or not isinstance(found.get("tokens"), list):
+    async def _tokens(self, renderer: EngineRenderer, words: str) -> list[int]:
+        if not (found := await renderer.encode(self._model, words)):
             raise _UnprovenError("/tokenize does not tokenize text")
-        return list(found["tokens"])
+        return found
 
     def _exact(self, rendered: _Answer, more: Sequence[int] = ()) -> _Answer:
         """Make a prompt that no rendering gives: other words before, between and after the two images, and `more` next to each."""

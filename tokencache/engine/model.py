@@ -146,7 +146,7 @@ class Model:
             return NO_EFFECT
         supply, ask = partial(driver.probe_members, ASK, REPLY), partial(driver.ask, self._upstream)
         fixed = {"model": found.model, **members}
-        return await find_earlier_thoughts(ask, self._upstream, fixed, await self._plain(), supply, streams=driver.streams)
+        return await find_earlier_thoughts(ask, self.renderer, fixed, await self._plain(), supply, streams=driver.streams)
 
     async def _plain(self) -> bytes:
         """Return the packed ids of a question's prompt."""
@@ -160,7 +160,7 @@ class Model:
         if not found.honours_ids or not found.tokenizes or driver.adds_tail:
             return None
         supply, ask = partial(driver.probe_members, ASK, ASK), partial(driver.ask, self._upstream)
-        marks = await find_thinking_marks(ask, self._upstream, found.model, await self._plain(), supply)
+        marks = await find_thinking_marks(ask, self.renderer, found.model, await self._plain(), supply)
         if marks is None:
             log.warning("model %s: it was not seen which ids end a thought whose budget is used up; such turns are marked", found.model)
         return marks

@@ -83,7 +83,7 @@ class Capability(msgspec.Struct, frozen=True):
     Attributes:
         model: the model's name.
         level: the table in the module's docstring explains it; `why` is what is missing if it is not `exact`.
-        version: from `/version`; `"unknown"` if the engine does not report it.
+        version: the engine's own; `"unknown"` if the engine does not report it.
         driver: the name of the driver that is used; `how` describes how it supplies ids.
         honours_ids: whether the engine uses supplied ids.
         tokenizes: whether `/tokenize` renders conversations.
@@ -213,7 +213,6 @@ async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "") 
 
 
 async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str) -> Capability:
-    version = (await requests.get("/version")).json()
     listed = await _models(requests)
     model = model or next(iter(listed), "")
     supply, driver, rendering = await _choose_driver(requests, drivers, model)
@@ -222,7 +221,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     found = Capability(
         model or supply.model,
         supply.level,
-        version=version.get("version", "unknown") if isinstance(version, dict) else "unknown",
+        version=await driver.version(requests),
         driver=driver.name,
         honours_ids=supply.honoured,
         tokenizes=not why_unrendered,
@@ -250,7 +249,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     if why_not := await driver.cannot_parse(requests, renderer, found.model):
         return _changed(found, level="record", why=f"its replies cannot be parsed reliably: {why_not}")
     offered = ends.possible[:_MAX_CANDIDATES]
-    blank = await _blank(requests, model, offered)
+    blank = await _blank(renderer, model, offered)
     possible = tuple(token for token in offered if token not in blank)
     alone = {token: await _sampled_alone(ask, model, token) for token in possible}
     stops = tuple(token for token, choice in alone.items() if choice is not None and _stopped(choice))
@@ -262,7 +261,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     no_end = not (stops or silent) and any(alone.values())  # an engine without masks shows its stop ids with its first reply
     derenders = driver.derender is not None and await driver.derender.streams(requests, found.model, ids.unpack(supply.plain))
     supplied = partial(driver.probe_members, ASK, REPLY)
-    thoughts = await find_earlier_thoughts(ask, requests, {"model": found.model}, supply.plain, supplied, streams=driver.streams)
+    thoughts = await find_earlier_thoughts(ask, renderer, {"model": found.model}, supply.plain, supplied, streams=driver.streams)
     prefixes = await probe_prefixes(ask, found.model, supply.plain) if driver.prefixes else _no_prefixes(driver)
     images = await probe_images(requests, ask, renderer, found.model, supply.plain) if driver.images else _no_images(driver)
     return _changed(
@@ -446,16 +445,15 @@ async def _models(requests: ProbeRequests) -> dict[str, _Listed]:
     return found
 
 
-async def _blank(requests: ProbeRequests, model: str, tokens: Sequence[int]) -> set[int]:
+async def _blank(renderer: EngineRenderer, model: str, tokens: Sequence[int]) -> set[int]:
     r"""Find the ids that are only whitespace: the `\n` after Qwen's end of turn does not end a turn."""
     found = set()
     for token in tokens:
-        answer = await requests.post("/detokenize", {"model": model, "tokens": [token]})
-        if answer.status == HTTPStatus.NOT_FOUND:
-            break
-        decoded = answer.json()
-        text = decoded.get("prompt") if answer.status == HTTPStatus.OK and isinstance(decoded, dict) else None
-        if isinstance(text, str) and text and not text.strip():
+        try:
+            text = await renderer.read(model, ids.pack([token]))
+        except RenderError:
+            continue
+        if text and not text.strip():
             found.add(token)
     return found
 

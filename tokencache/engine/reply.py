@@ -22,6 +22,7 @@ A single version for a whole reply is stored as one span. It cannot show a chang
 """
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -113,7 +114,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    code: int = 500
+    code: int = HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class _PlainChoice(msgspec.Struct):
@@ -505,7 +506,7 @@ class Reply:
         """The HTTP status (4xx) of an error that is the whole reply, otherwise 0: vLLM detects some errors only after it has sent a 200."""
         if not self.error or self.choices:
             return 0
-        return self.error_code if 400 <= self.error_code < 500 else 0  # noqa: PLR2004 - the client's fault
+        return self.error_code if HTTPStatus.BAD_REQUEST <= self.error_code < HTTPStatus.INTERNAL_SERVER_ERROR else 0
 
     @property
     def error_code(self) -> int:
@@ -513,7 +514,7 @@ class Reply:
         try:
             return msgspec.json.decode(self.error, type=_Error).code
         except ValueError:
-            return 500
+            return HTTPStatus.INTERNAL_SERVER_ERROR
 
     @property
     def finished(self) -> bool:

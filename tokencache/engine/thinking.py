@@ -19,7 +19,8 @@ from tokencache.core import ids
 from tokencache.core.forced import ThinkingMarks
 from tokencache.dialects.json_io import value_of
 from tokencache.engine.reply import Reply
-from tokencache.engine.upstream import AskChat, EngineClient
+from tokencache.engine.template.renderer import EngineRenderer
+from tokencache.engine.upstream import AskChat
 from tokencache.errors import NOT_NOW, EngineError
 
 BUDGET = "thinking_token_budget"
@@ -37,10 +38,6 @@ _LONGEST_FORCED = 64
 """Ids that an engine may force: `--reasoning-config` may put a sentence before the end of a thought."""
 
 
-class _Tokenized(msgspec.Struct):
-    tokens: list[int]
-
-
 def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:
     """Return the thinking budget in a request's members (raw), in tokens; `None` if there is none (-1 sets no limit)."""
     found = value_of(fields[BUDGET]) if BUDGET in fields else None
@@ -48,13 +45,13 @@ def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:
 
 
 async def find_thinking_marks(
-    ask: AskChat, client: EngineClient, model: str, plain: bytes, supply: Callable[[list[int]], dict[str, Any]]
+    ask: AskChat, renderer: EngineRenderer, model: str, plain: bytes, supply: Callable[[list[int]], dict[str, Any]]
 ) -> ThinkingMarks | None:
     """Find the ids around a thought; `None` if they cannot be proven.
 
     Args:
         ask: sends a chat request.
-        client: sends other requests.
+        renderer: tokenizes the openers.
         model: the model's name.
         plain: packed ids of any prompt.
         supply: returns the members of a chat request whose prompt has the given ids.
@@ -62,7 +59,7 @@ async def find_thinking_marks(
     Raises:
         EngineError: the engine cannot be reached, or cannot answer now.
     """
-    openers = [await encoded(client, model, opener) for opener, _ in MARKS]
+    openers = [await renderer.encode(model, opener) for opener, _ in MARKS]
     ends = [sum(map(len, openers[: n + 1])) for n in range(len(openers))]
     added = [token for opener in openers for token in opener]
     masks = sorted(set(ids.unpack(plain)) - set(added))
@@ -79,30 +76,16 @@ async def find_thinking_marks(
     if any((one[place], other[place]) != (masks[0], masks[-1]) for place in free) or forced[0] - 1 not in ends:
         return None
     opener = ends.index(forced[0] - 1)
-    closer = await encoded(client, model, MARKS[opener][1])
+    closer = await renderer.encode(model, MARKS[opener][1])
     return ThinkingMarks(ids.pack(openers[opener]), ids.pack(closer), ids.pack(one[forced[0] : forced[-1] + 1])) if closer else None
-
-
-async def encoded(client: EngineClient, model: str, text: str) -> list[int]:
-    """Return the ids of a text; none if the engine does not tokenize it."""
-    answer = await client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-    _check(answer.status, answer.body)
-    try:
-        return msgspec.json.decode(answer.body, type=_Tokenized).tokens
-    except ValueError:
-        return []
 
 
 async def _sampled(ask: AskChat, body: Mapping[str, Any], prompt: bytes) -> list[int]:
     """Return the ids of the reply to a request with this exact prompt; none if the engine refuses it or used another prompt."""
     answer = await ask(body)
-    _check(answer.status, answer.body)
+    if answer.status in NOT_NOW:
+        raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     reply = Reply()
     if answer.status == HTTPStatus.OK:
         reply.add(answer.body)
     return reply.choices[0].ids if 0 in reply.choices and reply.prompt.packed == prompt else []
-
-
-def _check(status: int, body: bytes) -> None:
-    if status in NOT_NOW:
-        raise EngineError(f"the engine answered {status}: {body[:300].decode(errors='replace')}", status=status)

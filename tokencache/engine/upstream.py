@@ -77,7 +77,10 @@ class EngineResponse(msgspec.Struct, frozen=True):
 
 
 class EngineClient(Protocol):
-    """Posts small requests to an engine; implemented by `Upstream` and by `probe.ProbeRequests`."""
+    """Sends small requests to an engine; implemented by `Upstream` and by `probe.ProbeRequests`."""
+
+    async def get(self, path: str) -> EngineResponse:
+        """See `Upstream.get`."""
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """See `Upstream.post`."""

@@ -123,7 +123,7 @@ class Endpoints:
                 return await self._serve(request, session, origin, settings, route, dialect)
             except SettingsChangedError as changed:
                 await self._settings.learn(session, origin, changed.settings)
-        raise HarnessError(f"the settings of session {session} change all the time", status=409, kind="settings_conflict")
+        raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
     async def _serve(  # noqa: PLR0917 - as `serve`
         self,
@@ -155,7 +155,7 @@ class Endpoints:
         method_and_route = request.method, route
         if settings.tenant and method_and_route not in _FOR_TENANTS:
             message = f"{request.method} {route[:80]} is not allowed in a tenant's session: it may make model calls and list the models"
-            raise HarnessError(message, status=403, kind="permission_error")
+            raise HarnessError(message, status=HTTPStatus.FORBIDDEN, kind="permission_error")
         if method_and_route == _MODELS:
             return await self._list_models(asked)
         if method_and_route in SAMPLES_NOTHING:

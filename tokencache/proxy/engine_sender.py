@@ -29,7 +29,7 @@ from tokencache.proxy.routed_experts import request_experts
 
 log = logging.getLogger(__name__)
 
-REFUSED = frozenset({400, 422})
+REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
 _JSON_BYTES = 6
 """Bytes of an id as JSON, with its comma, about: most ids have five digits."""
 

@@ -15,7 +15,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.dialects.json_io import FIELDS, OBJECTS
+from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS
 from tokencache.dialects.sse import DONE
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.figures import judge
@@ -29,7 +29,6 @@ from tokencache.request_memory import Holding
 Raw = msgspec.Raw
 
 _HEAD = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_text")
-_NULL = Raw(b"null")
 _NO_MESSAGE: Mapping[str, Any] = {"role": "assistant", "content": None}
 
 
@@ -50,7 +49,7 @@ class Gathered(WholeSource):
         self._unreadable = 0
         self._logprobs: list[Raw] = []
         self._head: dict[str, Raw] = {}
-        self._usage = _NULL
+        self._usage = NULL
 
     async def read(self) -> bytes:
         """See `WholeSource.read`."""
@@ -99,9 +98,9 @@ class Gathered(WholeSource):
             return
         fields = FIELDS.decode(chunk)
         self._head |= {name: fields[name] for name in _HEAD if name in fields}
-        self._usage = fields.get("usage", _NULL)
+        self._usage = fields.get("usage", NULL)
         for choice in OBJECTS.decode(fields.get("choices", Raw(b"[]"))):
-            entries = _ENTRIES.decode(choice.get("logprobs", _NULL))
+            entries = _ENTRIES.decode(choice.get("logprobs", NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
             known.steps.clear()  # the client has received nothing of it
@@ -116,7 +115,7 @@ class Gathered(WholeSource):
         chat, choice = self._call.chat, self.reply.choices[0]
         message = await _message(choice, self._stream.derender, self._dispatch.derender_request(self.reply.prompt.raw))
         calls = message.get("tool_calls") or []
-        if calls and bytes(chat.fields.get("parallel_tool_calls", _NULL)) == b"false":
+        if calls and bytes(chat.fields.get("parallel_tool_calls", NULL)) == b"false":
             calls = message["tool_calls"] = calls[:1]
         if calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"

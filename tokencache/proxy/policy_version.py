@@ -32,6 +32,7 @@ from tokencache.core.turn import TurnMark
 from tokencache.core.weights import MIXED, RESERVED, VersionSource, WeightSpan, WeightsState, merged, read_spans
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.model import Engine, Model
+from tokencache.engine.upstream import EngineResponse
 from tokencache.errors import EngineError, WeightsUpdatingError
 from tokencache.proxy.kv_salt import NO_SALT, KvPolicy, KvSalt, KvSalts, SaltedRequest
 from tokencache.store.base import StoreError
@@ -249,10 +250,6 @@ class PolicyVersions:
             log.info("engine %s: %s", url, UNKNOWN_HINT)
 
 
-class _Label(msgspec.Struct):
-    weight_version: str = ""
-
-
 class _Card(msgspec.Struct):
     id: str
     root: str | None = None
@@ -264,27 +261,26 @@ class _Cards(msgspec.Struct):
 
 async def _weight_label(engine: Engine) -> str:
     """Return the engine's own label of its weights; `MIXED` if it does not answer."""
-    body = await _asked(engine, "/weight_info")
-    try:
-        return msgspec.json.decode(body, type=_Label).weight_version
-    except ValueError:
-        return MIXED
+    label = engine.driver.weight_label(await _asked(engine, engine.driver.weights_route))
+    return MIXED if label is None else label
 
 
 async def _adapter(engine: Engine, name: str) -> str:
     """Return name and path of a LoRA adapter; `MIXED` if the engine does not answer, or no longer lists it."""
-    body = await _asked(engine, "/v1/models")
+    answer = await _asked(engine, "/v1/models")
+    if answer.status != HTTPStatus.OK:
+        return MIXED
     try:
-        root = next(card.root for card in msgspec.json.decode(body, type=_Cards).data if card.id == name)
+        root = next(card.root for card in msgspec.json.decode(answer.body, type=_Cards).data if card.id == name)
     except (ValueError, StopIteration):
         return MIXED
     return f"{name}@{root}"
 
 
-async def _asked(engine: Engine, path: str) -> bytes:
+async def _asked(engine: Engine, path: str) -> EngineResponse:
+    """Return the engine's answer; an empty one with status 504 if there is none in time."""
     try:
         async with asyncio.timeout(_SECONDS):
-            answer = await engine.upstream.get(path)
+            return await engine.upstream.get(path)
     except (EngineError, TimeoutError):
-        return b""
-    return answer.body if answer.status == HTTPStatus.OK else b""
+        return EngineResponse(HTTPStatus.GATEWAY_TIMEOUT, b"")

@@ -25,6 +25,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, urlencode
 
@@ -44,7 +45,6 @@ from tokencache.store.base import Binding, SettingsChangedError, SettingsConflic
 
 log = logging.getLogger(__name__)
 
-_ENCODER = msgspec.json.Encoder()
 REMEMBER_KEY_SECONDS = 3600.0
 """How long after its last use a registered key is accepted while the store fails."""
 _MOST_KEYS = _MOST_SESSIONS = 65_536
@@ -166,7 +166,7 @@ class SessionSources(NamedTuple):
             name = _remove(fields, path)
             if name is None:
                 continue
-            body = _ENCODER.encode(fields)
+            body = msgspec.json.encode(fields)
             found = found or name
         return SessionInBody(found or None, body)
 
@@ -184,7 +184,7 @@ def _remove(fields: dict[str, msgspec.Raw], path: tuple[str, ...]) -> str | None
             return None  # not an object
         value = _remove(inner, tuple(rest))
         if value is not None and inner:
-            fields[name] = msgspec.Raw(_ENCODER.encode(inner))
+            fields[name] = msgspec.Raw(msgspec.json.encode(inner))
         elif value is not None:
             del fields[name]
         return value
@@ -228,12 +228,12 @@ class SessionFinder:
         if key.startswith(REGISTERED_KEY):
             found = await self._binding(hash_key(key))
             if found is None:
-                raise HarnessError("unknown API key", status=401, kind="authentication_error")
+                raise HarnessError("unknown API key", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
             return Origin(found.session, path, True, harness or headers.get(HARNESS_HEADER, ""), found.settings)
         in_key = key[len(SESSION_KEY) :] if key.startswith(SESSION_KEY) else None
         session = named.session if named.session is not None else headers.get(self._header, in_key)
         if self._registered_only:
-            raise HarnessError("this server accepts registered API keys only", status=401, kind="authentication_error")
+            raise HarnessError("this server accepts registered API keys only", status=HTTPStatus.UNAUTHORIZED, kind="authentication_error")
         if session is None:
             session = self.sources.in_headers(headers) or in_body
         if session is None:

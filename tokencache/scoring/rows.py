@@ -15,33 +15,29 @@ With `--name N` the last six are called `score_N`, `score_N_model`, and so on, s
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from tokencache.core import ids
-from tokencache.scoring.request import Scores
+from tokencache.scoring.request import MOST_TOP, Scores
 from tokencache.trajectories.values import Trajectory
 
 Row = dict[str, Any]
 
 _PLAIN = ("session", "sequence", "token_ids", "loss_mask", "logprobs")
+_Top = Annotated[int, Meta(ge=0, le=MOST_TOP)]
 _PARTS = ("model", "version", "top_ids", "top_logprobs", "error")
 
 
-class Wanted(NamedTuple):
-    """What is to be computed.
+class Wanted(msgspec.Struct, frozen=True):
+    """What is to be computed; the described members are options of `tokencache score`. `version`: the engine's label of its weights."""
 
-    Attributes:
-        name: the name of the scores; `""` for the unnamed ones.
-        model: the model at the engine. `version`: the engine's label of its weights; `""` if it has none.
-        top: number of the likeliest tokens that are wanted at each place.
-    """
-
-    name: str
-    model: str
-    top: int
+    name: Annotated[str, Meta(description="Name of the scores: column score_NAME.")] = ""
+    model: Annotated[str, Meta(description="Model at the engine. The default is its only one.")] = ""
+    top: Annotated[_Top, Meta(description="Also the K likeliest tokens at each place.", extra={"metavar": "K"})] = 0
     version: str = ""
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
+from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
@@ -212,7 +213,7 @@ class Proxy:
         except StoreError as why:
             store = str(why)
         ready = self.pool.ready and store == "ok"
-        status = 200 if ready else 503
+        status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
         if not self._auth.admits(request):
             return web.json_response({"ready": ready}, status=status)
         engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]

@@ -197,7 +197,11 @@ class GuardedConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
     ) -> web.StreamResponse:
         """Send a JSON error for bytes that are not HTTP, and close the connection. Logged only at debug level, because of port scans."""
         if status != HTTPStatus.BAD_REQUEST or request.writer.output_size:

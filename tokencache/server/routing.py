@@ -103,14 +103,14 @@ async def send_errors(request: web.Request, handler: Callable[[web.Request], Awa
         response.headers.update(error.headers)
         return response
     except web.HTTPRequestEntityTooLarge as error:
-        return _error(request, 413, f"the request body is too large: {error.text}", "invalid_request_error")
+        return _error(request, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request body is too large: {error.text}", "invalid_request_error")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception:
         log.exception("%s %s: internal error", request.method, request.path)
         if request.writer.output_size:
             raise  # a response has begun: aiohttp closes the connection
-        return _error(request, 500, "Internal error in tokencache; see its log.", "internal_error")
+        return _error(request, HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error in tokencache; see its log.", "internal_error")
 
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:

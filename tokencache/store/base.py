@@ -18,6 +18,7 @@ delivery, and removed when the delivery is acknowledged. A lease that ends makes
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import StrEnum
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ from tokencache.errors import TokencacheError
 class StoreError(TokencacheError):
     """The store cannot do this now: it is unreachable, slow or full, or its data is damaged. The harness's call must continue."""
 
-    status = 503
+    status = HTTPStatus.SERVICE_UNAVAILABLE
     kind = "store_error"
 
     @property
@@ -53,7 +54,7 @@ class SessionOverError(TokencacheError):
         outcome: the outcome with which it was finished; `None` if none was given, or if it is not known here.
     """
 
-    status = 409
+    status = HTTPStatus.CONFLICT
     outcome: Outcome | None = None
 
     @property
@@ -87,7 +88,7 @@ class SessionFinishedError(SessionOverError):
 class SessionExistsError(TokencacheError):
     """The session that the message names exists already, so it was not created."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
     kind = "session_exists"
 
     @property
@@ -105,7 +106,7 @@ class OutcomeConflictError(TokencacheError):
         stored: the outcome that was given before; `""` if none was.
     """
 
-    status = 409
+    status = HTTPStatus.CONFLICT
     kind = "outcome_conflict"
 
     def __init__(self, session: str, wanted: str, stored: str) -> None:
@@ -128,7 +129,7 @@ class SettingsConflictError(TokencacheError):
         members: names of the settings that differ.
     """
 
-    status = 409
+    status = HTTPStatus.CONFLICT
     kind = "settings_conflict"
 
     def __init__(self, session: str, members: Sequence[str]) -> None:
@@ -159,7 +160,7 @@ class SettingsChangedError(Exception):
 class CursorError(TokencacheError):
     """A cursor does not belong to this database, or the database has changed so that the walk cannot continue."""
 
-    status = 422
+    status = HTTPStatus.UNPROCESSABLE_ENTITY
     kind = "invalid_cursor"
 
     @property
@@ -179,7 +180,7 @@ class TurnLostError(SessionGoneError):
 class SessionDeletedError(TokencacheError):
     """The session that the message names was deleted recently. It accepts no calls until its tombstone expires or is lifted."""
 
-    status = 409
+    status = HTTPStatus.CONFLICT
     kind = "session_deleted"
 
     @property
@@ -192,7 +193,7 @@ class SessionDeletedError(TokencacheError):
 class StoreFullError(TokencacheError):
     """The store is full: it accepts no new sessions. Existing sessions continue."""
 
-    status = 503
+    status = HTTPStatus.SERVICE_UNAVAILABLE
     kind = "store_full"
     headers = MappingProxyType({"Retry-After": "30"})
 

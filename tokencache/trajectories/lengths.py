@@ -14,31 +14,53 @@ What happens to a sequence that is longer than a limit:
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.errors import HarnessError
 
 POLICIES = ("drop", "cut", "mask")
-LIMITS = {
-    "max_length": "Tokens that a sequence may have.",
-    "max_prompt_length": "Tokens that a sequence may have before its first sampled token.",
-    "max_response_length": "Tokens that a sequence may have from its first sampled token on.",
-}
-"""The names of the limits and what they count."""
-
+LIMITS = ("max_length", "max_prompt_length", "max_response_length")
 MOST = 2**31
 """The largest limit, in tokens."""
 
 
-class ExportOptions(TypedDict, total=False):
-    """How a trajectory is written: limits for its sequences, and whether the native format holds the requests (`text`).
+_Tokens = Annotated[int, Meta(ge=1)]
+_Lag = Annotated[int, Meta(ge=0)]
 
-    A limit that is `None` does not apply. With a limit of length, `overlong` is required. `max_lag` leaves out the sequences with trainable
-    tokens of a policy version that lags more than that behind the current one, or whose lag is not known.
-    """
+
+class ExportParameters(msgspec.Struct, frozen=True):
+    """How a trajectory is written: query parameters of the API, and options of `tokencache export`."""
+
+    max_length: Annotated[_Tokens | UnsetType, Meta(description="Tokens that a sequence may have.")] = UNSET
+    max_prompt_length: Annotated[
+        _Tokens | UnsetType, Meta(description="Tokens that a sequence may have before its first sampled token.")
+    ] = UNSET
+    max_response_length: Annotated[
+        _Tokens | UnsetType, Meta(description="Tokens that a sequence may have from its first sampled token on.")
+    ] = UNSET
+    overlong: Annotated[
+        str | UnsetType,
+        Meta(
+            description="What happens to longer sequences: drop, cut (after a whole turn) or mask. Required with a limit.",
+            extra_json_schema={"enum": POLICIES},
+            extra={"metavar": "POLICY"},
+        ),
+    ] = UNSET
+    max_lag: Annotated[
+        _Lag | UnsetType,
+        Meta(description="Leave out sequences that lag more policy versions than this, or an unknown number."),
+    ] = UNSET
+    text: Annotated[
+        bool, Meta(description="Native format: also write the messages, so that `tokencache convert` can write any format.")
+    ] = False
+
+
+class ExportOptions(TypedDict, total=False):
+    """The `ExportParameters` as options of the client; `None` as if the option were not given."""
 
     max_length: int | None
     max_prompt_length: int | None

@@ -17,6 +17,7 @@ Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
 * `input_tokens` excludes what was read from the cache, as Anthropic counts; `message_start` has the length of the prompt.
 """
 
+from http import HTTPStatus
 from typing import Any
 
 from tokencache.dialects import json_io
@@ -131,7 +132,7 @@ class AnthropicReplyEncoder(ReplyEncoder):
         if self._failed:
             return b""
         if self._finish is None:
-            return self.error(502, "the engine ended its stream before its reply")
+            return self.error(HTTPStatus.BAD_GATEWAY, "the engine ended its stream before its reply")
         out: list[bytes] = []
         if not self._blocks:
             self._begin(_Block(0, "text"), {"text": ""}, out)

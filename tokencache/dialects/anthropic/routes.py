@@ -9,6 +9,7 @@
 """
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -80,7 +81,7 @@ async def _models(request: DialectRequest) -> DirectReply:
     name = unquote(request.path.removeprefix(_MODELS + "/"))
     found = next((model for model in served if model.name == name), None)
     if found is None:
-        raise HarnessError(f"model: {name}", status=404, kind="not_found_error")
+        raise HarnessError(f"model: {name}", status=HTTPStatus.NOT_FOUND, kind="not_found_error")
     return DirectReply(body=json_io.write(_model(found)))
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from tokencache.dialects.chat.sampling import STRICT_TOOLS, recorded
-from tokencache.dialects.json_io import value_of
+from tokencache.dialects.json_io import NULL, value_of
 
-_NULL = msgspec.Raw(b"null")
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
 _FREE = frozenset({None, "text"})
 
@@ -27,7 +26,7 @@ def is_bound(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 def may_be_bound(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether a grammar may bind the reply: the request has one, or offers tools."""
-    return is_bound(fields) or bool(value_of(fields.get("tools", _NULL)) and value_of(fields.get("tool_choice", _NULL)) != "none")
+    return is_bound(fields) or bool(value_of(fields.get("tools", NULL)) and value_of(fields.get("tool_choice", NULL)) != "none")
 
 
 def _has_format(found: Mapping[str, Any]) -> bool:

@@ -9,14 +9,13 @@ import msgspec
 import xxhash
 
 from tokencache.core.messages import exact_json
-from tokencache.dialects.json_io import read_members, value_of
+from tokencache.dialects.json_io import NULL, read_members, value_of
 from tokencache.dialects.members import RENDERED_BY_BOTH, RENDERED_BY_CHAT
 from tokencache.errors import HarnessError
 from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
-_NULL = Raw(b"null")
 _ARGUMENTS: Mapping[str, tuple[tuple[type, ...], Any]] = {
     "chat_template_kwargs": ((dict,), {}),
     "reasoning_effort": ((str,), None),
@@ -61,7 +60,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     both: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_BOTH if name in fields}
     offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
     chat: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_CHAT if name in fields}
-    if offered is not None and value_of(fields.get("tool_choice", _NULL)) == "none":
+    if offered is not None and value_of(fields.get("tool_choice", NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
         template = exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}])

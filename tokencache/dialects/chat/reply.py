@@ -20,15 +20,13 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
 from tokencache.dialects.completion_reader import PACKED, hide_tokens
-from tokencache.dialects.json_io import FIELDS, OBJECTS
+from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS
 from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.dialects.stream_usage import HiddenUsage
 
 Raw = msgspec.Raw
 
-_ENCODER = msgspec.json.Encoder()
-_NULL = Raw(b"null")
 _VERSIONS = "weight_versions"
 _EXPERTS = b'"routed_experts":'
 _MOST_CHOICES = 128
@@ -39,7 +37,7 @@ class HiddenMembers:
     """Members of a reply, besides ids and log probabilities, that a client does not get; `fields` are its request's members."""
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
-        self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", _NULL)) == b"true"
+        self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", NULL)) == b"true"
 
     def found(self, data: bytes) -> bool:
         """Whether a reply's JSON has something to hide."""
@@ -49,7 +47,7 @@ class HiddenMembers:
     def hide(self, choice: dict[str, Raw]) -> None:
         """Hide it in one choice."""
         if "routed_experts" in choice:
-            choice["routed_experts"] = _NULL
+            choice["routed_experts"] = NULL
         if not self._shows_versions:
             choice.pop(_VERSIONS, None)
 
@@ -122,30 +120,30 @@ class ChatReplyEncoder(PassthroughEncoder):
         except (ValueError, KeyError, RecursionError):
             return data
         if not self._prompt and "prompt_token_ids" in fields:
-            fields["prompt_token_ids"] = _NULL
+            fields["prompt_token_ids"] = NULL
         fields.pop(PACKED, None)
         shown = [choice for choice in choices if self._hide_in_choice(choice, part)]
         if choices and not shown:
             return None
-        fields["choices"] = Raw(_ENCODER.encode(shown))
-        return _ENCODER.encode(fields)
+        fields["choices"] = Raw(msgspec.json.encode(shown))
+        return msgspec.json.encode(fields)
 
     def _hide_in_choice(self, choice: dict[str, Raw], part: str) -> bool:
         """Hide the members of one choice that were not requested; false if nothing is left of it."""
         if not self._ids:
             for name in ("token_ids", "prompt_token_ids"):
                 if name in choice and (name == "token_ids" or not self._prompt):
-                    choice[name] = _NULL
+                    choice[name] = NULL
         choice.pop(PACKED, None)
         self._hidden.hide(choice)
         if not self._logprobs and "logprobs" in choice:
-            choice["logprobs"] = _NULL
+            choice["logprobs"] = NULL
         has_content = True
         if part in choice and not self._reasoning:
             has_content = self._hide_reasoning(choice, part)
-        elif part == "delta" and bytes(choice.get("delta", _NULL)) == b"{}":
+        elif part == "delta" and bytes(choice.get("delta", NULL)) == b"{}":
             has_content = self._ids or self._logprobs
-        return has_content or bytes(choice.get("finish_reason", _NULL)) != b"null"
+        return has_content or bytes(choice.get("finish_reason", NULL)) != b"null"
 
     @staticmethod
     def _hide_reasoning(choice: dict[str, Raw], part: str) -> bool:
@@ -153,17 +151,17 @@ class ChatReplyEncoder(PassthroughEncoder):
         if part == "message":
             for name in ("reasoning", "reasoning_content"):
                 if name in entry:
-                    entry[name] = _NULL
+                    entry[name] = NULL
         else:
             reasoning = entry.pop("reasoning", None) or entry.pop("reasoning_content", None)
             if not entry:
                 choice[part] = Raw(b"{}")
                 return False
             if "role" not in entry:  # vLLM 0.32 writes it after `content` in every later delta
-                entry = {"content": entry.pop("content", _NULL), "reasoning": _NULL, **entry}
+                entry = {"content": entry.pop("content", NULL), "reasoning": NULL, **entry}
             elif reasoning is not None:
-                entry["reasoning"] = _NULL
-        choice[part] = Raw(_ENCODER.encode(entry))
+                entry["reasoning"] = NULL
+        choice[part] = Raw(msgspec.json.encode(entry))
         return True
 
 

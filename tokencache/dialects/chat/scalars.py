@@ -23,8 +23,6 @@ from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
 
-_ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder()
 _DIGITS = re.compile(r"-?\d{1,18}", re.ASCII)
 _DECIMAL = re.compile(r"-?\d{1,18}(\.\d{1,18})?", re.ASCII)
 _USAGE, _CONTINUOUS = "include_usage", "continuous_usage_stats"
@@ -126,7 +124,7 @@ def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
         if reader is None or reader.plain.fullmatch(raw) is not None:
             continue
         try:
-            value = _DECODER.decode(raw)
+            value = msgspec.json.decode(raw)
             meant = reader.read(value)
         except (ValueError, RecursionError):  # NaN, a lone surrogate, or a number out of range
             meant = None
@@ -134,4 +132,4 @@ def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
             shown = bytes(raw)[:80].decode(errors="replace")
             raise HarnessError(f"{name!r} must be {reader.words}, not {shown}", param=name)
         if meant is not value:
-            fields[name] = Raw(_ENCODER.encode(meant))
+            fields[name] = Raw(msgspec.json.encode(meant))

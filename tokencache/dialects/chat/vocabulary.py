@@ -20,15 +20,14 @@ import xxhash
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
 from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
-from tokencache.dialects.json_io import FIELDS, member, value_of
+from tokencache.dialects.json_io import FIELDS, NULL, member, value_of
 from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
 from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
 _CALLS = msgspec.json.Decoder(list[dict[str, Raw]] | None)
-_ENCODER = msgspec.json.Encoder()
-_NULL, _NO_ARGUMENTS = Raw(b"null"), Raw(b'"{}"')
+_NO_ARGUMENTS = Raw(b'"{}"')
 _TEXT = (str, NoneType)
 _MEDIA_MEMBERS = frozenset(
     {
@@ -130,7 +129,7 @@ def with_references(raw: bytes) -> bytes:
         return raw
     both = zip(entry["content"], identified["content"], strict=True)
     parts = [part if part is identity else as_reference(part, media_part(part, identity)) for part, identity in both]
-    return _ENCODER.encode({**entry, "content": parts})
+    return msgspec.json.encode({**entry, "content": parts})
 
 
 def read_message(entry: Any) -> Message:
@@ -267,9 +266,9 @@ def with_reasoning(raw: bytes) -> bytes:
     reasoning = members.pop("reasoning_content", None)
     if reasoning is None:
         return raw
-    if bytes(members.get("reasoning", _NULL)) == b"null":
+    if bytes(members.get("reasoning", NULL)) == b"null":
         members["reasoning"] = reasoning  # may be null
-    return _ENCODER.encode(members)
+    return msgspec.json.encode(members)
 
 
 def as_reminders(entries: Sequence[bytes]) -> list[bytes]:
@@ -299,18 +298,18 @@ def with_stand_ins(raw: bytes) -> bytes:
     so do all other members, so the prompt equals what the engine renders from the client's own bytes.
     """
     members = FIELDS.decode(raw)
-    calls = _CALLS.decode(members.get("tool_calls", _NULL)) or []
+    calls = _CALLS.decode(members.get("tool_calls", NULL)) or []
     for call in calls:
         function = FIELDS.decode(call["function"])
-        function["arguments"] = _safe_arguments(function.get("arguments", _NULL))
-        call["function"] = Raw(_ENCODER.encode(function))
-    return _ENCODER.encode({**members, "tool_calls": Raw(_ENCODER.encode(calls))}) if calls else raw
+        function["arguments"] = _safe_arguments(function.get("arguments", NULL))
+        call["function"] = Raw(msgspec.json.encode(function))
+    return msgspec.json.encode({**members, "tool_calls": Raw(msgspec.json.encode(calls))}) if calls else raw
 
 
 def _safe_arguments(arguments: Raw) -> Raw:
     given = bytes(arguments)
     if given[:1] in {b"{", b"["}:
-        return Raw(_ENCODER.encode(given.decode()))
+        return Raw(msgspec.json.encode(given.decode()))
     return arguments if _is_json(msgspec.json.decode(given)) else _NO_ARGUMENTS
 
 

@@ -167,17 +167,17 @@ FINISHED: dict[str, str] = {
 }
 """Gemini's reason for each finish reason (google-genai, `types.FinishReason`)."""
 _STATUSES = {
-    400: "INVALID_ARGUMENT",
-    401: "UNAUTHENTICATED",
-    403: "PERMISSION_DENIED",
-    404: "NOT_FOUND",
-    409: "ABORTED",
-    429: "RESOURCE_EXHAUSTED",
+    HTTPStatus.BAD_REQUEST: "INVALID_ARGUMENT",
+    HTTPStatus.UNAUTHORIZED: "UNAUTHENTICATED",
+    HTTPStatus.FORBIDDEN: "PERMISSION_DENIED",
+    HTTPStatus.NOT_FOUND: "NOT_FOUND",
+    HTTPStatus.CONFLICT: "ABORTED",
+    HTTPStatus.TOO_MANY_REQUESTS: "RESOURCE_EXHAUSTED",
     499: "CANCELLED",
-    501: "UNIMPLEMENTED",
-    502: "UNAVAILABLE",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
+    HTTPStatus.NOT_IMPLEMENTED: "UNIMPLEMENTED",
+    HTTPStatus.BAD_GATEWAY: "UNAVAILABLE",
+    HTTPStatus.SERVICE_UNAVAILABLE: "UNAVAILABLE",
+    HTTPStatus.GATEWAY_TIMEOUT: "DEADLINE_EXCEEDED",
 }
 """google.rpc.Code by HTTP status (googleapis, `google/rpc/code.proto`)."""
 

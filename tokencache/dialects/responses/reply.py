@@ -23,7 +23,6 @@ from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Free
 from tokencache.dialects.sse import event_of
 from tokencache.dialects.thinking import CLOSED, Thinking, signed
 
-_ENCODER = msgspec.json.Encoder()
 _NUMBER, _EMPTY = b'"sequence_number":', b'""'
 
 
@@ -40,7 +39,7 @@ class DeltaEvent:
 
     def write(self, number: int, piece: str) -> bytes:
         """Write the event with its number and its piece."""
-        return b"".join((self._head, b"%d" % number, self._between, _ENCODER.encode(piece), self._tail))
+        return b"".join((self._head, b"%d" % number, self._between, msgspec.json.encode(piece), self._tail))
 
 
 class EventBuffer:
@@ -60,7 +59,7 @@ class EventBuffer:
 
     def add_error(self, **members: Any) -> None:
         """Add an `error` event, the only kind without `response.`."""
-        self._written += event_of(_ENCODER.encode({"type": "error", "sequence_number": self._next(), **members}), "error")
+        self._written += event_of(msgspec.json.encode({"type": "error", "sequence_number": self._next(), **members}), "error")
 
     def take(self) -> bytes:
         """Return and remove everything that was added since the last time."""
@@ -74,7 +73,7 @@ class EventBuffer:
 
 def _event(kind: str, number: int, members: dict[str, Any]) -> bytes:
     name = f"response.{kind}"
-    return event_of(_ENCODER.encode({"type": name, "sequence_number": number, **members}), name)
+    return event_of(msgspec.json.encode({"type": name, "sequence_number": number, **members}), name)
 
 
 class OutputItem:
@@ -301,7 +300,7 @@ class ResponsesReplyEncoder(ReplyEncoder):
         """See `ReplyEncoder.whole`."""
         self._add(self._thinking.read(data) or _UNREADABLE)
         self._conclude()
-        return _ENCODER.encode(self._response())
+        return msgspec.json.encode(self._response())
 
     def chunk(self, event: bytes, data: bytes, prompt_tokens: int) -> bytes:
         """See `ReplyEncoder.chunk`."""

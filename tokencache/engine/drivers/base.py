@@ -147,7 +147,8 @@ class Driver(ABC):
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
             searches vLLM's refusals for the first two defaults; the last is from vLLM's check of supplied ids (0.32,
             `v1/engine/input_processor.py`).
-        renderer: renders conversations with an engine's chat template.
+        renderer: the engine's tokenizer: renders conversations with its chat template, encodes and decodes texts.
+        weights_route: the route that returns the engine's own label of its weights (vLLM with `VLLM_SERVER_DEV_MODE=1`).
         derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 
@@ -164,6 +165,7 @@ class Driver(ABC):
     refusal_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
+    weights_route: ClassVar[str] = "/weight_info"
     derender: Derender | None = None
 
     @abstractmethod
@@ -219,6 +221,21 @@ class Driver(ABC):
         members = {name: value for name, value in body.items() if name != "model" or value}
         answer = await upstream.post(CHAT, self.own_request(members))
         return msgspec.structs.replace(answer, body=self.read(answer.body)) if answer.status == HTTPStatus.OK else answer
+
+    async def version(self, engine: EngineClient) -> str:
+        """Return the version that the engine reports; `"unknown"` if it reports none.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        found = (await engine.get("/version")).json()
+        return str(found.get("version", "unknown")) if isinstance(found, dict) else "unknown"
+
+    def weight_label(self, answer: EngineResponse) -> str | None:
+        """Read the engine's own label of its weights in its answer at `weights_route`; `None` if the answer has none."""
+        found = answer.json() if answer.status == HTTPStatus.OK else None
+        label = found.get("weight_version", "") if isinstance(found, dict) else None
+        return label if isinstance(label, str) else None
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.

@@ -28,7 +28,6 @@ from tokencache.engine.drivers.nemo_rl import NemoDriver
 Raw = msgspec.Raw
 
 _NEVER_SENT = frozenset({*OF_STREAMS, PREFIX, "kv_transfer_params"})
-_ENCODER = msgspec.json.Encoder()
 
 
 class NemoGym(NemoDriver):
@@ -47,11 +46,11 @@ class NemoGym(NemoDriver):
             members = {
                 PROMPT: Raw(b"[" + ids.fragment(ids.head(prompt.ids, start)) + b"]"),
                 GENERATION: Raw(b"[" + ids.fragment(ids.tail(ids.head(prompt.ids, end), start)) + b"]"),
-                LOG_PROBS: Raw(_ENCODER.encode(logprobs)),
+                LOG_PROBS: Raw(msgspec.json.encode(logprobs)),
             }
-            messages[place] = _ENCODER.encode(FIELDS.decode(messages[place]) | members)
+            messages[place] = msgspec.json.encode(FIELDS.decode(messages[place]) | members)
         joined = Raw(b"[" + b",".join([in_text(message) for message in messages]) + b"]")
-        return _ENCODER.encode(_accepted(call.fields | {"messages": joined}))
+        return msgspec.json.encode(_accepted(call.fields | {"messages": joined}))
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """See `Driver.cannot_supply`."""
@@ -59,7 +58,7 @@ class NemoGym(NemoDriver):
 
     def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Driver.own_request`."""
-        return _accepted({name: Raw(_ENCODER.encode(value)) for name, value in {**body, **self.pinned}.items()})
+        return _accepted({name: Raw(msgspec.json.encode(value)) for name, value in {**body, **self.pinned}.items()})
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""
@@ -79,5 +78,5 @@ def _accepted(fields: dict[str, Raw]) -> dict[str, Any]:
         metadata["chat_template_kwargs"] = bytes(arguments).decode()
     if unknown:
         own = metadata.get("extra_body")
-        metadata["extra_body"] = _ENCODER.encode({**(FIELDS.decode(own) if isinstance(own, str) else {}), **unknown}).decode()
+        metadata["extra_body"] = msgspec.json.encode({**(FIELDS.decode(own) if isinstance(own, str) else {}), **unknown}).decode()
     return {**known, "metadata": metadata}

@@ -22,7 +22,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.gym import GENERATION, LOG_PROBS, PREFIX, PROMPT
-from tokencache.dialects.json_io import FIELDS, OBJECTS
+from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, LastReply, Target, last_reply_place
 from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 
@@ -33,9 +33,7 @@ TOKEN_MEMBERS = (PROMPT, GENERATION, LOG_PROBS)
 DEFAULT_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 """NeMo RL's default sampling parameters: the model's own distribution."""
 
-_NULL = Raw(b"null")
 _NUMBERS = msgspec.json.Decoder(list[float])
-_ENCODER = msgspec.json.Encoder()
 
 
 class NemoDriver(Driver):
@@ -71,13 +69,13 @@ class NemoRl(NemoDriver):
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""
         fields = whole_members(members_with_ids(call))
-        if bytes(fields.get("top_logprobs", _NULL)) == b"null":
+        if bytes(fields.get("top_logprobs", NULL)) == b"null":
             fields["top_logprobs"] = Raw(b"0")
         if prompt is not None:
             if call.malformed:
                 fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
             fields[PREFIX] = Raw(b"[" + ids.fragment(ids.head(prompt.ids, prompt.last_reply.end)) + b"]")
-        return _ENCODER.encode(fields)
+        return msgspec.json.encode(fields)
 
     def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Driver.own_request`."""
@@ -100,29 +98,29 @@ def ids_from_messages(body: bytes) -> bytes:
         choices = OBJECTS.decode(fields["choices"])
         for choice in choices:
             message = FIELDS.decode(choice["message"])
-            prompt, sampled, logprobs = (message.pop(name, _NULL) for name in TOKEN_MEMBERS)
+            prompt, sampled, logprobs = (message.pop(name, NULL) for name in TOKEN_MEMBERS)
             fields["prompt_token_ids"] = prompt
             choice["token_ids"] = sampled
-            if bytes(choice.get("logprobs", _NULL)) == b"null":
+            if bytes(choice.get("logprobs", NULL)) == b"null":
                 choice["logprobs"] = _as_chat_logprobs(sampled, logprobs)
             if "routed_experts" in message:
                 choice["routed_experts"] = message.pop("routed_experts")
-            choice["message"] = Raw(_ENCODER.encode(message))
+            choice["message"] = Raw(msgspec.json.encode(message))
     except (ValueError, KeyError, RecursionError):
         return body
-    fields["choices"] = Raw(_ENCODER.encode(choices))
-    return _ENCODER.encode(fields)
+    fields["choices"] = Raw(msgspec.json.encode(choices))
+    return msgspec.json.encode(fields)
 
 
 def _as_chat_logprobs(sampled: Raw, logprobs: Raw) -> Raw:
     """Write log probabilities as a chat completion has them; `null` if there are none, or not as many as ids."""
     if bytes(logprobs) == b"null":
-        return _NULL
+        return NULL
     tokens, values = msgspec.json.decode(sampled, type=list[int]), _NUMBERS.decode(logprobs)
     if len(tokens) != len(values):
-        return _NULL
+        return NULL
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
         for token, value in zip(tokens, values, strict=True)
     ]
-    return Raw(_ENCODER.encode({"content": content}))
+    return Raw(msgspec.json.encode({"content": content}))

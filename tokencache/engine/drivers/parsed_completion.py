@@ -13,19 +13,18 @@ import msgspec
 from multidict import CIMultiDict
 
 from tokencache.dialects.chat.whole import whole_choice, whole_completion
-from tokencache.dialects.json_io import FIELDS, IDS, OBJECTS
+from tokencache.dialects.json_io import FIELDS, IDS, NULL, OBJECTS
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.generate import read_generated
+from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import EngineClient
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
 
-_NULL = Raw(b"null")
 _PROMPT = "prompt_token_ids"
 _NO_MESSAGE: dict[str, Any] = {"role": "assistant", "content": None}
-_ENCODER = msgspec.json.Encoder()
 
 
 class _TextLogprobs(msgspec.Struct):
@@ -82,8 +81,8 @@ async def parse_generated(derender: Derender, request: ReplacedChat, body: bytes
         return ParsedCompletion(body)
     for choice in choices:
         choice.pop("sampling_mask", None)  # chat has no such member (0.32)
-    completion = {name: answer.get(name, _NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
-    text = _ENCODER.encode({"id": answer.get("request_id", _NULL), **completion, "choices": choices})
+    completion = {name: answer.get(name, NULL) for name in ("created", "model", "usage", "kv_transfer_params", "metrics")}
+    text = msgspec.json.encode({"id": answer.get("request_id", NULL), **completion, "choices": choices})
     return (await parse_completion(derender, request, text))._replace(places=places)
 
 
@@ -100,13 +99,13 @@ async def _fill(
         EngineError: derender cannot be reached, or refuses.
     """
     wanted: list[dict[str, Any]] = [
-        {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", _NULL)}
+        {"index": index, "token_ids": tokens, "finish_reason": choice.get("finish_reason", NULL)}
         for index, (choice, tokens) in enumerate(zip(choices, visible, strict=True))
         if tokens
     ]
     if not wanted:
         return
-    asked = DerenderRequest(request.upstream, request.fields, bytes(choices[0].get(_PROMPT, _NULL)), request.headers)
+    asked = DerenderRequest(request.upstream, request.fields, bytes(choices[0].get(_PROMPT, NULL)), request.headers)
     for index, message in (await derender.messages(asked, wanted)).items():
         messages[index] = message
 
@@ -117,18 +116,16 @@ async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[i
     Raises:
         EngineError: the engine cannot tokenize the text that a stop string left.
     """
-    fields, reason = request.fields, bytes(choice.get("stop_reason", _NULL))
-    shown = bytes(fields.get("include_stop_str_in_output", _NULL)) == b"true"
-    stopped = bytes(choice.get("finish_reason", _NULL)) == b'"stop"'
+    fields, reason = request.fields, bytes(choice.get("stop_reason", NULL))
+    shown = bytes(fields.get("include_stop_str_in_output", NULL)) == b"true"
+    stopped = bytes(choice.get("finish_reason", NULL)) == b'"stop"'
     if stopped and reason.startswith(b'"'):
-        text = choice.get("text", _NULL)
+        text = choice.get("text", NULL)
         if bytes(text) in {b"null", b'""'}:
             return []
-        body = {"model": fields.get("model", _NULL), "prompt": text, "add_special_tokens": False}
-        decoded = (await request.upstream.query("/tokenize", _ENCODER.encode(body), request.headers)).json()
-        if not isinstance(decoded, dict) or not isinstance(decoded.get("tokens"), list):
+        if not (left := await EngineRenderer(request.upstream).encode(fields.get("model", NULL), text, request.headers)):
             raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")
-        return list(decoded["tokens"])
+        return left
     return tokens[:-1] if stopped and not shown else tokens
 
 
@@ -136,27 +133,27 @@ def _chat_completion(
     completion: dict[str, Raw], choices: list[dict[str, Raw]], messages: list[dict[str, Any]], fields: Mapping[str, Raw], error: str
 ) -> bytes:
     """Write a text completion as a chat completion with these messages, and with an error if there is one."""
-    several = bytes(fields.get("parallel_tool_calls", _NULL)) != b"false"  # as vLLM 0.32 reads it (`tool_calls_utils.py`)
-    named = bytes(fields.get("tool_choice", _NULL)).startswith(b"{")
-    most = msgspec.json.decode(fields.get("top_logprobs", _NULL)) or 0
+    several = bytes(fields.get("parallel_tool_calls", NULL)) != b"false"  # as vLLM 0.32 reads it (`tool_calls_utils.py`)
+    named = bytes(fields.get("tool_choice", NULL)).startswith(b"{")
+    most = msgspec.json.decode(fields.get("top_logprobs", NULL)) or 0
     made: list[dict[str, Any]] = []
     for choice, message in zip(choices, messages, strict=True):
         others = {name: raw for name, raw in choice.items() if name not in {"text", _PROMPT, "prompt_logprobs", "logprobs"}}
         if message.get("tool_calls"):
             if not several:
                 message["tool_calls"] = message["tool_calls"][:1]
-            if not named and bytes(others.get("finish_reason", _NULL)) != b'"abort"':
+            if not named and bytes(others.get("finish_reason", NULL)) != b'"abort"':
                 others["finish_reason"] = Raw(b'"tool_calls"')
-        made.append(whole_choice(len(made), message, {**others, "logprobs": _chat_logprobs(choice.get("logprobs", _NULL), most)}))
+        made.append(whole_choice(len(made), message, {**others, "logprobs": _chat_logprobs(choice.get("logprobs", NULL), most)}))
     members = {name: raw for name, raw in completion.items() if name != "usage"}
-    if bytes(completion.get("id", _NULL)).startswith(b'"cmpl-'):
+    if bytes(completion.get("id", NULL)).startswith(b'"cmpl-'):
         members["id"] = Raw(b'"chat' + bytes(completion["id"])[1:])
-    members |= {name: choices[0].get(name, _NULL) for name in (_PROMPT, "prompt_logprobs")}
-    usage = msgspec.json.decode(completion.get("usage", _NULL)) or {}
+    members |= {name: choices[0].get(name, NULL) for name in (_PROMPT, "prompt_logprobs")}
+    usage = msgspec.json.decode(completion.get("usage", NULL)) or {}
     body = whole_completion(made, usage, members)
     if error:
         body["error"] = {"message": error, "type": "upstream_error", "code": HTTPStatus.BAD_GATEWAY}
-    return _ENCODER.encode(body)
+    return msgspec.json.encode(body)
 
 
 def _chat_logprobs(raw: Raw, most: int) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
+from tokencache.dialects.json_io import NULL
 from tokencache.dialects.members import CHAT_ONLY, GUIDING, LIMITS
 from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
@@ -45,14 +46,12 @@ COMPLETIONS = "/v1/completions"
 UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
 
-_NULL, _TRUE = Raw(b"null"), Raw(b"true")
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _PROMPT = "prompt_token_ids"
 _NOT_EVERYWHERE = ("bad_words",)
 """Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
 _CHECK = Raw(b"[" + EPISODE[0] + b"]")
 _MOST_GUIDES = 256
-_ENCODER = msgspec.json.Encoder()
 
 
 class Guidance(NamedTuple):
@@ -105,7 +104,7 @@ class TextPrompts(Vllm):
     async def _completion(self, call: ChatCall, prompt: ExactPrompt, target: Target) -> bytes | None:
         """Write the text completion; `None` if it cannot express the call, or if the guidance is not available."""
         fields = members_with_ids(call)
-        if bytes(fields.get("logprobs", _NULL)) != b"true" or any(_has(fields, name) for name in _NOT_EVERYWHERE):
+        if bytes(fields.get("logprobs", NULL)) != b"true" or any(_has(fields, name) for name in _NOT_EVERYWHERE):
             return None
         constrained = any(_has(fields, name) for name in ("tools", "response_format", "structured_outputs"))
         if not constrained and any(_has(fields, name) for name in LIMITS):
@@ -118,7 +117,7 @@ class TextPrompts(Vllm):
         return text_completion(fields, prompt.fragment, guidance._replace(limit=limit))
 
     async def _guidance_for(self, fields: Mapping[str, Raw], target: Target) -> Guidance | None:
-        body = _ENCODER.encode({name: fields[name] for name in ("model", *GUIDING) if name in fields} | {"messages": ANY_MESSAGES})
+        body = msgspec.json.encode({name: fields[name] for name in ("model", *GUIDING) if name in fields} | {"messages": ANY_MESSAGES})
         key = hashlib.blake2b(body, digest_size=16).digest()
         found = self._guidance.get(key)
         if found is None:
@@ -194,7 +193,7 @@ class TextPrompts(Vllm):
             EngineError: derender cannot be reached, or refuses.
         """
         choice = {"index": 0, "text": "", "token_ids": reply, _PROMPT: prompt, "finish_reason": "length"}
-        parsed = await parse_completion(self._derender, ReplacedChat(upstream, _raw(request)), _ENCODER.encode({"choices": [choice]}))
+        parsed = await parse_completion(self._derender, ReplacedChat(upstream, _raw(request)), msgspec.json.encode({"choices": [choice]}))
         if parsed.error:
             raise EngineError(parsed.error, reached=not parsed.temporary)
         found = Reply()
@@ -209,21 +208,21 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: G
     """
     body: dict[str, Any] = {name: value for name, value in whole_members(fields).items() if name not in CHAT_ONLY}
     body["max_tokens"] = next((fields[name] for name in LIMITS if _has(fields, name)), guidance.limit)
-    if bytes(fields.get("logprobs", _NULL)) == b"true":
-        most = fields.get("top_logprobs", _NULL)
+    if bytes(fields.get("logprobs", NULL)) == b"true":
+        most = fields.get("top_logprobs", NULL)
         body["logprobs"] = most if bytes(most) != b"null" else 0
     if guidance.outputs is not None:
         body["structured_outputs"] = guidance.outputs
     body |= {"return_token_ids": True, "skip_special_tokens": False}
-    return b"".join((memoryview(_ENCODER.encode(body))[:-1], b',"prompt":[', *prompt.pieces, b"]}"))
+    return b"".join((memoryview(msgspec.json.encode(body))[:-1], b',"prompt":[', *prompt.pieces, b"]}"))
 
 
 def _raw(members: Mapping[str, Any]) -> dict[str, Raw]:
-    return {name: Raw(_ENCODER.encode(value)) for name, value in members.items()}
+    return {name: Raw(msgspec.json.encode(value)) for name, value in members.items()}
 
 
 def _has(fields: Mapping[str, Raw], name: str) -> bool:
-    return bytes(fields.get(name, _NULL)) not in _EMPTY
+    return bytes(fields.get(name, NULL)) not in _EMPTY
 
 
 def _complete(text: str | None) -> str:

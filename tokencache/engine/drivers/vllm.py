@@ -19,7 +19,7 @@ from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.grammar import is_bound, may_be_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
-from tokencache.dialects.json_io import FIELDS, value_of
+from tokencache.dialects.json_io import FIELDS, NULL, TRUE, value_of
 from tokencache.dialects.stream_usage import with_usage
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
@@ -37,8 +37,6 @@ Raw = msgspec.Raw
 
 _NEED_LOGPROBS = ("top_logprobs", "logprob_token_ids")
 """Members that vLLM accepts only with `logprobs`."""
-_TRUE, _NULL = Raw(b"true"), Raw(b"null")
-_ENCODER = msgspec.json.Encoder()
 
 
 class Vllm(Driver):
@@ -99,21 +97,21 @@ class Vllm(Driver):
             fields["messages"] = ANY_MESSAGES
         named = name.member(call.call_count, packed=not (call.shows_ids or call.shows_logprobs))
         fields["kv_transfer_params"] = {**_others(fields), PREFIX: named}
-        return _ENCODER.encode(fields)
+        return msgspec.json.encode(fields)
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
         """See `Driver.write`."""
         fields = self._members(call)
         if prompt is None:
-            return _ENCODER.encode(fields)
+            return msgspec.json.encode(fields)
         if call.malformed:
             fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
         others = _others(fields)
-        body = memoryview(_ENCODER.encode(fields))
-        inner = b',"kv_transfer_params":' + _ENCODER.encode(others)[:-1] + (b"," if others else b"")
+        body = memoryview(msgspec.json.encode(fields))
+        inner = b',"kv_transfer_params":' + msgspec.json.encode(others)[:-1] + (b"," if others else b"")
         if not call.media:
             return segmented_body(body[:1], body[1:-1], inner + b'"prompt_token_ids":[', *prompt.fragment.pieces, b"]}}")
-        known = _ENCODER.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
+        known = msgspec.json.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
         inner += b'"%s":%s,"ids":[' % (PLUGIN_PROMPT.encode(), known)
         return segmented_body(body[:1], body[1:-1], inner, *prompt.fragment.pieces, b"]}}}")
 
@@ -125,7 +123,7 @@ class Vllm(Driver):
 
 def _others(fields: dict[str, Raw]) -> dict[str, Raw]:
     """Take `kv_transfer_params` out of the members of a request; return its members."""
-    transfer = fields.pop("kv_transfer_params", _NULL)
+    transfer = fields.pop("kv_transfer_params", NULL)
     return FIELDS.decode(transfer) if bytes(transfer) != b"null" else {}
 
 
@@ -140,9 +138,9 @@ def members_with_ids(call: ChatCall) -> dict[str, Raw]:
     With `include_reasoning: false` vLLM would leave out the ids (0.26 and later). The request also asks for weight versions. Everything
     else stays as the harness sent it.
     """
-    fields = {**call.fields, "return_token_ids": _TRUE, "return_weight_versions": _TRUE}
+    fields = {**call.fields, "return_token_ids": TRUE, "return_weight_versions": TRUE}
     if call.shows_logprobs or not any(value_of(call.fields[name]) for name in _NEED_LOGPROBS if name in call.fields):
-        fields["logprobs"] = _TRUE  # otherwise leave it to the engine to refuse them
+        fields["logprobs"] = TRUE  # otherwise leave it to the engine to refuse them
     if not call.shows_reasoning:
-        fields["include_reasoning"] = _TRUE
+        fields["include_reasoning"] = TRUE
     return fields

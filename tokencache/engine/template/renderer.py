@@ -1,9 +1,9 @@
-"""Renders chat messages to token ids with the engine's `/tokenize`.
+"""Turns messages and texts into token ids, and ids into text, with the engine's `/tokenize` and `/detokenize`.
 
 The engine's own rendering is the reference for every other renderer. `/tokenize` needs no flag on any vLLM version.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -13,9 +13,10 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.upstream import EngineClient
+from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
-REFUSALS = frozenset({400, 422})
+REFUSALS = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
 """HTTP status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
 
 
@@ -54,7 +55,7 @@ class TextRenderer(Renderer, Protocol):
 
 
 class EngineRenderer:
-    """Renders with the engine's `/tokenize`.
+    """The engine's own tokenizer: each driver names the class for its engine (`Driver.renderer`).
 
     Attributes:
         max_model_len: the limit of prompt and reply together in tokens, from the last answer; 0 if unknown.
@@ -92,6 +93,20 @@ class EngineRenderer:
             return ids.pack(tokenized.tokens)
         except (ValueError, OverflowError) as why:
             raise RenderError(f"{self.route} returned no token ids: {why}") from why
+
+    async def encode(self, model: str | Raw, text: str | Raw, headers: Mapping[str, str] | None = None) -> list[int]:
+        """Return the ids of a text, without ids that the tokenizer puts before every text; none if the engine does not tokenize it.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        answer = await self._engine.query("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False}, headers)
+        if answer.status in NOT_NOW:
+            raise EngineError(f"/tokenize answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
+        try:
+            return msgspec.json.decode(answer.body, type=_Tokenized).tokens
+        except ValueError:
+            return []
 
     async def read(self, model: str, packed: bytes) -> str:
         """See `TextRenderer.read`; uses the engine's `/detokenize`."""

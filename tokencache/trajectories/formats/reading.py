@@ -17,7 +17,6 @@ from tokencache.core.turn import Turn
 from tokencache.trajectories.rollout import Rollout
 from tokencache.trajectories.values import Sequence, Trajectory, TurnRequest, TurnSpan
 
-_ENCODER = msgspec.json.Encoder()
 _UNREADABLE = msgspec.Raw(b"")
 _RENAMED = {"turn": "id", "forgiven": "applied_rules", "weight_versions": "versions"}
 _HASHES = ("prefix_hash", "completion_hash", "logprobs_hash")
@@ -90,9 +89,11 @@ def _contexts(requests: Mapping[str, TurnRequest]) -> dict[str, Context]:
 
 
 def _whole(request: TurnRequest, whole: Mapping[str, Context]) -> Context:
-    own = [_UNREADABLE if message is None else msgspec.Raw(_ENCODER.encode(message)) for message in request.messages]
+    own = [_UNREADABLE if message is None else msgspec.Raw(msgspec.json.encode(message)) for message in request.messages]
     if request.base is None:
-        tools = None if request.tools is None else msgspec.Raw(_ENCODER.encode(request.tools))
-        return Context(own, tools, {name: msgspec.Raw(_ENCODER.encode(value)) for name, value in request.members.items()}, request.kwargs)
+        tools = None if request.tools is None else msgspec.Raw(msgspec.json.encode(request.tools))
+        return Context(
+            own, tools, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in request.members.items()}, request.kwargs
+        )
     base = whole[request.base]
     return msgspec.structs.replace(base, messages=[*base.messages[: request.shared], *own])

@@ -88,8 +88,6 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-_ENCODER = msgspec.json.Encoder()
-
 
 def format_named(name: str) -> Format:
     """Find a format by name.
@@ -120,7 +118,7 @@ def write(whole: Rollout, wanted: Format, *, text: bool = False) -> bytes:
     """
     usable = whole if wanted.write is native else without_training(without_placeholders(whole))
     made = native_with_text(usable) if text and wanted.write is native else wanted.write(usable)
-    written = msgspec.json.decode(_ENCODER.encode(made))
+    written = msgspec.json.decode(msgspec.json.encode(made))
     for row in [written] if wanted.write is native or not wanted.rows else written[wanted.rows]:
         add_digest(row)
-    return _ENCODER.encode(written)
+    return msgspec.json.encode(written)
