@@ -31,8 +31,6 @@ BROKEN = [
     (lint.registries, "docs/drivers.md", ("\n| `vllm` ", "\n| vllm "), "driver `vllm` is missing"),
     (lint.adapters, "docs/adapters.md", ("`[mutations]`", "mutations"), "field `mutations` of an adapter is not explained"),
     (lint.adapters, "docs/adapters.md", ("{session}", "SESSION"), "placeholder {session} is not explained"),
-    (lint.rules_of_harnesses, "docs/rules.md", ("equivalent | `tool-ids` |", "equivalent | `missing` |"), "rule `missing` does not exist"),
-    (lint.rules_of_harnesses, "docs/rules.md", ("rewritten | `marker-broken` |", "rewritten | |"), "rule `marker-broken` is missing"),
     (lint.glossary, "docs/glossary.md", ("\n| turn | ", "\n| round | "), "term `round` does not exist"),
     (lint.glossary, "tokencache/__init__.py", ("\nsession  ", "\nsession  twice\nsession  "), "define each term once, in the same order"),
     (lint.commands, "README.md", ("", "    tokencache missing\n"), "tokencache has no command missing"),
@@ -58,6 +56,7 @@ BROKEN = [
         "does not show examples/integrations/verl_",
     ),
     (lint.examples, "examples/grpo_loop.py", ("\n", "\n" * 30), "has more than 62 lines"),
+    (lint.too_long, "docs/concepts.md", ("", "word " * (lint.MOST_WORDS + 1)), "(MOST_WORDS in tests/docs/lint.py): shorten one by"),
 ]
 
 
@@ -89,6 +88,13 @@ def test_all_that_is_wrong_is_listed_with_its_place(files, capsys):
     assert f"docs/concepts.md:{line}: mark `missing` does not exist: correct the name\n" in printed
     assert f"docs/concepts.md:{line + 1}: missing.md leads nowhere: correct the path\n" in printed
     assert re.search(r"^docs: [\d,]+ words in \d+ pages", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("part", ["<!-- generated: x -->\n{}\n<!-- end -->", "<!-- x y -->\n{}\n<!-- /x y -->"])
+def test_words_of_generated_parts_do_not_count(part):
+    text = "before\n" + part.format("many words") + "\nbetween\n" + part.format("more") + "\nafter"
+    assert lint.by_people("docs/a.md", text).split() == ["before", "between", "after"]
+    assert lint.by_people("docs/harnesses.md", text) == ""
 
 
 def test_names_in_integrations_are_looked_up():
