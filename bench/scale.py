@@ -2,7 +2,7 @@
 
     python -m bench.scale bench/results.json [--write]
 
-prints the tables of docs/scale.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per minute; each call
+prints the tables of docs/several-engines.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per minute; each call
 costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `busy`. The queueing
 simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
 """
@@ -21,7 +21,7 @@ from bench.page import markdown, replaced
 from bench.queueing import Draw, empirical, scaled, simulate
 from bench.report import Shown, ms
 
-DOC = Path(__file__).parent.parent / "docs" / "scale.md"
+DOC = Path(__file__).parent.parent / "docs" / "several-engines.md"
 ROLLOUTS = (16_000, 160_000, 1_600_000)
 
 
@@ -179,7 +179,7 @@ def checked(found: dict[str, Any], name: str = "proxy memory") -> Shown:
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench.scale", description="What many rollouts need, from a run's raw figures.")
     asked.add_argument("results", type=Path, help="raw JSON of a full run")
-    asked.add_argument("--write", action="store_true", help="write the tables into docs/scale.md")
+    asked.add_argument("--write", action="store_true", help="write the tables into docs/several-engines.md")
     options = asked.parse_args()
     found = json.loads(options.results.read_text())
     cost = costs(found)

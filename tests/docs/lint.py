@@ -28,7 +28,6 @@ from tokencache.adapters.schema import PLACEHOLDERS
 from tokencache.config import Settings
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
-from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
 from tokencache.engine.drivers.registry import DRIVERS
 from tokencache.trajectories.formats.registry import FORMATS
@@ -50,6 +49,10 @@ SHOWN = {
 """Pages that show an example, each with its file."""
 SHORT = {"examples/grpo_loop.py": 62}
 """The most lines of an example that shows how short a training loop is."""
+MOST_WORDS = 99_999
+"""The most words of `docs` that people write. Who shortens the pages lowers it; who adds something removes as much elsewhere."""
+WRITTEN_WHOLE = ("docs/harnesses.md",)
+"""Pages that tests write as a whole."""
 
 Files = dict[str, str]
 """The texts of the repository's documents and sources, by their paths from its root."""
@@ -205,16 +208,6 @@ def adapters(files: Files) -> Problems:
         yield name, 1, f"placeholder {{{placeholder}}} is not explained: add it"
 
 
-def rules_of_harnesses(files: Files) -> Problems:
-    """The tables of what harnesses do name rules that exist, and each rule that only some harnesses need."""
-    name, heading = "docs/rules.md", "## What harnesses do"
-    first = files[name].partition(heading)[0].count("\n") + 1
-    rows = [(line, match[1]) for line, match in found(r"^\|(?:[^|\n]*\|){3}([^|\n]*)\|$", files[name]) if line > first]
-    listed = [(line, rule) for line, cell in rows for rule in re.findall(r"`([\w-]+)`", cell)]
-    needed = {rule.name for rule in RULES.values() if rule.kind == "harness"}
-    yield from compared(name, listed, needed | {rule for _, rule in listed if rule in RULES}, "rule")
-
-
 def glossary(files: Files) -> Problems:
     """The package and the page define the same terms, in the same order."""
     name, package = "docs/glossary.md", "tokencache/__init__.py"
@@ -325,6 +318,20 @@ def examples(files: Files) -> Problems:
             yield name, most + 1, f"the example has more than {most} lines: shorten it"
 
 
+def by_people(name: str, text: str) -> str:
+    """A page without what is generated: parts between `<!-- generated: x -->` and `<!-- end -->`, or `<!-- x -->` and `<!-- /x -->`."""
+    if name in WRITTEN_WHOLE:
+        return ""
+    return re.sub(r"<!-- (?:generated: [\w-]+ -->.*?<!-- end|([\w -]+) -->.*?<!-- /\1) -->", "", text, flags=re.DOTALL)
+
+
+def too_long(files: Files) -> Problems:
+    """The pages have no more words than the figure that is written down; what is generated does not count."""
+    if (count := sum(len(by_people(name, text).split()) for name, text in pages(files, "docs/*"))) > MOST_WORDS:
+        most = f"{MOST_WORDS:,} (MOST_WORDS in tests/docs/lint.py)"
+        yield "docs", 1, f"the pages have {count:,} words, and may have {most}: shorten one by {count - MOST_WORDS:,}"
+
+
 CHECKS: tuple[Callable[[Files], Problems], ...] = (
     links,
     paths_in_code_spans,
@@ -333,7 +340,6 @@ CHECKS: tuple[Callable[[Files], Problems], ...] = (
     generated_parts,
     registries,
     adapters,
-    rules_of_harnesses,
     glossary,
     commands,
     exposed,
@@ -344,15 +350,17 @@ CHECKS: tuple[Callable[[Files], Problems], ...] = (
     uncounted_incidents,
     decisions,
     examples,
+    too_long,
 )
 
 
 def words(files: Files) -> str:
     """How many words the documents have, as `wc -w` counts them."""
-    docs = [text for _, text in pages(files, "docs/*")]
-    generated = "".join(block[0] for text in docs for block in re.finditer(r"<!-- generated: .*?<!-- end -->", text, re.DOTALL))
+    docs = list(pages(files, "docs/*"))
+    written = sum(len(by_people(name, text).split()) for name, text in docs)
+    generated = sum(len(text.split()) for _, text in docs) - written
     others = [text for name, text in files.items() if name.endswith(".md") and not name.startswith("docs/")]
-    count = f"{sum(len(text.split()) for text in docs):,} words in {len(docs)} pages ({len(generated.split()):,} of them generated)"
+    count = f"{written:,} words in {len(docs)} pages (at most {MOST_WORDS:,}), and {generated:,} that are generated"
     return f"docs: {count}; {sum(len(text.split()) for text in others):,} words in {len(others)} other documents"
 
 

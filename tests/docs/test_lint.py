@@ -9,44 +9,42 @@ from tests.docs import lint, reference
 BROKEN = [
     (lint.links, "README.md", ("", "[x](missing.md)\n"), "missing.md leads nowhere"),
     (lint.links, "docs/topologies/router.md", ("", "[x](../../README.md)\n"), "README.md is not part of the site"),
-    (lint.links, "docs/faq.md", ("", "[x](api.md#missing)\n"), "api.md#missing names no heading"),
-    (lint.links, "docs/faq.md", ("", "[x](#missing)\n"), "#missing names no heading"),
+    (lint.links, "docs/concepts.md", ("", "[x](api.md#missing)\n"), "api.md#missing names no heading"),
+    (lint.links, "docs/concepts.md", ("", "[x](#missing)\n"), "#missing names no heading"),
     (lint.paths_in_code_spans, "bench/README.md", ("", "`tests/missing.py:test`\n"), "`tests/missing.py` does not exist"),
-    (lint.paths_in_code_spans, "docs/faq.md", ("", "`core/missing.py`\n"), "`core/missing.py` does not exist"),
+    (lint.paths_in_code_spans, "docs/concepts.md", ("", "`core/missing.py`\n"), "`core/missing.py` does not exist"),
     (lint.pages_that_code_names, "tokencache/config.py", ("", "# docs/missing.md\n"), "docs/missing.md does not exist"),
     (lint.pages_that_code_names, "mkdocs.yml", ("", "# harness_adapters/MISSING.md\n"), "harness_adapters/MISSING.md does not exist"),
-    (lint.python_names, "docs/faq.md", ("", "tokencache.missing\n"), "tokencache.missing does not exist"),
-    (lint.python_names, "docs/faq.md", ("", "`tokencache.integrations.verl.Missing`\n"), "verl.Missing does not exist"),
+    (lint.python_names, "docs/concepts.md", ("", "tokencache.missing\n"), "tokencache.missing does not exist"),
+    (lint.python_names, "docs/concepts.md", ("", "`tokencache.integrations.verl.Missing`\n"), "verl.Missing does not exist"),
     (lint.generated_parts, "docs/openapi.json", ("{", "{{"), "run .venv/bin/python -m tests.docs.reference"),
     (lint.generated_parts, "docs/metrics.md", ("<!-- end -->", "more\n<!-- end -->"), "this generated part is not up to date"),
     (
         lint.generated_parts,
-        "docs/faq.md",
+        "docs/concepts.md",
         ("", "<!-- generated: missing -->\n<!-- end -->\n"),
         "the part missing is on another page",
     ),
-    (lint.generated_parts, "docs/faq.md", ("", "<!-- generated: marks -->\n<!-- end -->\n"), "the part marks is on another page"),
+    (lint.generated_parts, "docs/concepts.md", ("", "<!-- generated: marks -->\n<!-- end -->\n"), "the part marks is on another page"),
     (lint.generated_parts, "docs/metrics.md", ("<!-- generated: metrics -->", ""), "the part metrics is on no page"),
     (lint.registries, "docs/formats.md", ("\n| `", "\n| `missing` `"), "format `missing` does not exist"),
     (lint.registries, "docs/drivers.md", ("\n| `vllm` ", "\n| vllm "), "driver `vllm` is missing"),
     (lint.adapters, "docs/adapters.md", ("`[mutations]`", "mutations"), "field `mutations` of an adapter is not explained"),
     (lint.adapters, "docs/adapters.md", ("{session}", "SESSION"), "placeholder {session} is not explained"),
-    (lint.rules_of_harnesses, "docs/rules.md", ("equivalent | `tool-ids` |", "equivalent | `missing` |"), "rule `missing` does not exist"),
-    (lint.rules_of_harnesses, "docs/rules.md", ("rewritten | `marker-broken` |", "rewritten | |"), "rule `marker-broken` is missing"),
     (lint.glossary, "docs/glossary.md", ("\n| turn | ", "\n| round | "), "term `round` does not exist"),
     (lint.glossary, "tokencache/__init__.py", ("\nsession  ", "\nsession  twice\nsession  "), "define each term once, in the same order"),
     (lint.commands, "README.md", ("", "    tokencache missing\n"), "tokencache has no command missing"),
-    (lint.commands, "docs/faq.md", ("", "    .venv/bin/tokencache serve \\\n        --missing\n"), "No such option: --missing"),
-    (lint.commands, "docs/faq.md", ("", "    tokencache serve --workers 2\n"), "workers cannot keep sessions in memory"),
+    (lint.commands, "docs/concepts.md", ("", "    .venv/bin/tokencache serve \\\n        --missing\n"), "No such option: --missing"),
+    (lint.commands, "docs/concepts.md", ("", "    tokencache serve --workers 2\n"), "workers cannot keep sessions in memory"),
     (lint.commands, "docs/topologies/sidecar.md", ("    tokencache serve", "    serve"), "shows no `tokencache serve`"),
     (lint.exposed, "docs/operations.md", ("`tokencache_turns_total{match, ", "`tokencache_turns_total{"), "match, reason}` is missing"),
     (lint.exposed, "docs/deploy.md", ("", "`tokencache_missing_total`\n"), "metric `tokencache_missing_total` does not exist"),
     (lint.alerts, "docs/operations.md", ("| `TokencacheHole` |", "| TokencacheHoles |"), "alert `TokencacheHole` is missing"),
     (lint.log_lines, "docs/operations.md", ("| `stopping` |", "| `halting` |"), "no log line has the words `halting`"),
     (lint.quoted_messages, "docs/troubleshooting.md", ("", '"no such message"\n'), 'no message has the words "no such message"'),
-    (lint.names_of_kinds, "docs/faq.md", ("", "incident `missing`\n"), "incident `missing` does not exist"),
-    (lint.names_of_kinds, "docs/faq.md", ("", "reasons `missing`\n"), "reason `missing` does not exist"),
-    (lint.names_of_kinds, "docs/faq.md", ("", "mark `missing`\n"), "mark `missing` does not exist"),
+    (lint.names_of_kinds, "docs/concepts.md", ("", "incident `missing`\n"), "incident `missing` does not exist"),
+    (lint.names_of_kinds, "docs/concepts.md", ("", "reasons `missing`\n"), "reason `missing` does not exist"),
+    (lint.names_of_kinds, "docs/concepts.md", ("", "mark `missing`\n"), "mark `missing` does not exist"),
     (lint.uncounted_incidents, "docs/operations.md", ("\n`call-open` and", "\n`no-logprobs` and"), "`call-open` is missing"),
     (lint.uncounted_incidents, "docs/operations.md", ("counted in", "part of"), "are not named"),
     (lint.decisions, "docs/decisions/README.md", ("](0002-", "](0000-"), "comes after `0001-"),
@@ -58,6 +56,7 @@ BROKEN = [
         "does not show examples/integrations/verl_",
     ),
     (lint.examples, "examples/grpo_loop.py", ("\n", "\n" * 30), "has more than 62 lines"),
+    (lint.too_long, "docs/concepts.md", ("", "word " * (lint.MOST_WORDS + 1)), "(MOST_WORDS in tests/docs/lint.py): shorten one by"),
 ]
 
 
@@ -82,13 +81,20 @@ def test_each_check_has_a_broken_example():
 
 
 def test_all_that_is_wrong_is_listed_with_its_place(files, capsys):
-    broken = replaced(files, "docs/faq.md", "\n## ", "\nmark `missing`\n[x](missing.md)\n\n## ")
-    line = broken["docs/faq.md"].partition("mark `missing`")[0].count("\n") + 1
+    broken = replaced(files, "docs/concepts.md", "\n## ", "\nmark `missing`\n[x](missing.md)\n\n## ")
+    line = broken["docs/concepts.md"].partition("mark `missing`")[0].count("\n") + 1
     assert lint.main(broken) == 1
     printed = capsys.readouterr().out
-    assert f"docs/faq.md:{line}: mark `missing` does not exist: correct the name\n" in printed
-    assert f"docs/faq.md:{line + 1}: missing.md leads nowhere: correct the path\n" in printed
+    assert f"docs/concepts.md:{line}: mark `missing` does not exist: correct the name\n" in printed
+    assert f"docs/concepts.md:{line + 1}: missing.md leads nowhere: correct the path\n" in printed
     assert re.search(r"^docs: [\d,]+ words in \d+ pages", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("part", ["<!-- generated: x -->\n{}\n<!-- end -->", "<!-- x y -->\n{}\n<!-- /x y -->"])
+def test_words_of_generated_parts_do_not_count(part):
+    text = "before\n" + part.format("many words") + "\nbetween\n" + part.format("more") + "\nafter"
+    assert lint.by_people("docs/a.md", text).split() == ["before", "between", "after"]
+    assert lint.by_people("docs/harnesses.md", text) == ""
 
 
 def test_names_in_integrations_are_looked_up():

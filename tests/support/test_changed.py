@@ -14,11 +14,11 @@ BELOW_EVERYTHING = {"core", "store", "testing"}
 @pytest.mark.parametrize(
     ("paths", "wanted"),
     [
-        (["docs/faq.md", "README.md"], ["tests/docs"]),
+        (["docs/concepts.md", "README.md"], ["tests/docs"]),
         (["tokencache/demo/episodes.py"], ["tests/demo"]),
         (["tokencache/proxy/call.py", "tests/api/test_queue.py"], ["tests/api", "tests/proxy", "tests/server", "tests/system"]),
         (["tests/system/faults/chaos.py", "tests/system/corpus/make.py"], ["tests/system/corpus", "tests/system/faults"]),
-        (["tokencache/core/match.py", "docs/faq.md"], [EVERYTHING]),
+        (["tokencache/core/match.py", "docs/concepts.md"], [EVERYTHING]),
         (["tokencache/store/memory.py"], [EVERYTHING]),
         (["tokencache/config.py"], [EVERYTHING]),
         (["requirements.lock"], [EVERYTHING]),

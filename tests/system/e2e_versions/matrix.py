@@ -42,10 +42,10 @@ def row(version, *, plugin):
 def write(path):
     """Replaces the table at the end of the page: this run's lines are new, those of versions that were not run stay."""
     page, _, table = path.read_text(encoding="utf-8").partition(_HEAD)
-    lines = {_of(line): f"{line}\n" for line in table.splitlines()}
+    lines = {_of(line): f"{line}\n" for line in table.splitlines() if line.startswith("|")}
     lines |= {(each.version, "with" if each.plugin else "without"): each.line() for each in _ROWS.values()}
     ordered = sorted(lines, key=lambda each: ([int(part) for part in each[0].split(".")[:2]], each[0], each[1] == "with"))
-    path.write_text(page + _HEAD + "".join(lines[each] for each in ordered), encoding="utf-8")
+    path.write_text(f"{page}{_HEAD}{''.join(lines[each] for each in ordered)}<!-- /versions -->\n", encoding="utf-8")
 
 
 _HEAD = "| " + " | ".join(["vLLM", "plugin", *COLUMNS.values()]) + " |\n|" + "---|" * (2 + len(COLUMNS)) + "\n"
