@@ -7,16 +7,21 @@ from rich.console import Console
 
 from tests.core.forest import Forest
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
+from tests.trajectories.test_links import delegated
 from tokencache.client import Trajectory
 from tokencache.commands.show import tree_lines
+from tokencache.core.incidents import IncidentKind
+from tokencache.trajectories.changes import changes
 from tokencache.trajectories.formats.native import native
+from tokencache.trajectories.rollout import rollout
 
 
 def shown(made, *, width=100, unfold=False, terminal=False):
     rollout = msgspec.convert(msgspec.to_builtins(native(made)), Trajectory)
     output = io.StringIO()
     console = Console(file=output, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
-    for line in tree_lines(rollout, unfold=unfold):
+    turns = sorted((span.turn for sequence in made.sequences for span in sequence.turns), key=lambda turn: int(turn.id[1:]))
+    for line in tree_lines(rollout, changes(turns, made.contexts), unfold=unfold):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
     return output.getvalue()
 
@@ -44,6 +49,28 @@ def test_the_label_of_a_turn_is_its_place_in_the_tree():
 def test_the_reason_of_a_split_is_shown():
     assert "● plain rewritten-reply t1" in shown(ROLLOUTS["unrecognized"])
     assert "● resplice context-edited t2 off t1: 2 turns, " in shown(ROLLOUTS["respliced"])
+
+
+def test_a_line_says_what_changed_in_the_request_of_a_turn_that_does_not_simply_continue():
+    text = shown(ROLLOUTS["respliced"], width=200)
+    assert [line.strip("│ ") for line in text.splitlines() if "compared" in line] == [
+        "compared with turn 1: message 0, system, differs: code. → code, briefly."
+    ]
+    assert "compared with turn 2: the same messages" in shown(ROLLOUTS["thrown-away"], width=200)
+
+
+def test_links_and_failed_calls_are_shown():
+    talk, _, _ = delegated("Twelve lines, none of them blank.", "Twelve lines, none of them blank.")
+    talk.incidents += [
+        IncidentKind.UPSTREAM_DOWN.incident("refused", at=2.0, call="c-failed"),
+        IncidentKind.NOTHING_RECEIVED.incident("gone", at=3.0, call="c-other"),
+        IncidentKind.HELD.incident("1 s", at=1.0, call="c-other"),
+        IncidentKind.CLIENT_GONE.incident("gone", at=3.0, call="t0", turn="t0"),
+        IncidentKind.CALL_OPEN.incident("open", at=3.0, call="c-open"),
+    ]
+    text = shown(rollout(talk.records()), width=200)
+    assert "3 calls, 2 failed calls, 3 turns, " in text
+    assert "delegation: message 3 holds the answer of turn 1" in text
 
 
 def test_figures_marks_rules_and_incidents():
@@ -75,10 +102,10 @@ def test_a_long_session_is_folded_except_for_noteworthy_turns():
     text = shown(long())
     assert len(text.splitlines()) < 15
     assert "⋮ 99 turns         continue     +198      297 sampled  rules args-json 50" in text
-    assert " 101 t100             continue       +2        3 sampled  tool_calls  aborted" in text
+    assert " 100 t100             continue       +2        3 sampled  tool_calls  aborted" in text
     assert "⋮ 98 turns" in text
-    assert "   1 t0 " in text
-    assert " 200 t199 " in text
+    assert "   0 t0 " in text
+    assert " 199 t199 " in text
     unfolded = shown(long(), unfold=True)
     assert all(f" t{n} " in unfolded for n in range(200))
     assert "⋮" not in unfolded

@@ -20,6 +20,7 @@ from tests.support.regex_steps import KINDS, too_many_steps
 from tests.support.work import counting
 from tokencache.adapters.load import load_all
 from tokencache.core.chain import build_conversation, lookup_keys, turn_keys
+from tokencache.core.edited import is_edited_reply
 from tokencache.core.match import Hit, match
 from tokencache.core.messages import Message, ToolCall, canonical_arguments, digest
 from tokencache.core.rules import RULES, STRICT, Leniency
@@ -134,6 +135,8 @@ def judged(field: str, text: str) -> None:
         conversation = build_conversation(b"scope", history)
         known = {key: [Hit(turn)] for key in (*turn_keys(asked, long, digest(long), leniency=EVERY_RULE), *lookup_keys(conversation))}
         match(conversation, known, EVERY_RULE)
+        is_edited_reply(conversation, [turn])
+        is_edited_reply(conversation, [msgspec.structs.replace(turn, served=short)])
     canonical_arguments(text)
     is_unique(text)
 

@@ -146,7 +146,7 @@ async def test_words_after_a_stop_string_continue_the_reply():
 async def test_another_text_instead_of_the_stop_string_before_the_words_is_refused():
     async with proxied(engine(f"{REACT[0]}{OBSERVATION} I guess")) as rig:
         await react(rig, "\nResult: {}".format, calls=2)
-        assert [turn["reason"] for turn in await rig.turns()] == ["", "unrecognised-reply"]
+        assert [turn["reason"] for turn in await rig.turns()] == ["", "rewritten-reply"]
 
 
 async def test_a_reply_that_the_harness_changed_before_its_words_is_refused():

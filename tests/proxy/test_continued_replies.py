@@ -89,7 +89,7 @@ async def test_another_joined_message_is_refused():
         first = await begun(rig)
         rest = await continued(rig, first)
         await rig.say("s", [user("write EPISODE:e"), {**first, "content": f"{first['content']}x{text_of(rest)}"}, user("next")])
-        assert matches(await rig.turns())[2] == ("plain", "unrecognised-reply")
+        assert matches(await rig.turns())[2] == ("plain", "rewritten-reply")
 
 
 async def test_nothing_of_a_continued_reply_is_lost_when_its_context_is_edited():

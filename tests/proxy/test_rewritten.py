@@ -171,7 +171,7 @@ async def test_what_was_not_delivered_is_not_used(change):
         turn = (await rig.turns())[-1]
         assert turn["match"] == "plain" or turn["anchors"], "a beginning may be shorter, never other"
         if turn["match"] == "plain":
-            assert turn["reason"] in {"unrecognised-reply", "interrupt-inside-token"}
+            assert turn["reason"] in {"unrecognised-reply", "rewritten-reply", "interrupt-inside-token"}
         await rig.check(aborted=1)
 
 
@@ -198,6 +198,53 @@ async def test_a_client_that_leaves_before_the_last_text_has_not_received_the_wh
         assert (second["match"], second["forgiven"].count("interrupted")) in {("continue", 1), ("resplice", 1)}
 
 
+EDITS = {
+    "other words": ("long", lambda said: said | {"content": said["content"].replace("three", "[REDACTED]")}),
+    "cut": ("long", lambda said: said | {"content": said["content"][: len(said["content"]) // 3]}),
+    "other words next to a call": ("work", lambda said: said | {"content": "See."}),
+    "other arguments": ("work", lambda said: with_command(said, "pwd")),
+}
+
+
+def with_command(said, command):
+    said["tool_calls"][0]["function"]["arguments"] = json.dumps({"command": command})
+    return said
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["same context", "the clock went on"])
+@pytest.mark.parametrize("edit", EDITS)
+async def test_an_edited_reply_is_called_rewritten(edit, moved):
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        episode, change = EDITS[edit]
+        asked = [{"role": "system", "content": "It is 13:40:01."}, user(f"EPISODE:{episode}")]
+        message = await rig.say("s", asked, tools=TOOLS)
+        asked[0]["content"] = "It is 13:41:07." if moved else asked[0]["content"]
+        await rig.say("s", [*asked, change(echo(message)), *results(message)], tools=TOOLS)
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"], turn["parent"]) == ("plain", "rewritten-reply", None)
+        await rig.check()
+
+
+@pytest.mark.parametrize("change", [lambda _: "Nothing like it.", lambda _: "", lambda text: f"{text[:12]} or not"])
+async def test_a_message_of_the_harness_in_place_of_a_reply_is_not_called_rewritten(change):
+    """It has few words of the reply, although it is in its place."""
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:long")]
+        said = echo(await rig.say("s", asked))
+        await rig.say("s", [*asked, said | {"content": change(said["content"])}, user("go on")])
+        turn = (await rig.turns())[-1]
+        assert (turn["match"], turn["reason"]) == ("plain", "unrecognised-reply")
+
+
+async def test_a_reply_of_another_session_is_not_called_rewritten():
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:long")]
+        said = echo(await rig.say("other", asked))
+        await rig.say("s", [user("EPISODE:work")], tools=TOOLS)
+        await rig.say("s", [*asked, said, user("go on")])
+        assert (await rig.turns())[-1]["reason"] == "unrecognised-reply"
+
+
 WRITE = '<tool_call>\n{"name": "write", "arguments": {"content": "%sx"}}\n</tool_call>'
 LONG = {
     "id": ["<think>\nr\n</think>\n\n" + WRITE % "", "<think>\nok\n</think>\n\nDone."],
@@ -220,5 +267,5 @@ async def test_a_long_repetition_that_no_rule_explains_is_refused_as_a_short_one
             said["tool_calls"][0]["function"]["arguments"] = '{"content": "[cut]"}'
         await rig.say("s", [*asked, said, *results(said)], tools=TOOLS)
         turn = (await rig.turns())[-1]
-        assert (turn["match"], turn["reason"]) == (("continue", "") if case == "id" else ("plain", "foreign-reply"))
+        assert (turn["match"], turn["reason"]) == (("continue", "") if case == "id" else ("plain", "rewritten-reply"))
         await rig.check()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.trajectories.rollouts import TASK, TOOLS, Talk, result, system, user
-from tokencache.trajectories.links import SHORTEST, links
+from tokencache.trajectories.links import SHORTEST, Line, links
 from tokencache.trajectories.rollout import rollout
 from tokencache.trajectories.values import Link
 
@@ -20,7 +20,7 @@ ANSWER = "It has twelve lines.\n\nNone of them is blank."
 def found(talk):
     made = rollout(talk.records())
     assert not [one for one in made.incidents if one.kind == "torn-record"]
-    return links(made.sequences, made.contexts)
+    return links([Line(one.root, [span.turn for span in one.turns]) for one in made.sequences], made.contexts)
 
 
 def delegated(returned, answer=ANSWER, *, role="tool"):

@@ -32,7 +32,17 @@ from tokencache.core.session import LabelChanges, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
-from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
+from tokencache.trajectories.values import (
+    DeliveryState,
+    EngineState,
+    Link,
+    QueueState,
+    RewardState,
+    SessionState,
+    Trajectory,
+    TurnChange,
+    WeightsInfo,
+)
 
 BASE = "/tokencache/v1"
 _SESSION = BASE + "/sessions/{session}"
@@ -513,10 +523,19 @@ OPERATIONS = (
         errors=_NO_SESSION,
     ),
     Operation(
+        "listChanges",
+        "GET",
+        _SESSION + "/changes",
+        "Say for each turn of a session what changed in its request, in the order in which the turns were recorded, and list its links.",
+        _object(session=_TEXT, changes={"type": "array", "items": TurnChange}, links={"type": "array", "items": Link}),
+        description="A request is compared with the history of the turn that it could have continued: that turn's request and its reply.",
+        errors={**_NO_SESSION, 409: "The records are torn (`torn_record`)."},
+    ),
+    Operation(
         "getTurn",
         "GET",
         _SESSION + "/turns/{turn}",
-        "Return one turn, and each reply in its history next to what was served, for the viewer.",
+        "Return one turn, what changed in its request, and each reply in its history next to what was served, for the viewer.",
         _ANY_OBJECT,
         errors={HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),

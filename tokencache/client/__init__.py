@@ -65,6 +65,7 @@ from tokencache.trajectories.values import (
     SessionState,
     ToolCall,
     Trajectory,
+    TurnChange,
     TurnSpan,
     WeightsInfo,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "TooManyReadyError",
     "ToolCall",
     "Trajectory",
+    "TurnChange",
     "TurnSpan",
     "UnauthorizedError",
     "UnfinishedError",

@@ -25,6 +25,7 @@ class AsyncSession(Access):
     finish = awaited(session_operations.finish)
     set_reward = awaited(session_operations.set_reward)
     rewards = awaited(session_operations.rewards)
+    changes = awaited(session_operations.changes)
     label = awaited(session_operations.label)
     seal = awaited(session_operations.seal)
     trajectory = awaited(session_operations.trajectory)

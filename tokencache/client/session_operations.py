@@ -16,7 +16,7 @@ from tokencache.client.errors import AnswerError, NotFoundError, SealedError, Wa
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, call_for_bytes, send_delete
 from tokencache.core.media import StoredMedium
 from tokencache.trajectories.lengths import ExportOptions, parameters_of
-from tokencache.trajectories.values import RewardState, SessionState, Trajectory
+from tokencache.trajectories.values import RewardState, SessionState, Trajectory, TurnChange
 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 """Seconds between two requests for the state of a session: the first and the longest pause."""
@@ -24,6 +24,10 @@ _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 
 class _Media(msgspec.Struct):
     media: list[StoredMedium]
+
+
+class _Changes(msgspec.Struct):
+    changes: list[TurnChange]
 
 
 def path_of(name: str) -> str:
@@ -134,6 +138,11 @@ def set_reward(
 def rewards(session: Access) -> Steps[RewardState]:
     """Return the reward of the session and its history."""
     return (yield from call(Request("GET", f"{path_of(session.id)}/reward"), RewardState))
+
+
+def changes(session: Access) -> Steps[list[TurnChange]]:
+    """Return for each turn what changed in its request, in the order in which the turns were recorded."""
+    return (yield from call(Request("GET", f"{path_of(session.id)}/changes"), _Changes)).changes
 
 
 def label(

@@ -29,6 +29,7 @@ class Session(Access):
     finish = blocking(session_operations.finish)
     set_reward = blocking(session_operations.set_reward)
     rewards = blocking(session_operations.rewards)
+    changes = blocking(session_operations.changes)
     label = blocking(session_operations.label)
     seal = blocking(session_operations.seal)
     trajectory = blocking(session_operations.trajectory)

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from tokencache.client import Client, ClientError, Trajectory, TurnSpan
+from tokencache.client import Client, ClientError, Trajectory, TurnChange, TurnSpan
 from tokencache.client import Sequence as TrainingSequence
 from tokencache.commands.completion import complete_session
 from tokencache.commands.console import (
@@ -29,6 +29,7 @@ from tokencache.commands.console import (
     print_json,
     printable,
 )
+from tokencache.core.incidents import failed_calls
 from tokencache.core.outcome import OutcomeKind
 from tokencache.trajectories.drift_rates import drift_rates, total
 
@@ -57,24 +58,27 @@ def show_session(  # noqa: PLR0917 - one parameter per option
     """Show a session as a tree of turns.
 
     The tree shows which turn continues which, and why a rollout split. Each
-    line is one turn: how it starts or continues its sequence, the new tokens
-    of its prompt, the sampled tokens, the finish reason, and, if present, a
-    reason, the policy versions that sampled it, marks (aborted, no-logprobs,
-    ...), an incident, and the rules that were applied to recognize the history. With --json: the same as an object,
-    without tokens and messages.
+    line is one turn: its number in the order of recording, how it starts or
+    continues its sequence, the new tokens of its prompt, the sampled tokens,
+    the finish reason, and, if present, a reason, the policy versions that
+    sampled it, marks (aborted, no-logprobs, ...), an incident, and the rules
+    that were applied to recognize the history. Below a turn that does not
+    simply continue another, a line says what changed in its request. With
+    --json: the same as an object, without tokens.
 
     tokencache show r17
     """
     try:
         with Client(proxy, admin_key, timeout=TIMEOUT) as client:
             rollout = client.session(session).fetch(drift="turns" if drift else "off")
+            changes = client.session(session).changes()
     except ClientError as error:
         raise failed(error) from None
     if as_json:
-        print_json(_without_tokens(rollout))
+        print_json(_without_tokens(rollout) | {"changes": changes})
         return
     console = output()
-    for line in tree_lines(rollout, unfold=turns):
+    for line in tree_lines(rollout, changes, unfold=turns):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
 
 
@@ -89,11 +93,11 @@ def _without_tokens(rollout: Trajectory) -> dict[str, Any]:
     return shown
 
 
-def tree_lines(rollout: Trajectory, *, unfold: bool = False) -> Iterator[Text]:
+def tree_lines(rollout: Trajectory, changes: Sequence[TurnChange], *, unfold: bool = False) -> Iterator[Text]:
     """Draw a rollout, line by line."""
     yield from _heading(rollout)
     yield Text()
-    yield from _Tree(rollout, unfold=unfold).lines()
+    yield from _Tree(rollout, changes, unfold=unfold).lines()
     if rollout.incidents:
         yield Text()
         yield Text(f"incidents ({len(rollout.incidents)})", style="bold")
@@ -119,6 +123,8 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
         ("trainable tokens", figures.trainable_tokens),
         ("masked", figures.masked_tokens),
     ]
+    if failures := failed_calls(rollout.incidents, {turn.call for sequence in rollout.sequences for turn in sequence.turns}):
+        counts.insert(1, ("failed calls", len(failures)))
     if figures.untrainable_tokens:
         counts.append(("sampled without log probabilities", figures.untrainable_tokens))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
@@ -139,8 +145,10 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
 class _Tree:
     """Draws the sequences of one rollout."""
 
-    def __init__(self, rollout: Trajectory, *, unfold: bool) -> None:
+    def __init__(self, rollout: Trajectory, changes: Sequence[TurnChange], *, unfold: bool) -> None:
         self._unfold = unfold
+        self._changes = {change.turn: change for change in changes}
+        self._links = {link.turn: link for link in rollout.links}
         self._with_incident = {incident.turn for incident in rollout.incidents}
         self._all_versions = {*rollout.figures.versions, *(["mixed"] if rollout.figures.mixed_tokens else [])}
         self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
@@ -181,31 +189,41 @@ class _Tree:
             f": {plural(len(s.turns), 'turn')}, {s.tokens:,} tokens, {s.trainable_tokens:,} trainable, weight {s.weight:.3g}{tools}",
             "" if s.continued else ", not continued",
         )
-        numbered = enumerate(s.turns, 1)
-        for plain, run in groupby(numbered, key=lambda at: self._is_plain(at[1], first=at[0] == 1, last=at[0] == len(s.turns))):
+        ends = {turn.turn for turn in (*s.turns[:1], *s.turns[-1:])}
+        for plain, run in groupby(s.turns, key=lambda turn: self._is_plain(turn) and turn.turn not in ends):
             turns = list(run)
             if plain and len(turns) >= MIN_FOLDED and not self._unfold:
-                yield Text.assemble(
-                    (f"{margin}│ ", "dim"), *_folded([turn for _, turn in turns], self._versions([turn for _, turn in turns]))
-                )
+                yield Text.assemble((f"{margin}│ ", "dim"), *_folded(turns, self._versions(turns)))
                 continue
-            for n, turn in turns:
-                yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(n, turn, s.start if n == 1 else "continue"))
+            for turn in turns:
+                starts = turn.turn == s.id
+                yield Text.assemble((f"{margin}│ ", "dim"), *self._turn(turn, s.start if starts else "continue"))
+                yield from (Text.assemble((f"{margin}│      ", "dim"), (words, "italic")) for words in self._why(turn, starts=starts))
                 yield from ((branch, depth + 1) for branch in self._branches.get(turn.turn, ()))
 
-    def _is_plain(self, turn: TurnSpan, *, first: bool, last: bool) -> bool:
+    def _is_plain(self, turn: TurnSpan) -> bool:
         """Whether a turn only continues the session."""
-        changed = len(turn.weight_versions) > 1 or turn.pieces
+        changed = len(turn.weight_versions) > 1 or turn.pieces or turn.turn in self._links
         noteworthy = turn.reason or turn.marks or changed or turn.turn in self._with_incident or turn.turn in self._branches
-        return not (noteworthy or first or last or turn.finish_reason not in _USUAL_FINISH)
+        return not noteworthy and turn.finish_reason in _USUAL_FINISH
 
-    def _turn(self, n: int, turn: TurnSpan, label: str) -> list[Part]:
-        """Return the line of a turn.
+    def _why(self, turn: TurnSpan, *, starts: bool) -> Iterator[str]:
+        """Say what changed in the request of a turn that does not simply continue another, and which answers return in it."""
+        change = self._changes.get(turn.turn)
+        if change is not None and change.number and (starts or turn.reason):
+            yield printable(str(change))
+        if (link := self._links.get(turn.turn)) is not None:
+            sources = " or ".join(str(self._changes[source].number) for source in link.sources if source in self._changes)
+            yield f"{link.kind}: message {link.message} holds the answer of turn {sources}"
+
+    def _turn(self, turn: TurnSpan, label: str) -> list[Part]:
+        """Return the line of a turn. Its number is its place in the order of recording, from 0, as in the viewer.
 
         `label` is its place in the finished tree, not `turn.match`: of two turns that extend the same one, the longer line is the main
         one now, but the turn that came first was recorded as `continue`.
         """
-        parts: list[Part] = [(f"{n:>4} ", "dim"), f"{turn.turn:<16} {label:<8}", *_tokens([turn])]
+        number = self._changes[turn.turn].number if turn.turn in self._changes else ""
+        parts: list[Part] = [(f"{number:>4} ", "dim"), f"{turn.turn:<16} {label:<8}", *_tokens([turn])]
         parts.append((f"  {turn.finish_reason or 'no finish reason'}", "" if turn.finish_reason in _USUAL_FINISH else "yellow"))
         if turn.reason:
             parts.append((f"  {turn.reason}", "yellow"))

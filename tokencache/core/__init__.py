@@ -11,6 +11,7 @@
 `continued`     joins the parts of a reply that a client continued
 `evidence`      hashes of the history that a turn answered
 `match`         finds the recorded turn that a history continues
+`edited`        tells whether an unrecognized reply is an edited one
 `sampling`      which parameters of a request change the distribution that is sampled from
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call

@@ -5,6 +5,7 @@ What is recorded is exact in any case. To add a kind, add a member to `IncidentK
 with this table.
 """
 
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from typing import Self
 
@@ -276,6 +277,15 @@ class IncidentKind(StrEnum):
         "the routed experts could not be written; all tokens are recorded",
         "Check that the directory named by `--experts` is writable.",
     )
+
+
+_WITHOUT_REPLY = frozenset(kind for kind in IncidentKind if kind.hole or kind in {IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN})
+
+
+def failed_calls(incidents: Iterable[Incident], recorded: Collection[str]) -> list[Incident]:
+    """Return the incidents of calls that ended without a turn, the last one of each call, oldest first; `recorded` are the other calls."""
+    found = {one.call: one for one in incidents if one.call and one.call not in recorded and one.kind in _WITHOUT_REPLY}
+    return sorted((one for one in found.values() if one.kind != IncidentKind.CALL_OPEN), key=lambda one: one.at)
 
 
 FOUND_ON_READING = frozenset({IncidentKind.CALL_OPEN, IncidentKind.TORN_RECORD})

@@ -119,19 +119,28 @@ def sequences(turns: Sequence[Turn], tokens: Mapping[str, Tokens]) -> list[Token
     """
     lookup = {turn.id: (turn, tokens[turn.id]) for turn in turns}
     by_id = {turn.id: turn for turn in turns}
-    name_of: dict[str, str] = {}
-    root_of: dict[str | None, str] = {}
     parents = {turn.parent for turn in turns}
     built = []
-    for line in lineages(turns):
-        first = line[0]
+    lines = lineages(turns)
+    for line, (parent, root) in zip(lines, ancestries(lines), strict=True):
         continued = any(turn.id in parents for turn in line)
+        sequence = _sequence(line, lookup, parent, root, continued=continued)
+        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id), media=line[-1].media))
+    return built
+
+
+def ancestries(lines: Sequence[Sequence[Turn]]) -> list[tuple[str | None, str]]:
+    """Return for each line the id of the one from which it branches or took its context, `None` if there is none, and that of its root."""
+    name_of: dict[str, str] = {}
+    root_of: dict[str | None, str] = {}
+    found: list[tuple[str | None, str]] = []
+    for line in lines:
+        first = line[0]
         parent = name_of.get(first.parent or first.origin or "")
         root_of[first.id] = root_of.get(parent, first.id)
-        sequence = _sequence(line, lookup, parent, root_of[first.id], continued=continued)
-        built.append(msgspec.structs.replace(sequence, experts=file_parts(line[-1], by_id), media=line[-1].media))
-        name_of.update(dict.fromkeys((turn.id for turn in line), built[-1].id))
-    return built
+        found.append((parent, root_of[first.id]))
+        name_of.update(dict.fromkeys((turn.id for turn in line), first.id))
+    return found
 
 
 def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool) -> TokenSequence:

@@ -15,6 +15,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.added_text import is_exactly
 from tokencache.core.chain import chain_key, lookup_keys
+from tokencache.core.edited import is_edited_reply
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
@@ -45,6 +46,7 @@ FIRST_REPLIES = 2
 """Number of last replies that are looked up when a call begins; the others are looked up only if none of these is known."""
 _EDITED = frozenset({Reason.PAST_CHANGES, Reason.NEW_MESSAGES_REACH_BACK, Reason.TAIL_NOT_PROVEN})
 """Reasons for refusing a tail that mean that the template now writes the unchanged history differently, as if it had been edited."""
+_NOT_RECOGNISED = frozenset({Reason.UNRECOGNISED_REPLY, Reason.FOREIGN_REPLY})
 _FAILURES: dict[type[Exception], str] = {StoreError: Reason.STORE_ERROR, KeyError: Reason.TORN_RECORD, ValueError: Reason.TORN_RECORD}
 
 _Known = Mapping[bytes, Sequence[Hit]]
@@ -72,7 +74,8 @@ class Planner:
         model = None
         try:
             model = await engine.model(call.model)
-            return await self._plan(session, call, model, keys, begun.hits, first=begun.calls == 1), model
+            plan = await self._plan(session, call, model, keys, begun.hits, first=begun.calls == 1)
+            return (await self._explained(session, call, plan) if plan.reason in _NOT_RECOGNISED else plan), model
         except EngineError as why:
             if why.passing:
                 raise
@@ -81,6 +84,15 @@ class Planner:
         except Exception as why:  # a fault of the proxy must not fail the call
             log.exception("session %s: a call is not planned; the engine renders it", session)
             return Plan(match="plain", reason=_FAILURES.get(type(why), Reason.INTERNAL_ERROR)), model
+
+    async def _explained(self, session: str, call: ChatCall, plan: Plan) -> Plan:
+        """Change the reason of a plan if the reply that was not recognized is an edited one."""
+        try:
+            turns = await self._store.turns(session)
+        except StoreError:
+            return plan
+        edited = call.conversation is not None and is_edited_reply(call.conversation, turns)
+        return msgspec.structs.replace(plan, reason=Reason.REWRITTEN_REPLY) if edited else plan
 
     async def next_prompt(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
         """Preview the prompt of a call: its packed ids and the model; `None` if the engine would render."""

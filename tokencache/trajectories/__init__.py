@@ -5,6 +5,7 @@ All modules compute from records alone: none opens a socket, calls an engine or 
 `values`      trajectories, sequences, turns and session states as typed values: the content of the native format
 `rollout`     puts the records of a session together: labelled sequences, weights, figures
 `links`       links answers that return as text to the turns that sampled them
+`changes`     says what changed in the request of each turn
 `lengths`     limits for the length of sequences; `limiting` leaves out what no trainer should get
 `versions`    counts the policy versions of a rollout's tokens
 `placeholders` finds turns whose sampled tokens contain a placeholder of an image

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import msgspec
 
 from tokencache.core.context import Context, Raw
-from tokencache.core.lineage import TokenSequence
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.trajectories.values import Link
@@ -65,15 +64,22 @@ class _Request(NamedTuple):
     messages: list[tuple[int, Raw]]
 
 
-def links(built: Sequence[TokenSequence], contexts: Mapping[str, Context]) -> list[Link]:
+class Line(NamedTuple):
+    """The turns of a sequence, and the id of its root (`core.lineage`)."""
+
+    root: str
+    turns: Sequence[Turn]
+
+
+def links(lines: Sequence[Line], contexts: Mapping[str, Context]) -> list[Link]:
     """Find the links of a session from its sequences and the whole requests of its turns, by turn id. Turns without a request have none."""
-    answers = [*_answers(built, contexts)]
-    if not answers or len(built) < 2:  # noqa: PLR2004  # an answer that no call continues returns in another sequence
+    answers = [*_answers(lines, contexts)]
+    if not answers or len(lines) < 2:  # noqa: PLR2004  # an answer that no call continues returns in another sequence
         return []
     found: list[Link] = []
     linked: set[str] = set()
     seen: set[tuple[str, str]] = set()
-    for request in sorted(_requests(built, contexts), key=lambda one: one.turn.created):
+    for request in sorted(_requests(lines, contexts), key=lambda one: one.turn.created):
         for place, raw in request.messages:
             role, text = _read(raw)
             if role == "assistant" or len(text) < SHORTEST or (role, text) in seen:
@@ -86,15 +92,15 @@ def links(built: Sequence[TokenSequence], contexts: Mapping[str, Context]) -> li
     return found
 
 
-def _answers(built: Sequence[TokenSequence], contexts: Mapping[str, Context]) -> Iterator[_Answer]:
+def _answers(lines: Sequence[Line], contexts: Mapping[str, Context]) -> Iterator[_Answer]:
     """Find the answers that may return."""
-    continued = {span.turn.parent for sequence in built for span in sequence.turns}
-    for sequence in built:
-        for turn in (span.turn for span in sequence.turns):
+    continued = {turn.parent for line in lines for turn in line.turns}
+    for line in lines:
+        for turn in line.turns:
             if turn.id in continued or turn.id not in contexts or turn.served.calls or TurnMark.ABORTED in turn.marks:
                 continue
             if texts := _texts(turn.served.text):
-                yield _Answer(turn, contexts[turn.id], sequence.turns[0].turn.created, texts)
+                yield _Answer(turn, contexts[turn.id], line.turns[0].created, texts)
 
 
 def _texts(answer: str) -> tuple[str, ...]:
@@ -109,14 +115,14 @@ def _collapsed(text: str) -> str:
     return " ".join(text.split())
 
 
-def _requests(built: Sequence[TokenSequence], contexts: Mapping[str, Context]) -> Iterator[_Request]:
-    ended = {sequence.id: sequence.turns[0].turn.created + sequence.turns[0].turn.seconds for sequence in built}
-    for sequence in built:
-        for turn in (span.turn for span in sequence.turns):
+def _requests(lines: Sequence[Line], contexts: Mapping[str, Context]) -> Iterator[_Request]:
+    ended = {line.turns[0].id: line.turns[0].created + line.turns[0].seconds for line in lines}
+    for line in lines:
+        for turn in line.turns:
             if turn.id in contexts:
                 shared = turn.context_shared if turn.context_base is not None else 0
                 messages = [*enumerate(contexts[turn.id].messages)][shared:]
-                yield _Request(turn, turn.parent is None, ended.get(sequence.root, ended[sequence.id]), messages)
+                yield _Request(turn, turn.parent is None, ended.get(line.root, ended[line.turns[0].id]), messages)
 
 
 def _read(raw: Raw) -> tuple[str, str]:

@@ -42,6 +42,7 @@ __all__ = [
     "StaleFigures",
     "ToolCall",
     "Trajectory",
+    "TurnChange",
     "TurnRequest",
     "TurnSpan",
     "WeightsInfo",
@@ -362,6 +363,27 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     turn: str
     message: int
     evidence: str
+
+
+class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What changed in the request of a turn, compared with the turn that it could have continued (`trajectories.changes`).
+
+    Attributes:
+        turn: the turn. `number`: its place in the order of recording, from 0.
+        against: the number of the other turn; `None` if it was compared with none.
+        message: index of the first message that differs; `None` if none does.
+        text: what changed, in words: `message 0, system, differs: 13:40:01 → 13:41:07`. It has texts of the harness.
+    """
+
+    turn: str
+    number: int
+    against: int | None = None
+    message: int | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        """Write it with the turn that it was compared with; `""` if there is nothing to say."""
+        return self.text if self.against is None else f"compared with turn {self.against}: {self.text}"
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

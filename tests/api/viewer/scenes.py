@@ -84,6 +84,21 @@ async def lively(rig, session="rollout-7"):
             await broken.read()
 
 
+async def delegating(rig, session="delegating"):
+    """A harness whose clock is in its system prompt: a helper's answer returns as text, a call fails, the clock goes on."""
+    rig.engine.replies.episodes = {**rig.engine.replies.episodes, **EPISODES}
+    helper = [{"role": "system", "content": "You are a helper and only read."}, user("EPISODE:sub Where is the configuration?")]
+    history = [{"role": "system", "content": "You are a careful engineer. It is 13:40:01."}, user("EPISODE:fix the failing test, please.")]
+    history += [echo(said := await rig.say(session, history, tools=TOOLS)), *results(said)]
+    answer = (await rig.say(session, helper))["content"]
+    rig.engine.faults.append(Fault.answer(500, '{"error": {"message": "CUDA out of memory"}}'))
+    assert (await rig.post(session, messages=[*helper, user("Sure?")]))[0] == 500
+    history[-1]["content"] = answer
+    history += [echo(said := await rig.say(session, history, tools=TOOLS)), *results(said)]
+    history[0] = {"role": "system", "content": "You are a careful engineer. It is 13:41:07."}
+    await rig.say(session, history, tools=TOOLS)
+
+
 GROUP = "math-17"
 ANSWERS = {  # by session: its replies, and its reward
     "math-17-a": (["<think>\nAdd them.\n</think>\n\nFirst I add 3 and 4.", "The answer is 7."], 1.0),

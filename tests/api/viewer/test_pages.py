@@ -11,7 +11,7 @@ import pytest
 from playwright.async_api import expect
 
 from tests.api.viewer.conftest import UI
-from tests.api.viewer.scenes import EPISODES, HOSTILE, group, lively
+from tests.api.viewer.scenes import EPISODES, HOSTILE, delegating, group, lively
 from tests.proxy.kit import proxied, user
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.session import LabelChanges, Reward
@@ -217,6 +217,27 @@ async def test_why_a_rollout_split(rig, look):
     await expect(panel.locator(".echo[data-verdict='foreign']")).to_contain_text("the prompt does not hold its exact tokens")
     await expect(panel.locator(".echo[data-verdict='foreign'] ins")).to_contain_text(["2"])
     await expect(panel.locator(".echo[data-verdict='equivalent']")).to_contain_text("the prompt holds its exact tokens")
+
+
+async def test_what_changed_and_which_answers_returned_and_which_calls_failed(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        await delegating(rig)
+        page = await look("#/session/delegating", url=rig.url)
+        rows = page.locator(".turn-row")
+        await expect(rows.locator(".no")).to_have_text(["0", "1", "✕", "2", "3"])
+        await expect(rows.nth(2)).to_contain_text("engine-refusedfailed call: 500: ")
+        await expect(rows.nth(3).locator(".b-link")).to_have_text("delegation ← 1")
+        await expect(page.locator(".edge.link")).to_have_count(3)  # from the helper, past the call that failed, to the turn with its answer
+        await expect(page.locator("[data-tile='incidents']")).to_have_class("tile-notice")
+        await expect(page.locator("[data-tile='incidents'] dd")).to_have_text("11 call failed")
+        await rows.nth(4).locator("a.row").click()
+        change = page.locator("aside .change")
+        await expect(change).to_have_text("compared with turn 2: message 0, system, differs: 13:40:01. → 13:41:07.")
+        await page.get_by_text("message 0, whole").click()
+        await expect(page.get_by_role("group", name="content now").locator("ins")).to_have_text(["41", "07"])
+        await change.get_by_role("link", name="turn 2").click()
+        await expect(page.locator("aside .change")).to_have_text("compared with turn 0: 1 new message: tool")
+        await page.goto("about:blank")
 
 
 @pytest.mark.whole

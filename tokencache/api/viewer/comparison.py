@@ -103,7 +103,7 @@ def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, by
                 rules=verdict.rules,
                 relied=by is not None,
                 elsewhere=here is not source,
-                parts=_parts(served, reply.message),
+                parts=compare_parts(served, reply.message),
             )
         )
     return found
@@ -166,7 +166,8 @@ def _digest(message: Message | None) -> bytes:
     return digest(message) if message is not None else b""
 
 
-def _parts(served: Message | None, echoed: Message) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
+def compare_parts(served: Message | None, echoed: Message) -> tuple[tuple[str, tuple[Segment, ...]], ...]:
+    """Compare the fields that either of two messages has: names, and segments. The first message may be missing."""
     ours, theirs = dict(_fields(served)) if served is not None else {}, dict(_fields(echoed))
     return tuple((name, segments(ours.get(name, ""), theirs.get(name, ""))) for name in {**ours, **theirs})
 

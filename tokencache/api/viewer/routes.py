@@ -7,6 +7,7 @@ response is bounded, so that viewing delays calls by a few milliseconds at most.
 import asyncio
 import functools
 import re
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
@@ -19,13 +20,14 @@ from tokencache.api.auth import AdminAuth
 from tokencache.api.http import choice, json_response, not_found, number
 from tokencache.api.openapi import SESSION_STATES, SORTS, register
 from tokencache.api.reader import SessionReader, no_session
-from tokencache.api.viewer.comparison import compare_replies
+from tokencache.api.viewer.comparison import compare_parts, compare_replies
 from tokencache.api.viewer.groups import GroupComparison
 from tokencache.api.viewer.sessions import Filter, SessionList, outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
 from tokencache.api.viewer.transcript import MAX_MESSAGES, Transcript, message_objects, needed_contexts, transcribe
+from tokencache.core.context import whole_contexts
 from tokencache.core.incidents import IncidentKind
-from tokencache.core.lineage import lineages
+from tokencache.core.lineage import ancestries, lineages
 from tokencache.core.reasons import Reason
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn
@@ -35,8 +37,10 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent, RecentBySize
 from tokencache.store.base import SessionInfo
+from tokencache.trajectories.changes import Comparisons
 from tokencache.trajectories.formats.native import turn_object
 from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.links import Line, links
 
 UI = "/tokencache/ui/"
 MAX_TOKENS = 4096
@@ -63,6 +67,7 @@ def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, poo
         "listSummaries": api.summaries,
         "compareGroup": api.group,
         "getOutline": api.outline,
+        "listChanges": api.changes,
         "getTurn": api.turn,
         "getSequence": api.sequence,
         "getTokens": api.tokens,
@@ -120,6 +125,7 @@ class _ViewerApi:
         self._texts = TokenTexts(pool)
         self._groups = GroupComparison(ledger.store, self._texts)
         self._layouts: RecentBySize[tuple[str, float, int, str], SequenceLayout] = RecentBySize(_CACHED_BYTES, SequenceLayout.size)
+        self._changes: Recent[tuple[str, float, int], dict[str, Any]] = Recent(_CACHED_TRANSCRIPTS)
         self._transcripts: Recent[tuple[str, float, str], Transcript] = Recent(_CACHED_TRANSCRIPTS)
 
     async def summaries(self, request: web.Request) -> web.StreamResponse:
@@ -141,6 +147,22 @@ class _ViewerApi:
         turns = await self._store.turns(info.id)
         return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.unsaved(info.id), self._reader.announced))
 
+    async def changes(self, request: web.Request) -> web.StreamResponse:
+        info = await self._reader.info(request)
+        key = (info.id, info.created, info.turns)
+        found = self._changes.get(key)
+        if found is None:
+            turns = await self._store.turns(info.id)
+            try:
+                contexts = await self._store.contexts(info.id, [turn.id for turn in turns])
+                found = await asyncio.to_thread(_changes_and_links, turns, contexts)
+            except KeyError:
+                raise no_session(info.id) from None  # deleted meanwhile
+            except ValueError as error:
+                raise _torn(error) from error
+            self._changes[key] = found
+        return json_response({"session": info.id, **found})
+
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])
         written = turn_object(turn, info.reward or Reward())
@@ -149,6 +171,7 @@ class _ViewerApi:
             contexts = await self._store.contexts(info.id, [one.id for one in turns])
             body["kept"] = bool(contexts[turn.id])
             body["echoes"] = await asyncio.to_thread(compare_replies, turn, turns, contexts)
+            body["change"] = await asyncio.to_thread(_change, body["number"], turns, contexts)
         except (KeyError, ValueError) as error:
             body["torn"] = f"{type(error).__name__}: {error}"
         return json_response(body)
@@ -264,6 +287,20 @@ class _ViewerApi:
             raise no_session(info.id) from None  # deleted meanwhile
         except ValueError as error:
             raise _torn(error) from error
+
+
+def _changes_and_links(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Any]:
+    contexts, lines = whole_contexts(turns, packed), lineages(turns)
+    rooted = [Line(root, line) for line, (_, root) in zip(lines, ancestries(lines), strict=True)]
+    return {"changes": Comparisons(turns, contexts).all(), "links": links(rooted, contexts)}
+
+
+def _change(number: int, turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Any]:
+    """Say what changed in the request of a turn, with both forms of the first message that differs."""
+    compared = Comparisons(turns, whole_contexts(turns, packed))
+    change = compared.all()[number]
+    before, after = compared.changed_message(change)
+    return {**msgspec.structs.asdict(change), "parts": compare_parts(before, after) if after is not None else ()}
 
 
 def _torn(error: ValueError) -> HarnessError:

@@ -14,7 +14,7 @@ import msgspec
 
 from tokencache.api.openapi import SESSION_STATES
 from tokencache.api.reader import state_object
-from tokencache.core.incidents import Incident
+from tokencache.core.incidents import Incident, failed_calls
 from tokencache.core.lineage import lineages
 from tokencache.core.outcome import OutcomeKind
 from tokencache.core.session import Reward
@@ -217,6 +217,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
         "figures": {name: value for name, value in msgspec.to_builtins(figures).items() if name != "drift"},
         "sequences": [_sequence(number, line, sequence_of, parents, info.reward or Reward()) for number, line in enumerate(found)],
         "turns": _turns(turns, sequence_of, parents),
+        "failed_calls": [incident_object(one) for one in failed_calls(incidents, {turn.call for turn in turns})],
     }
 
 

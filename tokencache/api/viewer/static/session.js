@@ -17,7 +17,7 @@ const TABS = { turns: "turns", sequences: "sequences", incidents: "incidents", f
 
 export class SessionPage {
   constructor(root, target, signal) {
-    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null, unfolded: new Set() });
+    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null, links: [], linked: -1, unfolded: new Set() });
     crumbs(["sessions", "#/"], [target.session, ""]);
     this.up = "#/";
     this.head = h("div", { class: "head" });
@@ -59,6 +59,18 @@ export class SessionPage {
     this.turns = new Map(found.turns.map((turn) => [turn.id, turn]));
     this.showHead();
     this.showPart();
+    this.readLinks().catch(() => {}); // the page was left, or the records are torn: the turns are shown without links
+  }
+
+  /** Read the links of the session again after a turn was added. */
+  async readLinks() {
+    const turns = this.outline.turns.length;
+    if (turns === this.linked) return;
+    this.linked = turns;
+    const { links } = await get(at(this.name, "changes"), {}, this.signal);
+    if (JSON.stringify(links) === JSON.stringify(this.links)) return;
+    this.links = links;
+    this.showPart();
   }
 
   href(tab) {
@@ -88,8 +100,8 @@ export class SessionPage {
         h("span", { class: "facts" }, facts.filter(Boolean).map((fact) => h("span", {}, fact)))),
       this.labels() ?? "");
     this.figures.replaceChildren(
-      h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more]) =>
-        h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null)))),
+      h("dl", { class: "tiles" }, ...this.tiles().map(([name, value, more, level]) =>
+        h("div", { class: level ? `tile-${level}` : null, data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more ? h("small", {}, more) : null)))),
       mix(outline.figures.matches) ?? "",
     );
   }
@@ -125,7 +137,7 @@ export class SessionPage {
       ["masked tokens", count(figures.masked_tokens), figures.untrainable_tokens ? `${count(figures.untrainable_tokens)} sampled, unscored` : ""],
       this.versionTile(sum),
       ["applied rules", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
-      ["incidents", count(incidents.length), incidents.some((one) => one.hole) ? "data is missing" : ""],
+      incidentTile(incidents, this.outline.failed_calls),
       this.driftTile(),
     ].filter(Boolean);
   }
@@ -157,7 +169,7 @@ export class SessionPage {
     const chosen = this.target.what === "turn" ? this.target.id : null;
     const focused = document.activeElement?.closest?.(".list-side a")?.getAttribute("href");
     const build = { turns: tree, sequences: sequenceTable, incidents: incidentTable, forgiven: ruleTable }[this.tab];
-    this.list.replaceChildren(build(outline, chosen, this.unfolded) ?? note("None."));
+    this.list.replaceChildren(build(outline, chosen, this.unfolded, this.links) ?? note("None."));
     if (focused) [...this.list.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
     this.panel.show(chosen, this.turns.get(chosen));
     this.root.classList.toggle("open", chosen !== null);
@@ -169,6 +181,12 @@ export class SessionPage {
     if (event.key === "Escape" && this.target.what === "turn") return (location.hash = this.href("turns")), true;
     return walkRows(event, [...this.list.querySelectorAll("a.row, tbody a.first")]);
   }
+}
+
+function incidentTile(incidents, failed) {
+  const missing = incidents.some((one) => one.hole);
+  const notes = [missing ? "data is missing" : "", failed.length ? `${many(failed.length, "call")} failed` : ""].filter(Boolean);
+  return ["incidents", count(incidents.length), notes.join(", "), missing ? "missing" : incidents.length ? "notice" : ""];
 }
 
 function mix(matches) {

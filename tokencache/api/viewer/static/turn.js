@@ -40,6 +40,7 @@ export class TurnPanel {
         h("span", { class: "grow" }),
         h("a", { class: "button", href: `${session}/sequence/${encodeURIComponent(sequence.id)}?token=${turn.prompt_tokens}` }, "tokens"),
         h("a", { class: "button quiet", href: this.page.href("turns"), "aria-label": "Close the turn", title: "Close (Esc)" }, "×")),
+      ...this.changed(turn),
       h("p", { class: "why" }, STARTS[turn.match], "."),
       turn.reason ? h("p", { class: "why strong" }, h("code", {}, turn.reason), " ", reasonText(turn.reason), ".") : null,
       facts([
@@ -70,6 +71,19 @@ export class TurnPanel {
       h("h3", {}, "Reply as served"),
       ...served(turn.served),
     ].filter(Boolean);
+  }
+
+  /** What changed in the request: a sentence, and the first message that differs unless it is a reply that is compared below. */
+  changed({ change, number, echoes }) {
+    if (!change?.text || !number) return [];
+    const { turns } = this.page.outline;
+    const against = turns[change.against];
+    const link = against && h("a", { href: `#/session/${encodeURIComponent(this.page.name)}/turn/${encodeURIComponent(against.id)}` }, `turn ${against.number}`);
+    const below = echoes.some((echo) => echo.at === change.message);
+    return [
+      h("p", { class: "why change" }, link ? ["compared with ", link, ": "] : "", visible(change.text)),
+      change.parts.length && !below ? h("details", { class: "changed" }, h("summary", {}, `message ${change.message}, whole`), pairs(change.parts, { before: "before", now: "now" })) : null,
+    ];
   }
 
   echoes(turn, other) {
@@ -105,13 +119,18 @@ function comparison(echo, other) {
     h("header", {}, badge(echo.verdict, `v-${echo.verdict}`), echo.rules.map((rule) => badge(rule, "rule")),
       h("span", { class: "muted" }, `message ${echo.at}`, echo.turn ? [", sampled in ", other(echo.turn)] : "")),
     h("p", { class: "muted" }, VERDICTS[echo.verdict], fate ? `; ${fate}` : "", "."),
-    echo.parts.map(([name, segments]) =>
-      segments.every(([kind]) => kind !== "differs")
-        ? h("p", { class: "alike" }, h("b", {}, name), " unchanged")
-        : h("div", { class: "pair" },
-            h("h4", {}, name),
-            h("div", { class: "side", role: "group", "aria-label": `${name} as served` }, h("h5", {}, "served"), h("pre", {}, side(segments, 1))),
-            h("div", { class: "side", role: "group", "aria-label": `${name} as it came back` }, h("h5", {}, "came back"), h("pre", {}, side(segments, 2))))));
+    pairs(echo.parts, { served: "as served", "came back": "as it came back" }));
+}
+
+/** The parts of two messages next to each other, with the differences marked; `sides` has the titles of the two, and their names. */
+function pairs(parts, sides) {
+  return parts.map(([name, segments]) =>
+    segments.every(([kind]) => kind !== "differs")
+      ? h("p", { class: "alike" }, h("b", {}, name), " unchanged")
+      : h("div", { class: "pair" },
+          h("h4", {}, name),
+          Object.entries(sides).map(([title, label], n) =>
+            h("div", { class: "side", role: "group", "aria-label": `${name} ${label}` }, h("h5", {}, title), h("pre", {}, side(segments, n + 1))))));
 }
 
 function side(segments, which) {

@@ -27,6 +27,11 @@ export const VERDICTS = {
   unknown: "no recorded turn answered here or has the same reply elsewhere",
 };
 
+export const LINKS = {
+  compaction: "a summary, with which the new context begins",
+  delegation: "that of a sub-agent",
+};
+
 /** The meaning of a reason; empty if a newer proxy recorded it. */
 export const reasonText = (reason) => REASONS[reason] ?? "";
 

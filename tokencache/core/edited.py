@@ -1,0 +1,81 @@
+"""Tells whether an unrecognized reply is an edited one: a label for people.
+
+The label is never evidence: it is given after the match, and changes only its reason. An edited reply and one of another session
+need different remedies, so the reasons `rewritten-reply` and `unrecognised-reply` should not be confused.
+
+A message is an edited reply if a recorded turn was sampled in its place, or after the same message, or has the id of one of its calls; and
+
+- it has most of the words of that turn's reply, in any order; or
+- its text is a part of the reply's text, or the reverse; or
+- it has that place or follows that message, and has the ids of all calls.
+
+The numbers of turns, calls and characters that are compared are limited, and each comparison is linear in them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from tokencache.core.chain import Conversation
+from tokencache.core.evidence import preceding_hash, split_preceding_hash
+from tokencache.core.messages import Message, ToolCall, digest
+from tokencache.core.turn import Turn
+from tokencache.core.verdict import keeps_id
+
+_CANDIDATES = 8
+_COMPARED, _CALLS = 20_000, 16
+"""Characters of each text, and calls of each message, that are compared."""
+_SHORTEST = 16
+"""Characters of the shortest text that may be a part of another one: shorter ones are there by chance."""
+_WORD = re.compile(r"[A-Za-z0-9_]+|\w")
+"""A letter outside ASCII counts as a word, because Chinese and Japanese put no spaces between words."""
+
+
+def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
+    """Whether the last assistant message of a conversation is an edited reply of one of these turns, the newest of which come last."""
+    place = next(conversation.replies(), None)
+    if place is None:
+        return False
+    here = _Place(conversation.messages[place], conversation.chain[place], preceding_hash(conversation, place))
+    candidates = [*islice(filter(here.may_be, reversed(turns)), _CANDIDATES)]
+    if any(digest(turn.served) == conversation.digests[place] for turn in candidates):
+        return False
+    return any(map(here.resembles, candidates))
+
+
+class _Place(NamedTuple):
+    """A reply in a conversation, the chain of the messages before it, and their `evidence.preceding_hash`."""
+
+    echoed: Message
+    chain: bytes
+    before: bytes
+
+    def may_be(self, turn: Turn) -> bool:
+        """Whether a turn was sampled here or after the same message, or has the id of the first call."""
+        return self.is_here(turn) or any(_has_call(turn.served, call) for call in self.echoed.calls[:1])
+
+    def is_here(self, turn: Turn) -> bool:
+        before = split_preceding_hash(self.before).message
+        return turn.position_key == self.chain or (bool(before) and split_preceding_hash(turn.before).message == before)
+
+    def resembles(self, turn: Turn) -> bool:
+        """Whether the message is the reply of a turn with changes."""
+        served, echoed = turn.served, self.echoed
+        if self.is_here(turn) and 0 < len(echoed.calls) == len(served.calls) and all(_has_call(served, call) for call in echoed.calls):
+            return True
+        ours, theirs = served.text[:_COMPARED], echoed.text[:_COMPARED]
+        if min(len(ours), len(theirs)) >= _SHORTEST and (ours in theirs or theirs in ours):
+            return True
+        words, others = _words(served), _words(echoed)
+        return 2 * (words & others).total() > max(words.total(), others.total())
+
+
+def _has_call(served: Message, call: ToolCall) -> bool:
+    return any(keeps_id(own.id, call.id) for own in served.calls[:_CALLS])
+
+
+def _words(message: Message) -> Counter[str]:
+    texts = (message.text, *[text for call in message.calls[:_CALLS] for text in (call.name, call.arguments)])
+    return Counter(word for text in texts for word in _WORD.findall(text[:_COMPARED]))
