@@ -53,6 +53,40 @@ FINISHED = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+WAITED = Counter(
+    "tokencache_waited_seconds",
+    "Seconds that trainers waited for finished sessions, and that finished sessions waited until a trainer took them.",
+    ["who"],
+    registry=REGISTRY,
+)
+QUEUE_SESSIONS = Gauge(
+    "tokencache_queue_sessions",
+    "Sessions in the queue: ready, with a call in flight, taken, and those of them that are not taken and not valid.",
+    ["state"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+QUEUE_GROUPS = Gauge(
+    "tokencache_queue_groups",
+    "Groups in the queue: ready, short of sessions, short of rewards, or not asked for by any consumer.",
+    ["state"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+QUEUE_OLDEST = Gauge(
+    "tokencache_queue_oldest_seconds",
+    "Seconds for which the oldest group in the queue has waited, by the same states.",
+    ["state"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+STORE_BYTES = Gauge("tokencache_store_bytes", "Bytes that the store takes.", multiprocess_mode="livemostrecent", registry=REGISTRY)
+STORE_SHARE = Gauge(
+    "tokencache_store_used_ratio",
+    "Share of the store's nearest limit (bytes or sessions) that is used. At 1 it accepts no new sessions. NaN without a limit.",
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
 INCIDENTS = Counter("tokencache_incidents", "Incidents added to sessions.", ["kind"], registry=REGISTRY)
 STORE_ERRORS = Counter("tokencache_store_errors", "Failed operations of the store.", ["operation"], registry=REGISTRY)
 RELAYED = Counter("tokencache_relayed", "Requests relayed to the engine unchanged.", ["status"], registry=REGISTRY)
@@ -84,6 +118,12 @@ OVERHEAD = Histogram(
     "Time that the proxy adds: from a request's last byte to its sending (before), and from the reply's end to its last byte (after).",
     ["phase"],
     buckets=(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0),
+    registry=REGISTRY,
+)
+CALL_SECONDS = Histogram(
+    "tokencache_call_seconds",
+    "Time of model calls in sessions, from a request's last byte to the reply's last byte, waiting for engines included.",
+    buckets=(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
     registry=REGISTRY,
 )
 BEFORE, AFTER = OVERHEAD.labels("before"), OVERHEAD.labels("after")

@@ -180,15 +180,22 @@ def seconds(request: web.Request, name: str) -> float | None:
     Raises:
         HarnessError: the value is not a finite number.
     """
+    return finite(request, name, 0.0) if request.query.get(name) else None
+
+
+def finite(request: web.Request, name: str, default: float) -> float:
+    """Read a query parameter that is a finite number.
+
+    Raises:
+        HarnessError: the value is not.
+    """
     given = request.query.get(name, "")
-    if not given:
-        return None
     try:
-        value = float(given)
+        value = float(given) if given else default
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise HarnessError(f"{name} must be a number of seconds, not {given[:_SHOWN]!r}", param=name)
+        raise HarnessError(f"{name} must be a finite number, not {given[:_SHOWN]!r}", param=name)
     return value
 
 

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from aiohttp import web
 
 from tokencache.api.http import choice, number, seconds
+from tokencache.api.summaries import check_outcome
 from tokencache.core.session import SessionStage
+from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import CursorError, SessionInfo, Store
+from tokencache.trajectories.rollout import worth_object
 
 MAX_LIMIT = 1000
 _ANY = "any"
@@ -29,8 +32,8 @@ async def store_tag(store: Store) -> bytes:
     return hashlib.blake2b(await store.secret(), digest_size=_TAG_BYTES, person=b"store-tag").digest()
 
 
-def filters_of(request: web.Request) -> Callable[[SessionInfo], bool]:
-    """Read the filters of a request.
+def filters_of(request: web.Request, ledger: Ledger) -> Callable[[SessionInfo], bool]:
+    """Read the filters of a request. The ledger knows the incidents that are not saved yet.
 
     Raises:
         HarnessError: a filter is invalid.
@@ -39,6 +42,8 @@ def filters_of(request: web.Request) -> Callable[[SessionInfo], bool]:
     state = choice(request, "state", STAGES, _ANY)
     since, until = seconds(request, "since"), seconds(request, "until")
     group, tag, harness, prefix = query.get("group"), query.get("tag"), query.get("harness"), query.get("prefix", "")
+    outcome = query.get("outcome", "")
+    check_outcome(outcome)
 
     def matches(info: SessionInfo) -> bool:
         return (
@@ -49,19 +54,20 @@ def filters_of(request: web.Request) -> Callable[[SessionInfo], bool]:
             and (harness is None or info.harness == harness)
             and (since is None or info.used >= since)
             and (until is None or info.used <= until)
+            and (not outcome or worth_object(info, ledger.unsaved(info.id))["outcome"] == outcome)
         )
 
     return matches
 
 
-async def listed(request: web.Request, store: Store) -> tuple[list[SessionInfo], str | None]:
+async def listed(request: web.Request, ledger: Ledger) -> tuple[list[SessionInfo], str | None]:
     """Return the sessions that a request asks for, and the cursor of the next page; `None` if there is none.
 
     Raises:
         HarnessError: a parameter is invalid.
         CursorError: the cursor is damaged, or another store's.
     """
-    matches = filters_of(request)
+    store, matches = ledger.store, filters_of(request, ledger)
     given = request.query.get("cursor", "")
     limit = number(request, "limit", 0, most=MAX_LIMIT)
     if not limit and not given:

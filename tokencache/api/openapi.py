@@ -32,6 +32,8 @@ from tokencache.core.session import LabelChanges, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
+from tokencache.trajectories.runs import PASSING, RunLine, RunReport
+from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import (
     DeliveryState,
     EngineState,
@@ -50,8 +52,6 @@ _SEQUENCE = _SESSION + "/sequences/{sequence}"
 _SCHEMA_PATH = "#/components/schemas/{name}"
 
 DRIFT_MODES = ("off", "sequences", "turns")
-SESSION_STATES = ("any", "live", "incomplete", "complete", "failed", "incidents", "open", "finished", "sealed")
-SORTS = ("used", "created", "session", "state", "harness", "model", "group", "reward", "turns", "tokens")
 
 
 class RegisteredKey(Binding, frozen=True):
@@ -130,6 +130,7 @@ _EXPIRED = {
     **_OTHER_STORE,
     HTTPStatus.CONFLICT: "The lease of a delivery ended, and its sessions were released or given to another consumer.",
 }
+_NUMBERS = "a number, a range such as `>0.5`, `<=3` or `1..3` (both ends included), or `none`"
 _NO_VERSION = {HTTPStatus.UNPROCESSABLE_ENTITY: "`max_lag` is given, and no policy version was ever announced (`weights_unknown`)."}
 _WEIGHTS_ERRORS = {
     HTTPStatus.NOT_FOUND: "There is no such engine.",
@@ -148,6 +149,12 @@ def _parameters(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
     return tuple(Parameter(name, member.pop("description"), member) for name, member in members.items())
 
 
+_RECENT = Parameter(
+    "recent",
+    "Whether the answer may be a second old, or 20 times as long as listing all sessions takes: for who asks regularly.",
+    {"type": "boolean", "default": False},
+)
+
 OPERATIONS = (
     Operation(
         "listSessions",
@@ -165,6 +172,7 @@ OPERATIONS = (
             Parameter("group", "Only sessions of this group.", _TEXT),
             Parameter("tag", "Only sessions with this tag.", _TEXT),
             Parameter("harness", "Only sessions of this harness.", _TEXT),
+            Parameter("outcome", "Only sessions with this outcome so far: `ok`, or a kind of failure.", _TEXT),
             Parameter("since", "Only sessions that were used at this time or later, as Unix time in seconds.", {"type": "number"}),
             Parameter("until", "Only sessions that were used at this time or earlier, as Unix time in seconds.", {"type": "number"}),
         ),
@@ -495,6 +503,13 @@ OPERATIONS = (
             Parameter("tag", "Only sessions with this tag.", _TEXT),
             Parameter("harness", "Only sessions of this harness.", _TEXT),
             Parameter("model", "Only sessions of this model.", _TEXT),
+            Parameter("run", "Only sessions of this run: with the tag `run:ID`.", _TEXT),
+            Parameter("outcome", "Only sessions with this outcome: `ok`, or a kind of failure.", _TEXT),
+            Parameter("incident", "Only sessions with an incident of this kind.", _TEXT),
+            Parameter("version", "Only sessions whose newest token this policy version sampled.", _TEXT),
+            Parameter("reward", f"Only sessions with such a reward: {_NUMBERS}.", _TEXT),
+            Parameter("turns", "Only sessions with so many turns, written in the same way.", _TEXT),
+            Parameter("tokens", "Only sessions with so many sampled tokens, written in the same way.", _TEXT),
             Parameter(
                 "sort",
                 "What to sort by; `-` before it reverses the order. Sessions without a value come last.",
@@ -505,11 +520,41 @@ OPERATIONS = (
         ),
     ),
     Operation(
+        "listRuns",
+        "GET",
+        BASE + "/runs",
+        "List the runs: the sessions with one tag `run:ID` each, the last used first.",
+        _object(runs={"type": "array", "items": RunLine}),
+        description="At most 1,000 runs.",
+        query=(_RECENT,),
+    ),
+    Operation(
+        "reportRun",
+        "GET",
+        BASE + "/runs/report",
+        "Return the figures of a run, of all sessions with a tag, or of all sessions.",
+        RunReport,
+        description="Failed rollouts are in no distribution and in no pass rate, unless `failed` is true. `groups` is a page: those from "
+        "`offset` on, at most `limit`.",
+        query=(
+            Parameter("run", "Only sessions with the tag `run:ID` of this run.", _TEXT),
+            Parameter("tag", "Only sessions with this tag.", _TEXT),
+            Parameter("passing", "A rollout passes if its reward is at least this.", {"type": "number", "default": PASSING}),
+            Parameter("failed", "Whether the distributions count failed rollouts, too.", {"type": "boolean", "default": False}),
+            Parameter("offset", "Number of groups to skip.", {**_COUNT, "default": 0}),
+            Parameter("limit", "Number of groups to return.", {**_COUNT, "maximum": 1000, "default": 100}),
+            _RECENT,
+        ),
+        errors={HTTPStatus.NOT_FOUND: "No session is in this run, or has this tag."},
+    ),
+    Operation(
         "compareGroup",
         "GET",
         BASE + "/comparison",
-        "Compare the sessions of a group: rewards, lengths, and where their tokens part, for the viewer.",
-        _object(group=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}),
+        "Compare the sessions of a group: rewards, advantages, last answers, lengths, and where their tokens part, for the viewer.",
+        _object(
+            group=_TEXT, waits=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}
+        ),
         description="At most 64 sessions are compared, the ones used last.",
         query=(Parameter("group", "Name of the group.", _TEXT, required=True),),
         errors={HTTPStatus.NOT_FOUND: "No session is in this group."},

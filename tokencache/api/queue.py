@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from tokencache import metrics
 from tokencache.api.demand import Candidate, Demands, Gathering, asks_for, group_state, is_ready, lacks_reward, read_demands, write_demand
 from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
@@ -251,8 +252,14 @@ class SessionQueue:
         return lag_limit(await self._weights.read(), asked.max_lag)
 
     async def _until(self, seconds: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
-        """Look until something is found, the time is up, or the proxy stops."""
-        deadline = time.monotonic() + seconds
+        """Look until something is found, the time is up, or the proxy stops. Counts how long that took."""
+        began = time.monotonic()
+        try:
+            return await self._look_until(began + seconds, look)
+        finally:
+            metrics.WAITED.labels("trainers").inc(time.monotonic() - began)
+
+    async def _look_until(self, deadline: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
         for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
             change = self._ledger.changed.next
             found = await look()
@@ -322,6 +329,7 @@ class SessionQueue:
             if await self._store.seal(name) is not SealOutcome.SEALED:  # it was deleted meanwhile, and perhaps created again
                 await self._store.release(delivery)
                 return []
+        metrics.WAITED.labels("rollouts").inc(sum(max(0.0, time.time() - one.entry.at) for one in candidates if not one.entry.attempt))
         sealed = [info for info in await self._store.states(names) if info is not None]
         missing = max(0, asked.group_size - len(sealed))
         return [TakenDelivery(delivery, 1 + max(one.entry.attempt for one in candidates), until, sealed, missing)]

@@ -44,12 +44,12 @@ def add_trainer_routes(
     profiles: HarnessProfiles,
     pool: Pool,
     *,
+    queue: SessionQueue,
     weights: AnnouncedWeights,
     max_ready: int,
 ) -> None:
     """Add the trainer's routes to an application. `max_ready` as in `LifecycleRoutes`."""
     worker = ExportWorker()
-    queue = SessionQueue(ledger, weights)
     api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT), weights)
     lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready)
 
@@ -130,7 +130,7 @@ class _TrainerApi:
         self._meter = meter
 
     async def sessions(self, request: web.Request) -> web.StreamResponse:
-        found, cursor = await listed(request, self._store)
+        found, cursor = await listed(request, self._ledger)
         return json_response({"sessions": [self._state(info) for info in found], "cursor": cursor})
 
     async def session(self, request: web.Request) -> web.StreamResponse:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -119,7 +119,7 @@ class LatestTurn(msgspec.Struct, frozen=True):
     """As much of a session's newest turn as its state needs. A turn's record can be decoded as one; the rest is skipped.
 
     Attributes:
-        id, model, harness, marks: as in `Turn`.
+        id, model, harness, marks, prompt_tokens, completion_tokens, versions, version_source: as in `Turn`.
         created: when its call began, as Unix time in seconds.
     """
 
@@ -128,6 +128,15 @@ class LatestTurn(msgspec.Struct, frozen=True):
     harness: str = ""
     marks: tuple[str, ...] = ()
     created: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    versions: list[Any] = []
+    version_source: str = ""
+
+    @classmethod
+    def of(cls, turn: Turn) -> "LatestTurn":
+        """Return as much of a turn."""
+        return cls(*[getattr(turn, name) for name in cls.__struct_fields__])
 
 
 def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: LatestTurn | Turn | None, *, over: bool) -> Outcome:

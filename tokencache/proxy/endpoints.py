@@ -252,6 +252,7 @@ class Endpoints:
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
         metrics.IN_FLIGHT.inc()
+        began = time.monotonic()
         try:
             return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
         except SettingsChangedError:
@@ -269,6 +270,7 @@ class Endpoints:
             return await response.fail(status, f"the call was given up: {why.client_message}")
         finally:
             metrics.IN_FLIGHT.dec()
+            metrics.CALL_SECONDS.observe(time.monotonic() - began)
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:
         """Relay a request that samples nothing. Raises the errors of `relay_to` and `RequestBodies.with_media`."""

@@ -14,8 +14,12 @@ from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
 from tokencache.api.engines import add_engine_routes, engine_object
+from tokencache.api.gauges import Gauges
 from tokencache.api.media import add_media_routes
+from tokencache.api.queue import SessionQueue
 from tokencache.api.routes import add_refusals, add_trainer_routes
+from tokencache.api.runs import add_run_routes
+from tokencache.api.summaries import SessionList
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.api.weights import add_weight_routes, engine_weights
 from tokencache.background import failing, repeat
@@ -127,6 +131,8 @@ class Proxy:
             registered_only=settings.registered_only,
         )
         memory = settings.request_memory or machine_memory() // MEMORY_PART // settings.workers
+        self._queue = SessionQueue(self.ledger, self.weights)
+        self._gauges = Gauges(self._queue, self.store)
         self.held = RequestMemory(memory, least=settings.max_body)
         self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
@@ -157,10 +163,13 @@ class Proxy:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._auth(self._metrics))
-        add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights)
+        listing = SessionList(self.ledger)
+        add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights, listing, self._gauges)
+        add_run_routes(app, self._auth, listing, self._gauges)
         add_engine_routes(app, self._auth, self.membership, self.pool)
         add_weight_routes(app, self._auth, self.weights, self.pool)
-        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, weights=self.weights, max_ready=self.settings.max_ready)
+        most, queue, weights = self.settings.max_ready, self._queue, self.weights
+        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most)
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
@@ -225,6 +234,7 @@ class Proxy:
         return web.json_response(found, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        await self._gauges.update()
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

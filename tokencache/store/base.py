@@ -338,6 +338,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
         reward: the newest reward; `None` if there is none.
         rewards: number of rewards that were set.
         sampled: number of tokens sampled in its turns.
+        call_ms: milliseconds that its recorded calls took, added up. Calls that an older version recorded are not in it.
         harness, model: of its settings and its newest turn; `""` if unknown.
         latest: its newest turn; `None` if it has none.
         outcome: the outcome that was given when it was finished; `None` if none was (`core.outcome`).
@@ -357,6 +358,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     reward: Reward | None = None
     rewards: int = 0
     sampled: int = 0
+    call_ms: int = 0
     harness: str = ""
     model: str = ""
     latest: LatestTurn | None = None
@@ -368,6 +370,24 @@ class SessionInfo(msgspec.Struct, frozen=True):
         if self.sealed:
             return SessionStage.SEALED
         return SessionStage.OPEN if self.finished is None else SessionStage.FINISHED
+
+
+class StoreUsage(NamedTuple):
+    """Result of `Store.usage`.
+
+    Attributes:
+        used: bytes that the store takes; of a Redis that others use too, theirs are in it.
+        share: of the limits on bytes and sessions the one that is nearest, as the share of it that is used; `None` without any limit.
+    """
+
+    used: int
+    share: float | None
+
+    @classmethod
+    def of(cls, used: int, max_bytes: int, sessions: int, max_sessions: int) -> "StoreUsage":
+        """Return the usage. A limit of 0 is none."""
+        shares = [part / limit for part, limit in ((used, max_bytes), (sessions, max_sessions)) if limit]
+        return cls(used, max(shares, default=None))
 
 
 class Overdue(NamedTuple):
@@ -453,6 +473,9 @@ class Store(Protocol):
 
     async def ping(self) -> None:
         """Check that the store can be reached and written to; raises `StoreError` if not."""
+
+    async def usage(self) -> StoreUsage:
+        """Return how full the store is."""
 
     async def secret(self, known: bytes = b"") -> bytes:
         """Read the secret of this deployment: 32 random bytes that all replicas share. The first call creates it.

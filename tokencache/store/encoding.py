@@ -21,6 +21,7 @@ import msgspec
 from isal import isal_zlib
 
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
+from tokencache.store.base import Entry
 
 R = TypeVar("R")
 
@@ -151,3 +152,8 @@ def _deflate(plain: bytes) -> bytes:
 
 def _inflate(packed: bytes) -> bytes:
     return zlib.decompressobj(wbits=-15, zdict=_DICTIONARY).decompress(packed)
+
+
+def milliseconds_of(entries: Sequence[Entry]) -> int:
+    """Return how long the call of these entries took; 0 if there are none. All entries of a call have the same time."""
+    return round(1000 * entries[0].turn.seconds) if entries else 0

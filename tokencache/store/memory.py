@@ -41,9 +41,10 @@ from tokencache.store.base import (
     SettingsChangedError,
     SettingsConflictError,
     StoreFullError,
+    StoreUsage,
 )
 from tokencache.store.clock import NOT_USED, ClockWatch, monotonic, system_time
-from tokencache.store.encoding import pack, text, unpack, untext
+from tokencache.store.encoding import milliseconds_of, pack, text, unpack, untext
 from tokencache.store.memory_queue import MemoryQueue
 
 
@@ -65,7 +66,7 @@ class _Session:
         self.index: dict[bytes, list[str]] = {}
         self.continued: set[str] = set()
         self.calls: dict[str, OpenCall] = {}
-        self.begun = self.sampled = self.bytes = 0
+        self.begun = self.sampled = self.call_ms = self.bytes = 0
         self.incidents: list[Incident] = []
         self.documents: dict[str, bytes] = {}
         self.media: dict[str, tuple[str, bytes]] = {}
@@ -119,9 +120,10 @@ class _Session:
             reward=unpack(self.rewards[-1], Reward) if self.rewards else None,
             rewards=self.rewarded,
             sampled=self.sampled,
+            call_ms=self.call_ms,
             harness=self.settings.harness or (latest.harness if latest else ""),
             model=latest.model if latest else "",
-            latest=LatestTurn(latest.id, latest.model, latest.harness, latest.marks, latest.created) if latest else None,
+            latest=LatestTurn.of(latest) if latest else None,
             outcome=self.outcome,
         )
 
@@ -165,6 +167,9 @@ class MemoryStore(MemoryQueue):
 
     async def ping(self) -> None:
         pass
+
+    async def usage(self) -> StoreUsage:
+        return StoreUsage.of(self._bytes(), self._max_bytes, len(self._sessions), self._max_sessions)
 
     async def secret(self, known: bytes = b"") -> bytes:
         self._secret = self._secret or known or secrets.token_bytes(32)
@@ -281,6 +286,7 @@ class MemoryStore(MemoryQueue):
         held = self._use_epoch(session, epoch)
         for entry in entries:
             held.add(entry)
+        held.call_ms += milliseconds_of(entries)
         for document, data in documents.items():
             held.bytes += len(data) - len(held.documents.get(document, b""))
             held.documents[document] = data
@@ -445,8 +451,11 @@ class MemoryStore(MemoryQueue):
     def _check_capacity(self) -> None:
         if self._max_sessions and len(self._sessions) >= self._max_sessions:
             raise StoreFullError(f"there are {len(self._sessions)} sessions, and --max-sessions is {self._max_sessions}")
-        if self._max_bytes and (used := sum(held.bytes for held in self._sessions.values())) >= self._max_bytes:
+        if self._max_bytes and (used := self._bytes()) >= self._max_bytes:
             raise StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
+
+    def _bytes(self) -> int:
+        return sum(held.bytes for held in self._sessions.values())
 
     def _use(self, session: str) -> _Session | None:
         """Look up a session, and renew its time to live."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tokencache.core.outcome import LatestTurn
 from tokencache.core.turn import Turn
 from tokencache.core.weights import MIXED, Announced, WeightSpan, lag, oldest_and_newest, read_spans
 
@@ -65,7 +66,7 @@ def count_versions(turns: Iterable[Turn], history: Sequence[Announced] = ()) -> 
     return VersionCounts(dict(counts), mixed, oldest, newest)
 
 
-def spans_of(turn: Turn) -> list[WeightSpan]:
+def spans_of(turn: Turn | LatestTurn) -> list[WeightSpan]:
     """Return the spans of a turn's completion with their versions; empty if nothing is known of them."""
     tokens = turn.completion_tokens
     whole_is_mixed = [WeightSpan(MIXED, 0, tokens)] if turn.version_source and turn.versions and tokens else []

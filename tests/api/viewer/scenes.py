@@ -11,6 +11,7 @@ from tests.proxy.kit import echo, results, user
 from tokencache.core import ids
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.messages import Message, ToolCall
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.core.turn import Tokens, Turn, hash_ids, hash_logprobs
 from tokencache.store.base import Entry
@@ -122,6 +123,56 @@ async def group(rig):
             await rig.store.add_reward(session, Reward(reward))
     await rig.store.finish("math-17-a")
     await rig.store.define("math-17-none", SessionSettings(), Labels(group=GROUP))
+
+
+RUN = "7f3a9c21"
+
+
+async def run(store, groups=14, size=4, seed=5):
+    """The sessions of a run, put straight into a store: groups that passed, missed, failed, run, and wait for members."""
+    rng, failures = (
+        random.Random(seed),
+        [("engine", "upstream-down: connection refused"), ("sandbox", "the container was killed"), ("timeout", "")],
+    )
+    for group in range(groups):
+        metadata, skill = {"group_size": size}, 0.15 + 0.7 * group / groups
+        for member in range(size if group < groups - 1 else size - 2):
+            session = f"task-{group:02d}-{member}"
+            await store.define(session, SessionSettings(), Labels(f"{RUN}-task-{group:02d}", metadata, (f"run:{RUN}", "math")))
+            fails = rng.random() < 0.12
+            turns = rng.randint(1, 6)
+            await _play(store, session, turns, version=str(3 + group // 4), rng=rng, open_call=group >= groups - 2 and member == 0)
+            if group >= groups - 2 and member < 2:
+                continue
+            if fails:
+                await store.finish(session, Outcome(*rng.choice(failures)))
+                continue
+            await store.finish(session)
+            if not (group == 5 and member == 3):
+                await store.add_reward(session, Reward(1.0 if rng.random() < skill else round(rng.random() * 0.6, 2)))
+    retried = Labels(f"{RUN}-task-03", {"group_size": size, "retry_of": "task-03-0"}, (f"run:{RUN}", "math"))
+    await store.finish("task-03-0", Outcome("sandbox", "the container was killed"))
+    await store.define("task-03-0-again", SessionSettings(), retried)
+    await _play(store, "task-03-0-again", 2, version="3", rng=rng)
+    await store.finish("task-03-0-again")
+
+
+async def _play(store, session, turns, *, version, rng, open_call=False):
+    """Record turns that took seconds, each longer than the one before."""
+    length = rng.randint(300, 900)
+    for n in range(turns):
+        begun = await store.begin(session, f"{session}-{n}", [])
+        new, said = ids.pack([1] * length), ids.pack([2] * rng.randint(20, 220))
+        turn = Turn(
+            id=f"{session}-{n}", call=f"{session}-{n}", match="root" if not n else "plain", prompt_tokens=ids.count(new),
+            completion_tokens=ids.count(said), prefix_hash=hash_ids(new + said), completion_hash=hash_ids(said), logprobs_hash=b"",
+            served=Message("assistant", f"Answer {n} of {session}."), model="sim", dialect="chat", seconds=rng.uniform(0.2, 4),
+            created=1_790_000_000.0, versions=[{"version": version, "start": 0, "end": ids.count(said)}], version_source="trainer",
+        )  # fmt: skip
+        await store.commit(session, begun.epoch, turn.call, [Entry(turn, Tokens(new, said))])
+        length += rng.randint(100, 900)
+    if open_call:
+        await store.begin(session, f"{session}-open", [])
 
 
 TEXT = "the parser reads a line and returns its value, 日本語 or not; café ☕ naïve = (x, y)\n    if value is None:\n        raise"

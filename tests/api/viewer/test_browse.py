@@ -15,8 +15,8 @@ from tests.media import put
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tests.support.waiting import PATIENCE
+from tokencache.api.summaries import SessionList
 from tokencache.api.viewer.groups import GroupComparison
-from tokencache.api.viewer.sessions import SessionList
 from tokencache.api.viewer.tokens import TokenTexts
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
@@ -392,10 +392,9 @@ async def test_the_data_needs_the_key():
         assert {f"{V1}/summaries", "/tokencache/ui/", "/tokencache/ui/main.js"} <= paths
         for pattern in sorted(paths):
             path = pattern.format(session="hidden-name", turn=turn.id, sequence=turn.id, sha256=sha256, rest="x")
+            query = f"turn={turn.id}&ids=1" if pattern.endswith("/texts") else "group=hidden-group"
             for key in ("", "Bearer", "Bearer wrong", f"Bearer {KEY}"):
-                async with rig.http.get(
-                    f"{rig.url}{path}?turn={turn.id}&ids=1&group=hidden-group", headers={"Authorization": key}
-                ) as answer:
+                async with rig.http.get(f"{rig.url}{path}?{query}", headers={"Authorization": key}) as answer:
                     body = await answer.text()
                 if path.startswith("/tokencache/ui") or key.endswith(KEY):
                     assert answer.status == 200, (path, key)

@@ -56,6 +56,14 @@ async def test_sessions_with_their_counts_filter_and_paging(rig, look):
     await expect(page.locator("tbody tr")).to_contain_text("batch-00010")
     await page.locator("#filter").fill("nothing like it")
     await expect(page.get_by_text("No session matches.")).to_be_visible()
+    await page.locator("#filter").fill("turn:3")
+    await expect(page.get_by_role("alert")).to_contain_text("There is no filter turn. The filters are group, tag,")
+    await page.locator("#filter").fill("turns:many")
+    await expect(page.get_by_role("alert")).to_contain_text("turns must be a number")
+    await page.get_by_role("button", name="all").click()
+    await page.locator("#filter").fill("outcome:engine turns:>10")
+    await expect(page.locator("tbody .name a")).to_have_text(["rollout-7"])
+    await expect(page.locator("#wrong")).to_be_empty()
 
 
 @pytest.mark.whole
@@ -94,10 +102,15 @@ async def test_a_group_compared(look):
         page = await look("#/", url=rig.url)
         await page.locator("tr[data-session='math-17-a']").get_by_role("link", name="math-17", exact=True).click()
         await expect(page.locator("h1")).to_have_text("math-17")
-        await expect(page.locator("tbody .name a")).to_have_text(["math-17-a", "math-17-b", "math-17-c", "math-17-d"])
+        await expect(page.locator("tbody .name a")).to_have_text(["math-17-a", "math-17-b", "math-17-c", "math-17-d", "math-17-none"])
         await expect(page.locator("[data-tile='reward'] dd")).to_contain_text("0.1667± 0.6236, from -0.5 to 13 of 4 sessions rewarded")
         await expect(page.locator(".note").first).to_contain_text("math-17-none")
+        await expect(page.locator("tr[data-session='math-17-a'] [data-label='advantage']")).to_have_text("0")  # the only one that is over
+        await expect(page.locator(".answers article")).to_have_count(4)
+        await expect(page.locator(".answers [data-session='math-17-b'] pre")).to_have_text("The answer is 8.")
         first = page.locator(".parting").first
+        await expect(first).to_be_hidden()
+        await page.get_by_text("Where their tokens part").click()
         await expect(first.locator("p").first).to_contain_text("message 1 (assistant), sampled in turn 0: 2 ways")
         second = page.locator(".parting .parting")
         await expect(second).to_contain_text("message 3 (assistant), sampled in turn 1: 2 ways")
@@ -128,6 +141,7 @@ async def test_the_reward_and_the_labels_of_a_session(look):
         await expect(page.locator("aside .facts-list")).to_contain_text("0.125")
         await page.get_by_role("link", name="a/b <i>").click()
         await expect(page.locator("h1")).to_have_text("a/b <i>")
+        await page.get_by_text("Where their tokens part").click()
         await expect(page.get_by_text("There is only one session.")).to_be_visible()
         await page.goto("about:blank")
 

@@ -2,12 +2,15 @@
 
 import asyncio
 
+from msgspec.structs import replace
+
 from tests.store.conformance.support import LONG, build, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.store.base import (
+    Entry,
     OutcomeConflictError,
     SealOutcome,
     SessionDeletedError,
@@ -93,7 +96,7 @@ async def check_outcome(store: Store) -> None:
     same(await store.finish(session, failed), False, "finish of a missing session")
     await record(store, session, build("a"))
     info = await info_of(store, session)
-    same((info.outcome, info.latest), (None, LatestTurn("a", build("a").turn.model)), "outcome and newest turn of an open session")
+    same((info.outcome, info.latest), (None, LatestTurn.of(build("a").turn)), "outcome and newest turn of an open session")
     same(await store.finish(session, failed), True, "finish with an outcome")
     for again in (failed, Outcome("my-word", "other"), None):
         same(await store.finish(session, again), True, "finish again")
@@ -269,7 +272,7 @@ async def check_deleted_definition(store: Store) -> None:
 
 
 async def check_summary(store: Store) -> None:
-    """The state of a session has the number of sampled tokens and the model and harness of its newest turn."""
+    """The state of a session has the sampled tokens and the time of all its turns, and facts of the newest one."""
     session = name_of("summary")
     one, two = (build(name, reply=range(n)) for name, n in (("a", 3), ("b", 4)))
     await record(store, session, one)
@@ -277,3 +280,16 @@ async def check_summary(store: Store) -> None:
     same((info.sampled, info.model, info.harness), (3, one.turn.model, one.turn.harness), "after one turn")
     await record(store, session, two)
     same((await info_of(store, session)).sampled, 7, "tokens sampled in two turns")
+    version = {"version": "v3", "start": 0, "end": 2}
+    turn = replace(build("c").turn, seconds=1.25, versions=[version], version_source="trainer")
+    begun = await store.begin(session, "k", [])
+    tokens = build("c").entry.tokens
+    await store.commit(session, begun.epoch, "k", [Entry(turn, tokens), Entry(replace(turn, id="d"), tokens)])
+    info = await info_of(store, session)
+    same(info.call_ms, 1250, "time of a call with two turns")
+    found = info.latest
+    same(found and (found.id, found.prompt_tokens, found.completion_tokens), ("d", 3, 2), "the newest turn")
+    same(found and (found.versions, found.version_source), ([version], "trainer"), "the policy version of the newest turn")
+    used = await store.usage()
+    same(used.share is None or used.share >= 0, True, "a share of a limit")
+    same(used.used >= 0, True, "bytes")

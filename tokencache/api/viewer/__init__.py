@@ -1,7 +1,7 @@
 """The viewer: a page at `/tokencache/ui/` that shows recorded sessions and why a rollout split.
 
 `routes`     serves the page and the JSON that it shows
-`sessions`   the list of sessions, and the outline of one session
+`sessions`   the outline of one session
 `tokens`     the tokens of a sequence: ids, kinds, log probabilities and texts
 `transcript` the conversation of a sequence, message by message
 `groups`     the sessions of a group, compared

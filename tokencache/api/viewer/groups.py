@@ -1,4 +1,4 @@
-"""Compares the sessions of a group: their rewards, their lengths, and where their tokens part.
+"""Compares the sessions of a group: their rewards and advantages, their lengths, their last answers, and where their tokens part.
 
 Of each session one sequence is compared: the longest that begins with a plain prompt (`root`), or else the longest. Sequences that are
 equal up to a token and differ there *part* at it. Sequences that are equal after it may part again later, so partings form a tree.
@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.api.viewer.sessions import SessionSummary, is_scored
+from tokencache.api.viewer.sessions import is_scored
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
 from tokencache.api.viewer.transcript import Place, needed_contexts, transcribe
+from tokencache.batching.advantages import mean_std
 from tokencache.core import ids
 from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn
 from tokencache.recent import RecentBySize
 from tokencache.store.base import Store
+from tokencache.trajectories.summaries import SessionSummary
 
 MAX_MEMBERS = 64
 """Sessions that are compared: the ones used last."""
 _CACHED_BYTES = 64 * 2**20
+_MOST_CHARACTERS = 4000
+"""Characters of a last answer that are shown, from its end: the verdict is often there."""
 _BEFORE, _AFTER = 8, 16
 """Tokens that are shown before and after a parting."""
 
@@ -71,12 +75,16 @@ class _Member(NamedTuple):
         return self.layout.tokens
 
     def object(self) -> dict[str, Any]:
-        line = self.layout.turns
+        line, served = self.layout.turns, self.layout.turns[-1].served
         return {
             **msgspec.to_builtins(self.summary),
             "sequence": line[0].id,
             "length": self.tokens,
             "trainable": sum(turn.chosen_tokens for turn in line if is_scored(turn)),
+            "answer": _end(
+                "\n".join(filter(None, ((served.content or "").strip(), *(f"{one.name}({one.arguments})" for one in served.calls))))
+            ),
+            "thought": _end((served.reasoning or "").strip()),
         }
 
     def place(self, token: int) -> dict[str, Any]:
@@ -109,9 +117,10 @@ class GroupComparison:
             members = {member.summary.session: member for member in read if member is not None}
             parting = await asyncio.to_thread(find_parting, {name: member.layout.packed for name, member in members.items()})
             left_out = [summary for summary in summaries if summary.session not in members]
+            advantages = _advantages(summaries)
             return {
                 "found": len(summaries),
-                "members": [member.object() for member in members.values()],
+                "members": [{**member.object(), "advantage": advantages.get(name)} for name, member in members.items()],
                 "not_compared": left_out[:MAX_MEMBERS],
                 "shared": min((member.tokens for member in members.values()), default=0) if parting is None else parting.at,
                 "parting": await self._parting(parting, members),
@@ -172,3 +181,13 @@ class GroupComparison:
             return "".join(text or "" for text in await self._texts.decode(member.layout.turns[-1].model, wanted))
         except TextsUnavailable:
             return " ".join(map(str, wanted))
+
+
+def _advantages(summaries: Sequence[SessionSummary]) -> dict[str, float]:
+    """Return the advantage (GRPO) of each valid session that has a reward, over all of them that are over."""
+    rewards = {one.session: one.reward for one in summaries if one.valid and one.state != "open" and one.reward is not None}
+    return dict(zip(rewards, mean_std(list(rewards.values())), strict=True))
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"…{text[-_MOST_CHARACTERS:]}"

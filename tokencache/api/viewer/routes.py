@@ -17,12 +17,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tokencache.api.auth import AdminAuth
+from tokencache.api.gauges import Gauges
 from tokencache.api.http import choice, json_response, not_found, number
-from tokencache.api.openapi import SESSION_STATES, SORTS, register
+from tokencache.api.openapi import register
 from tokencache.api.reader import SessionReader, no_session
+from tokencache.api.summaries import Filter, SessionList
 from tokencache.api.viewer.comparison import compare_parts, compare_replies
 from tokencache.api.viewer.groups import GroupComparison
-from tokencache.api.viewer.sessions import Filter, SessionList, outline
+from tokencache.api.viewer.sessions import outline
 from tokencache.api.viewer.tokens import SequenceLayout, TextsUnavailable, TokenTexts, lay_out
 from tokencache.api.viewer.transcript import MAX_MESSAGES, Transcript, message_objects, needed_contexts, transcribe
 from tokencache.core.context import whole_contexts
@@ -41,6 +43,7 @@ from tokencache.trajectories.changes import Comparisons
 from tokencache.trajectories.formats.native import turn_object
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.links import Line, links
+from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 
 UI = "/tokencache/ui/"
 MAX_TOKENS = 4096
@@ -60,9 +63,11 @@ _HEADERS = {
 }
 
 
-def add_viewer_routes(app: web.Application, auth: AdminAuth, ledger: Ledger, pool: Pool, weights: AnnouncedWeights) -> None:
+def add_viewer_routes(  # noqa: PLR0917 - the parts of the proxy that it shows
+    app: web.Application, auth: AdminAuth, ledger: Ledger, pool: Pool, weights: AnnouncedWeights, listing: SessionList, gauges: Gauges
+) -> None:
     """Add the viewer to an application: its page and its data."""
-    api = _ViewerApi(ledger, pool, weights)
+    api = _ViewerApi(ledger, pool, weights, listing, gauges)
     handlers = {
         "listSummaries": api.summaries,
         "compareGroup": api.group,
@@ -92,10 +97,15 @@ def _static_files() -> list[tuple[str, bytes]]:
 
 @functools.cache
 def meanings_script() -> bytes:
-    """Write the tables of reasons and incident kinds, and the names of the export formats, as a JavaScript module for the page."""
+    """Write a JavaScript module for the page: the meanings of reasons and incident kinds, and the names of formats and filters."""
     reasons = {str(reason): _without_markdown(reason.meaning) for reason in Reason}
     incidents = {str(kind): _without_markdown(f"{kind.meaning}. {kind.action}") for kind in IncidentKind}
-    tables: dict[str, Any] = {"REASONS": reasons, "INCIDENTS": incidents, "FORMATS": list(FORMATS)}
+    tables: dict[str, Any] = {
+        "REASONS": reasons,
+        "INCIDENTS": incidents,
+        "FORMATS": list(FORMATS),
+        "FILTERS": [name for name in Filter._fields if name != "contains"],
+    }
     return "".join(f"export const {name} = {msgspec.json.encode(table).decode()};\n" for name, table in tables.items()).encode()
 
 
@@ -117,11 +127,11 @@ def _file(body: bytes, content_type: str) -> Handler:
 
 
 class _ViewerApi:
-    def __init__(self, ledger: Ledger, pool: Pool, weights: AnnouncedWeights) -> None:
+    def __init__(self, ledger: Ledger, pool: Pool, weights: AnnouncedWeights, listing: SessionList, gauges: Gauges) -> None:
         self._store = ledger.store
         self._ledger = ledger
         self._reader = SessionReader(ledger, weights)
-        self._list = SessionList(ledger)
+        self._list, self._gauges = listing, gauges
         self._texts = TokenTexts(pool)
         self._groups = GroupComparison(ledger.store, self._texts)
         self._layouts: RecentBySize[tuple[str, float, int, str], SequenceLayout] = RecentBySize(_CACHED_BYTES, SequenceLayout.size)
@@ -132,7 +142,7 @@ class _ViewerApi:
         state = choice(request, "state", SESSION_STATES, "any")
         offset, limit = number(request, "offset", 0), number(request, "limit", 100, most=MAX_SESSIONS)
         sort = choice(request, "sort", [way + name for name in SORTS for way in ("", "-")], "-used")
-        wanted = Filter(**{name: request.query.get(name, "") for name in Filter.__struct_fields__})
+        wanted = Filter(**{name: request.query.get(name, "") for name in Filter._fields})
         return json_response(await self._list.page(wanted, state=state, sort=sort, offset=offset, limit=limit))
 
     async def group(self, request: web.Request) -> web.StreamResponse:
@@ -140,7 +150,9 @@ class _ViewerApi:
         summaries = await self._list.group(name) if name else []
         if not summaries:
             raise not_found(f"no session is in group {name[:80]!r}")
-        return json_response({"group": name, **await self._groups.compare(summaries)})
+        state = (await self._gauges.groups()).get(name)
+        waits = str(state) if state is not None and state.waits else ""
+        return json_response({"group": name, "waits": waits, **await self._groups.compare(summaries)})
 
     async def outline(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)

@@ -1,190 +1,24 @@
-"""The list of all sessions, and the outline of one session: its turns as a tree of sequences, with figures and incidents.
+"""The outline of one session: its turns as a tree of sequences, with figures and incidents. It is made without reading tokens."""
 
-A store lists sessions in no order, and there may be tens of thousands. So all viewers share one listing, which is cached for a while, and
-listing pauses regularly so that calls can proceed. An outline is made from the turns alone, without reading tokens.
-"""
-
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
 
-from tokencache.api.openapi import SESSION_STATES
 from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident, failed_calls
 from tokencache.core.lineage import lineages
-from tokencache.core.outcome import OutcomeKind
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.core.weights import Announced
-from tokencache.proxy.ledger import Ledger
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
-from tokencache.trajectories.rollout import count_incidents, figures_of, incidents_of, worth_object
+from tokencache.trajectories.rollout import figures_of, incidents_of
 from tokencache.trajectories.versions import count_versions
 
-_FRESH_SECONDS = 1.0
-_KEPT_FACTOR = 20
-"""A listing is cached for this many times its own duration, so that viewing costs at most a twentieth of the time."""
-_PAUSE_EVERY = 200
 _PREVIEW = 160
 """Characters of a reply that are shown next to its turn."""
-
-
-class SessionSummary(msgspec.Struct, frozen=True):
-    """A session in one line.
-
-    Attributes:
-        state: `open`, `finished` or `sealed`.
-        tokens: number of sampled tokens.
-        since: start of the oldest open call as Unix time in seconds, or `None`.
-        incidents: number of incidents of each kind.
-    """
-
-    session: str
-    created: float
-    used: float
-    state: str
-    sealed: bool
-    complete: bool
-    outcome: str
-    outcome_detail: str
-    valid: bool
-    harness: str
-    model: str
-    group: str
-    tags: tuple[str, ...]
-    reward: float | None
-    turns: int
-    tokens: int
-    open_calls: int
-    since: float | None
-    incidents: dict[str, int]
-
-    def is_in(self, state: str) -> bool:
-        """Whether the session is in a state of `openapi.SESSION_STATES`."""
-        match state:
-            case "live":
-                return self.open_calls > 0
-            case "complete" | "incomplete":
-                return self.complete == (state == "complete")
-            case "failed":
-                return self.outcome != OutcomeKind.OK
-            case "incidents":
-                return bool(self.incidents)
-            case "open" | "finished" | "sealed":
-                return self.state == state
-            case _:
-                return True
-
-
-class Filter(msgspec.Struct, frozen=True):
-    """Selects sessions: those that have all given values. `contains` is a part of the name, in any case."""
-
-    contains: str = ""
-    group: str = ""
-    tag: str = ""
-    harness: str = ""
-    model: str = ""
-
-    def matches(self, one: SessionSummary) -> bool:
-        """Whether a session is selected."""
-        return (
-            self.contains.lower() in one.session.lower()
-            and (not self.group or self.group == one.group)
-            and (not self.tag or self.tag in one.tags)
-            and (not self.harness or self.harness == one.harness)
-            and (not self.model or self.model == one.model)
-        )
-
-
-class SessionList:
-    """Lists sessions and limits how often it reads the store."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._lock = asyncio.Lock()
-        self._listing: list[SessionSummary] = []
-        self._expires = 0.0
-
-    async def page(self, wanted: Filter, *, state: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return one page of the sessions that a filter selects, and how many there are in each state.
-
-        Args:
-            wanted: the filter.
-            state: one of `openapi.SESSION_STATES`.
-            sort: one of `openapi.SORTS`; a `-` before it reverses the order. Sessions without a value come last in both orders.
-            offset: number of sessions to skip.
-            limit: number of sessions to return.
-
-        Raises:
-            StoreError: the store failed.
-        """
-        listing = await self._listed()
-        named = [one for one in listing if wanted.matches(one)]
-        found = _sorted([one for one in named if one.is_in(state)], sort)
-        return {
-            "total": len(listing),
-            "found": len(found),
-            "offset": offset,
-            "states": {name: sum(one.is_in(name) for one in named) for name in SESSION_STATES},
-            "now": time.time(),
-            "sessions": found[offset : offset + limit],
-        }
-
-    async def group(self, name: str) -> list[SessionSummary]:
-        """Return the sessions of a group, the last used first.
-
-        Raises:
-            StoreError: the store failed.
-        """
-        return [one for one in await self._listed() if one.group == name]
-
-    async def _listed(self) -> list[SessionSummary]:
-        async with self._lock:
-            if time.monotonic() >= self._expires:
-                began = time.monotonic()
-                listing = []
-                async for info in self._ledger.store.sessions():
-                    listing.append(self._summary(info))
-                    if not len(listing) % _PAUSE_EVERY:
-                        await asyncio.sleep(0)
-                listing.sort(key=lambda one: (-one.used, one.session))
-                ended = time.monotonic()
-                self._listing, self._expires = listing, ended + max(_FRESH_SECONDS, _KEPT_FACTOR * (ended - began))
-            return self._listing
-
-    def _summary(self, info: SessionInfo) -> SessionSummary:
-        owed = self._ledger.unsaved(info.id)
-        return SessionSummary(
-            session=info.id,
-            created=info.created,
-            used=info.used,
-            state=info.state,
-            sealed=info.sealed,
-            **worth_object(info, owed),
-            harness=info.harness,
-            model=info.model,
-            group=info.labels.group,
-            tags=info.labels.tags,
-            reward=info.reward.reward if info.reward is not None else None,
-            turns=info.turns,
-            tokens=info.sampled,
-            open_calls=len(info.open_calls),
-            since=min((call.since for call in info.open_calls), default=None),
-            incidents=count_incidents((*info.incidents, *owed)),
-        )
-
-
-def _sorted(found: list[SessionSummary], sort: str) -> list[SessionSummary]:
-    """Sort a listing, which has the last used first; sessions with equal values keep that order."""
-    name = sort.removeprefix("-")
-    there = [one for one in found if getattr(one, name) not in {None, ""}]
-    missing = [one for one in found if getattr(one, name) in {None, ""}]
-    return sorted(there, key=lambda one: getattr(one, name), reverse=sort.startswith("-")) + missing
 
 
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], announced: Sequence[Announced] = ()) -> dict[str, Any]:

@@ -39,9 +39,10 @@ from tokencache.store.base import (
     SettingsConflictError,
     StoreError,
     StoreFullError,
+    StoreUsage,
 )
 from tokencache.store.clock import NOT_USED, ClockWatch
-from tokencache.store.encoding import pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
+from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
 from tokencache.store.file.clock import FileClock
 from tokencache.store.file.operations import reads, writes
@@ -166,6 +167,10 @@ class FileStore(FileQueue):
                 f"file: the stored form of {self._path} is {version!r}, but this version of tokencache reads {schema.VERSION!r}. "
                 "Use another file, or the version of tokencache that wrote it"
             )
+
+    @reads
+    def usage(self, db: sqlite3.Connection) -> StoreUsage:
+        return StoreUsage.of(_bytes(db), self._max_bytes, _count(db), self._max_sessions)
 
     @writes
     def secret(self, db: sqlite3.Connection, known: bytes = b"") -> bytes:
@@ -298,8 +303,7 @@ class FileStore(FileQueue):
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         number = self._use_epoch(db, session, epoch)
-        for entry in entries:
-            _add(db, number, entry)
+        _add(db, number, entries)
         for name, data in documents.items():
             db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (number, text(name), data))
         _end(db, number, call, incidents, self.now())
@@ -533,14 +537,10 @@ class FileStore(FileQueue):
 
     def _check_capacity(self, db: sqlite3.Connection) -> None:
         self._delete_expired(db)
-        if self._max_sessions:
-            (count,) = db.execute("SELECT count(*) FROM sessions").fetchone()
-            if count >= self._max_sessions:
-                raise StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
-        if self._max_bytes:
-            pages, free, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size"))
-            if (used := (pages - free) * size) >= self._max_bytes:
-                raise StoreFullError(f"the file holds {used} bytes, and --max-store-bytes is {self._max_bytes}")
+        if self._max_sessions and (count := _count(db)) >= self._max_sessions:
+            raise StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
+        if self._max_bytes and (used := _bytes(db)) >= self._max_bytes:
+            raise StoreFullError(f"the file holds {used} bytes, and --max-store-bytes is {self._max_bytes}")
 
     def _delete_expired(self, db: sqlite3.Connection) -> None:
         """Delete what has expired, and the entries of the queue that are void since then."""
@@ -609,6 +609,15 @@ def decoding(session: str) -> Iterator[None]:
         raise StoreError(f"file: the data of session {session} is damaged: {why}") from None
 
 
+def _count(db: sqlite3.Connection) -> int:
+    return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
+
+
+def _bytes(db: sqlite3.Connection) -> int:
+    pages, free, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size"))
+    return int((pages - free) * size)
+
+
 def _settings(held: sqlite3.Row) -> SessionSettings:
     return unpack(held["settings"], SessionSettings) if held["settings"] else SessionSettings()
 
@@ -643,6 +652,7 @@ def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
             reward=unpack(reward["record"], Reward) if reward else None,
             rewards=held["rewards"],
             sampled=held["sampled"],
+            call_ms=held["call_ms"],
             harness=settings.harness or (latest.harness if latest else ""),
             model=latest.model if latest else "",
             latest=latest,
@@ -699,7 +709,14 @@ def _line(db: sqlite3.Connection, number: int, turn: str) -> Iterator[bytes]:
         name = unpack_tokens(row["ids"]).base
 
 
-def _add(db: sqlite3.Connection, number: int, entry: Entry) -> None:
+def _add(db: sqlite3.Connection, number: int, entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        _add_entry(db, number, entry)
+    sampled = sum(entry.turn.completion_tokens for entry in entries)
+    db.execute("UPDATE sessions SET sampled = sampled + ?, call_ms = call_ms + ? WHERE id = ?", (sampled, milliseconds_of(entries), number))
+
+
+def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     turn = entry.turn
     (n,) = db.execute(
         "INSERT INTO turns (session, turn, record) VALUES (?, ?, ?) "
@@ -711,7 +728,6 @@ def _add(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     db.executemany("INSERT OR IGNORE INTO hits VALUES (?, ?, ?)", [(number, key, n) for key in entry.keys])
     if turn.parent is not None:
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent)))
-    db.execute("UPDATE sessions SET sampled = sampled + ? WHERE id = ?", (turn.completion_tokens, number))
 
 
 def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident], now: float) -> None:

@@ -22,7 +22,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 `group` `metadata` `tags`                    labels, each as a `LabelChanges` with that member
 `rewards` `R<n>`                             how many rewards were set; the newest ones, numbered from 1
 `turns` `incidents`                          how many there are; they are numbered from 1, in the order recorded
-`begun` `sampled`                            number of calls that began; number of tokens sampled in its turns
+`begun` `sampled` `call_ms`                  number of calls that began; tokens sampled in its turns; milliseconds of its calls
 `open`                                       the open calls, concatenated
 `noted`                                      ids of the last additions of incidents, so that a repeated addition has no effect
 `#<turn id>`                                 the turn's number

@@ -18,7 +18,7 @@ from typing import Any
 from redis import exceptions
 
 from tokencache.background import repeat
-from tokencache.store.base import StoreError
+from tokencache.store.base import StoreError, StoreUsage
 from tokencache.store.clock import TOLERANCE, ClockWatch, monotonic
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.connections import Backend, Run
@@ -48,12 +48,14 @@ class CapacityWatch:
 
     Attributes:
         full: why new sessions are refused; empty if they are accepted.
+        usage: how full the database was when it was checked last. Sessions count once there are as many keys as allowed sessions.
     """
 
     def __init__(
         self, client: RetryingClient, backend: Backend, pattern: bytes, *, max_sessions: int, max_bytes: int, may_evict: bool
     ) -> None:
         self.full = ""
+        self.usage = StoreUsage(0, None)
         self._client, self._backend, self._pattern = client, backend, pattern
         self._max_sessions, self._max_bytes, self._may_evict = max_sessions, max_bytes, may_evict
         self._sessions, self._count_at = 0, 0.0
@@ -91,6 +93,7 @@ class CapacityWatch:
         if evicting:
             self._warn(f"SESSIONS MAY BE LOST: {evicting}. {_ADVICE}")
         self.full = next(filter(None, map(self._over, memory)), "")
+        self.usage = self._usage(memory)
         if self._max_sessions and not self.full:
             await self._count(primaries)
             if self._sessions >= self._max_sessions:
@@ -118,12 +121,21 @@ class CapacityWatch:
         )
         return {}
 
-    def _over(self, memory: dict[str, Any]) -> str:
-        limit = _figure(memory, "maxmemory")
-        allowed = self._max_bytes or int(limit * _SAFE)
+    def _usage(self, memory: list[dict[str, Any]]) -> StoreUsage:
+        each = [StoreUsage.of(*self._bytes(one), self._sessions, self._max_sessions) for one in memory]
+        shares = [one.share for one in each if one.share is not None]
+        return StoreUsage(sum(one.used for one in each), max(shares, default=None))
+
+    def _bytes(self, memory: dict[str, Any]) -> tuple[int, int]:
+        """Return how many bytes a server uses, and how many it may use; 0 if there is no limit."""
         used = _figure(memory, "used_memory") - _figure(memory, "mem_not_counted_for_evict")
+        return used, self._max_bytes or int(_figure(memory, "maxmemory") * _SAFE)
+
+    def _over(self, memory: dict[str, Any]) -> str:
+        used, allowed = self._bytes(memory)
         if not allowed or used < allowed:
             return ""
+        limit = _figure(memory, "maxmemory")
         rule = f"--max-store-bytes is {allowed}" if self._max_bytes else f"the limit is nine tenths of its maxmemory, {limit}"
         return f"Redis uses {used} bytes, and {rule}"
 

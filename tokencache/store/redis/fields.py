@@ -160,7 +160,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     """Decode the reply of the script SESSION; `None` if there is no session."""
     if not reply:
         return None
-    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn, outcome = reply[:17]
+    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn, outcome, call_ms = reply[:18]
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
@@ -172,7 +172,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         sealed=sealed is not None,
         turns=int(turns or 0),
         open_calls=unpack_calls(calls or b""),
-        incidents=tuple(unpack(incident, Incident) for incident in reply[17:]),
+        incidents=tuple(unpack(incident, Incident) for incident in reply[18:]),
         epoch=epoch.decode(),
         finished=None if finished is None else float(finished),
         settings=settings,
@@ -180,6 +180,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         reward=unpack(reward, Reward) if reward else None,
         rewards=int(rewards or 0),
         sampled=int(sampled or 0),
+        call_ms=int(call_ms or 0),
         harness=settings.harness or (latest.harness if latest else ""),
         model=latest.model if latest else "",
         latest=latest,

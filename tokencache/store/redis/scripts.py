@@ -205,13 +205,14 @@ COMMIT = (
     + INCIDENTS
     + """
 -- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, name of the addition if there are no entries, number of
--- sampled tokens, number of turns to which the entries refer, the fields of these turns, number of entries,
+-- sampled tokens, milliseconds that the call took, number of turns to which the entries refer, the fields of these turns, number of
+-- entries,
 -- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
 -- number of documents, per document (field, data), incidents
 -- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
 if epoch ~= ARGV[2] then return 0 end
-local open, at = redis.call('HGET', session, 'open') or '', 8 + tonumber(ARGV[7])
-for n = 8, at - 1 do
+local open, at = redis.call('HGET', session, 'open') or '', 9 + tonumber(ARGV[8])
+for n = 9, at - 1 do
   if not redis.call('HGET', session, ARGV[n]) then return 2 end
 end
 local entries = tonumber(ARGV[at])
@@ -243,6 +244,7 @@ for _ = 1, tonumber(ARGV[at]) do
 end
 redis.call('HSET', session, 'used', now(), 'open', without(open, ARGV[3]))
 if ARGV[6] ~= '0' then redis.call('HINCRBY', session, 'sampled', ARGV[6]) end
+if ARGV[7] ~= '0' then redis.call('HINCRBY', session, 'call_ms', ARGV[7]) end
 if entries == 0 and #ARGV > at then note(ARGV[5]) end
 add_incidents(at + 1)
 redis.call('PEXPIRE', session, ARGV[1])
@@ -479,13 +481,14 @@ SESSION = (
     SESSION_KEY
     + READ_ALL
     + """
--- Returns the fields, the newest reward, the newest turn's record, the outcome, and the incidents.
+-- Returns the fields, the newest reward, the newest turn's record, the outcome, the milliseconds of calls, and the incidents.
 if not epoch then return {} end
 local state = redis.call('HMGET', session, 'life', 'created', 'used', 'sealed', 'finished', 'turns', 'open', 'settings', 'group',
   'metadata', 'tags', 'rewards', 'sampled', 'incidents')
 state[15] = state[12] and redis.call('HGET', session, 'R' .. state[12])
 state[16] = state[6] and redis.call('HGET', session, 'H' .. state[6])
 state[17] = redis.call('HGET', session, 'outcome')
+state[18] = redis.call('HGET', session, 'call_ms')
 return read_all(state, 'I', tonumber(state[14] or 0))
 """
 )

@@ -45,9 +45,10 @@ from tokencache.store.base import (
     SettingsConflictError,
     StoreError,
     StoreFullError,
+    StoreUsage,
     TurnLostError,
 )
-from tokencache.store.encoding import pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
+from tokencache.store.encoding import milliseconds_of, pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.answers import check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
@@ -143,12 +144,8 @@ class RedisStore:
         self._offers = 0
         self._ttl = max(1, int(ttl_seconds * 1000))
         self._tombstone = max(1, int(tombstone_seconds * 1000))
-        passwords: Sequence[str] = ()
-        self._backend: Backend
-        if client is None:
-            self._backend, passwords = connect(url, timeout_seconds)
-        else:
-            self._backend = SingleServer(client)
+        connected: tuple[Backend, Sequence[str]] = connect(url, timeout_seconds) if client is None else (SingleServer(client), ())
+        self._backend, passwords = connected
         self._client = RetryingClient(self._backend, timeout_seconds, ("GET", self._keys.schema), passwords)
         self._capacity = CapacityWatch(
             self._client, self._backend, self._keys.pattern, max_sessions=max_sessions, max_bytes=max_bytes, may_evict=may_evict
@@ -170,6 +167,9 @@ class RedisStore:
                 f"redis: the stored form is {held.decode(errors='replace')[:20]!r}, but this version of tokencache reads form {SCHEMA}. "
                 "Run the version that wrote it, or use another database (docs/store.md)"
             )
+
+    async def usage(self) -> StoreUsage:
+        return self._capacity.usage
 
     async def secret(self, known: bytes = b"") -> bytes:
         made = known or secrets.token_bytes(32)
@@ -276,13 +276,13 @@ class RedisStore:
         documents: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
-        sampled = sum(entry.turn.completion_tokens for entry in entries)
+        figures = sum(entry.turn.completion_tokens for entry in entries), milliseconds_of(entries)
         needed = fields.turns_referred_to(entries)
         packed = [len(needed), *needed, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
-        await self._end("commit", session, epoch, call, [sampled, *packed, *map(pack, incidents)])
+        await self._end("commit", session, epoch, call, [*figures, *packed, *map(pack, incidents)])
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        await self._end("settle", session, epoch, call, [0, 0, 0, 0, *map(pack, incidents)])
+        await self._end("settle", session, epoch, call, [0, 0, 0, 0, 0, *map(pack, incidents)])
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]

@@ -1,14 +1,15 @@
-// The page of a group: its sessions with rewards and lengths, and where their tokens part.
+// The page of a group: its sessions with rewards, advantages and failures, their last answers, and where their tokens part.
 
 import { get } from "./api.js";
 import { crumbs } from "./crumbs.js";
 import { copier, h, note } from "./dom.js";
 import { count, many, readable, reward, visible } from "./format.js";
 import { poll, walkRows } from "./poll.js";
-import { states } from "./sessions.js";
+import { failure, states } from "./sessions.js";
 
 export class GroupPage {
   shown = "";
+  forks = false; // whether the forks are unfolded
 
   constructor(root, target, signal) {
     Object.assign(this, { root, signal, name: target.session });
@@ -37,17 +38,19 @@ export class GroupPage {
     const rewards = members.map((one) => one.reward).filter((value) => value !== null);
     const lengths = members.map((one) => one.length);
     this.root.replaceChildren(
-      h("div", { class: "bar" }, h("h1", {}, readable(this.name)), copier(this.name, "the group's name"), h("span", { class: "muted" }, many(found.found, "session"))),
+      h("div", { class: "bar" }, h("h1", {}, readable(this.name)), copier(this.name, "the group's name"), h("span", { class: "muted" }, many(found.found, "session"), found.waits ? `: ${readable(found.waits.replace(`group ${this.name}: `, ""))}` : "")),
       h("dl", { class: "tiles" },
         tile("reward", ...spread(rewards), `${count(rewards.length)} of ${many(members.length, "session")} rewarded`),
         tile("trainable tokens", ...spread(members.map((one) => one.trainable))),
         tile("length, in tokens", ...spread(lengths)),
         tile("turns", ...spread(members.map((one) => one.turns))),
         tile("shared at the beginning", count(found.shared), found.parting ? "tokens" : "tokens: the sequences are equal")),
-      members.length ? table(members) : note("No session of this group has turns yet."),
+      members.length || found.not_compared.length ? table(members, found.not_compared) : "",
       found.not_compared.length ? note(`Not compared: ${many(found.found - members.length, "session")} without turns, with damaged records, or beyond the 64 that were used last: ${found.not_compared.map((one) => readable(one.session)).join(", ")}.`) : "",
-      h("h2", { class: "part" }, "Where they part"),
-      found.parting ? parting(found.parting, new Map(members.map((one) => [one.session, one]))) : note(members.length > 1 ? "Nowhere: the compared sequences are equal." : "There is only one session."),
+      members.length ? answers(members) : "",
+      h("details", { class: "forks", open: this.forks, ontoggle: (event) => (this.forks = event.target.open) },
+        h("summary", {}, h("h2", { class: "part" }, "Where their tokens part")),
+        found.parting ? parting(found.parting, new Map(members.map((one) => [one.session, one]))) : note(members.length > 1 ? "Nowhere: the compared sequences are equal." : "There is only one session.")),
     );
   }
 
@@ -66,9 +69,24 @@ function spread(values) {
   return [reward(mean), `± ${reward(deviation)}, from ${reward(Math.min(...values))} to ${reward(Math.max(...values))}`];
 }
 
-function table(members) {
+/** An advantage, with its sign; empty if there is none. */
+const signed = (value) => (value === null ? null : `${value > 0 ? "+" : ""}${reward(value).replace("-", "−")}`);
+
+/** The last answers side by side, in the order of the table. */
+function answers(members) {
+  return h("section", { "aria-label": "Last answers" },
+    h("h2", { class: "part" }, "Last answers"),
+    h("div", { class: "answers" }, members.map((one) =>
+      h("article", { data: { session: one.session } },
+        h("header", {}, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), failure(one) ?? h("b", {}, reward(one.reward)),
+          one.advantage === null ? null : h("span", { class: "n", title: "its advantage over the valid sessions with a reward: (reward − mean) / deviation" }, signed(one.advantage))),
+        failure(one) && one.outcome_detail ? h("p", { class: "hole" }, readable(one.outcome_detail)) : null,
+        one.answer ? h("pre", { tabindex: "0" }, readable(one.answer)) : one.thought ? h("pre", { class: "muted", tabindex: "0", title: "only reasoning" }, readable(one.thought)) : note("an empty reply")))));
+}
+
+function table(members, others) {
   const now = Date.now() / 1000;
-  const heads = ["session", "state", "#reward", "", "#turns", "#trainable", "#length"];
+  const heads = ["session", "state", "#reward", "", "#advantage", "#turns", "#trainable", "#length"];
   const low = Math.min(0, ...members.map((one) => one.reward ?? 0));
   const high = Math.max(0, ...members.map((one) => one.reward ?? 0));
   const longest = Math.max(...members.map((one) => one.length), 1);
@@ -80,10 +98,16 @@ function table(members) {
         h("td", {}, states(one, now)),
         h("td", { class: "num", data: { label: "reward" } }, reward(one.reward)),
         h("td", { class: "bar-cell" }, one.reward === null || high === low ? null : bar((Math.min(one.reward, 0) - low) / (high - low), Math.abs(one.reward) / (high - low))),
+        h("td", { class: "num", data: { label: "advantage" } }, signed(one.advantage)),
         h("td", { class: "num", data: { label: "turns" } }, count(one.turns)),
         h("td", { class: "num", data: { label: "trainable" } }, count(one.trainable)),
         h("td", { class: "num", data: { label: "length" } },
-          h("a", { href: `#/session/${encodeURIComponent(one.session)}/sequence/${encodeURIComponent(one.sequence)}` }, count(one.length)), bar(0, one.length / longest))))));
+          h("a", { href: `#/session/${encodeURIComponent(one.session)}/sequence/${encodeURIComponent(one.sequence)}` }, count(one.length)), bar(0, one.length / longest)))), others.map((one) =>
+      h("tr", { class: "dim", data: { session: one.session } },
+        h("td", { class: "name" }, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), copier(one.session)),
+        h("td", {}, states(one, now)),
+        h("td", { class: "num", data: { label: "reward" } }, reward(one.reward)),
+        h("td", { class: "detail", colspan: 5 }, one.outcome === "ok" ? null : readable(one.outcome_detail))))));
 }
 
 function bar(from, part) {

@@ -1,6 +1,9 @@
 // Selects the page by the part of the address after `#`, and handles what all pages share: theme and keys.
 //
 //   #/                                     all sessions; ?filter=…&state=…&sort=…
+//   #/runs                                 all runs
+//   #/run/ID                               the figures of a run; ?passing=0.5&failed=true&offset=100; without ID: of all sessions
+//   #/tag/NAME                             the same for all sessions with a tag
 //   #/group/NAME                           the sessions of a group, compared
 //   #/session/NAME                         one session; ?tab=sequences|incidents|forgiven
 //   #/session/NAME/turn/ID                 the same, with a turn open next to it
@@ -8,6 +11,8 @@
 
 import { h, note } from "./dom.js";
 import { GroupPage } from "./group.js";
+import { RunPage } from "./run.js";
+import { RunsPage } from "./runs.js";
 import { SequencePage } from "./sequence.js";
 import { SessionPage } from "./session.js";
 import { SessionsPage } from "./sessions.js";
@@ -19,7 +24,7 @@ const KEYS = [
   ["j k or ↓ ↑", "next, previous row; in a sequence j, k: next, previous message"],
   ["Enter", "open"],
   ["u", "up: from a sequence to its session, from a session to the list"],
-  ["← →", "in a sequence: previous, next token"],
+  ["← →", "in a sequence: previous, next token; in a run: previous, next rollout"],
   ["Home End", "in a sequence: first, last token"],
   ["[ ]", "in a sequence: previous, next turn"],
   ["n p", "in a sequence: next, previous place where a plain rendering differs"],
@@ -45,8 +50,9 @@ function where() {
 function route() {
   const { parts, query } = where();
   const [kind, session, what, id] = parts;
-  const target = { session, what, id, query };
-  const wanted = kind === "group" ? GroupPage : kind !== "session" ? SessionsPage : what === "sequence" ? SequencePage : SessionPage;
+  const target = { kind, session, what, id, query };
+  const pages = { group: GroupPage, runs: RunsPage, run: RunPage, tag: RunPage, session: what === "sequence" ? SequencePage : SessionPage };
+  const wanted = Object.hasOwn(pages, kind) ? pages[kind] : SessionsPage;
   if (page instanceof wanted && page.stays(target)) {
     page.go(target);
     return;

@@ -1,9 +1,10 @@
 // The list of sessions, in pages of 100 rows, refreshed every two seconds. The filter, the state and the order are in the address.
 
-import { get } from "./api.js";
-import { crumbs } from "./crumbs.js";
+import { ApiError, get } from "./api.js";
+import { lists } from "./crumbs.js";
 import { badge, copier, h, note } from "./dom.js";
 import { ago, count, many, moment, readable, reward, span } from "./format.js";
+import { FILTERS } from "./meanings.js";
 import { poll, walkRows } from "./poll.js";
 
 const ROWS = 100;
@@ -19,7 +20,6 @@ const STATES = {
   failed: "failed",
   incidents: "with incidents",
 };
-const TERMS = ["group", "tag", "harness", "model"];
 // by the name of its order: label, and whether the largest value comes first at first
 const COLUMNS = {
   session: ["session", false],
@@ -35,11 +35,15 @@ const COLUMNS = {
 };
 const NUMBERS = new Set(["reward", "turns", "tokens"]);
 
-/** Split what was typed into terms such as `group:math-17` or `tag:"two words"`, and the rest, which is a part of the name. */
+/**
+ * Split what was typed into terms such as `group:math-17` or `tag:"two words"`, and the rest, which is a part of the name. A name that looks
+ * like a term is written in quotes. Throws an error that names an unknown term.
+ */
 export function parse(typed) {
   const asked = {};
-  const rest = typed.replace(/(\w+):(?:"([^"]*)"|(\S+))/g, (whole, name, quoted, plain) => {
-    if (!TERMS.includes(name)) return whole;
+  const rest = typed.replace(/(\w+):(?:"([^"]*)"|(\S+))|"([^"]*)"/g, (_, name, quoted, plain, part) => {
+    if (part !== undefined) return part;
+    if (!FILTERS.includes(name)) throw new Error(`There is no filter ${name}. The filters are ${FILTERS.join(", ")}. Write a name that has a colon in quotes.`);
     asked[name] = quoted ?? plain;
     return "";
   });
@@ -54,11 +58,13 @@ export class SessionsPage {
 
   constructor(root, target, signal) {
     this.signal = signal;
-    crumbs();
+    lists("sessions");
     this.filter = h("input", {
-      type: "search", id: "filter", placeholder: "name, group:…, tag:…, harness:…   /", "aria-label": "Filter sessions by name, group:, tag:, harness: or model:",
+      type: "search", id: "filter", placeholder: "name, group:…, outcome:…, reward:>0   /", "aria-label": `Filter sessions by name, or by ${FILTERS.map((one) => `${one}:`).join(" ")}`,
+      title: `${FILTERS.map((one) => `${one}:`).join(" ")}\nNumbers: reward:1, turns:>3, tokens:100..200, reward:none`, "aria-describedby": "wrong",
       spellcheck: "false", oninput: () => this.again(),
     });
+    this.wrong = h("p", { class: "error", id: "wrong", role: "alert" });
     this.states = h("div", { class: "choices", role: "group", "aria-label": "Which sessions" });
     this.heads = h("tr");
     this.order = h("select", { "aria-label": "Order", class: "order", onchange: () => this.sortBy(this.order.value) },
@@ -68,6 +74,7 @@ export class SessionsPage {
     this.total = h("span", { class: "muted" });
     root.append(
       h("div", { class: "bar" }, h("h1", {}, "Sessions"), this.total, h("span", { class: "grow" }), this.filter, this.order),
+      this.wrong,
       h("div", { class: "bar" }, this.states),
       h("table", { class: "list sessions" }, h("thead", {}, this.heads), this.body),
       this.pager,
@@ -133,11 +140,20 @@ export class SessionsPage {
   }
 
   async refresh() {
-    const asked = { ...parse(this.filter.value), state: this.state, sort: this.sort, offset: this.offset, limit: ROWS };
-    const now = JSON.stringify(asked);
+    const now = JSON.stringify([this.filter.value, this.state, this.sort, this.offset]);
     this.asked = now;
-    const found = await get("summaries", asked, this.signal);
-    if (this.asked === now) this.show(found); // otherwise something was chosen meanwhile
+    let found, wrong = "";
+    try {
+      found = await get("summaries", { ...parse(this.filter.value), state: this.state, sort: this.sort, offset: this.offset, limit: ROWS }, this.signal);
+    } catch (why) {
+      if (why instanceof ApiError && why.status !== 400) throw why;
+      if (why.name === "AbortError") throw why;
+      wrong = why.message;
+    }
+    if (this.asked !== now) return; // something was chosen meanwhile
+    this.wrong.textContent = wrong;
+    this.filter.setAttribute("aria-invalid", String(Boolean(wrong)));
+    if (found) this.show(found);
   }
 
   show(found) {

@@ -42,10 +42,10 @@ export const incidentText = (kind) => INCIDENTS[kind] ?? "";
 export const COLORS = {
   chosen: "what can be clicked, and what is chosen",
   context: "context: what the harness sent, and all that is as usual",
-  trained: "sampled by the policy here, and trained",
+  trained: "sampled by the policy here, and trained; in a run: valid rollouts, filled if they passed",
   branch: "branch: a second continuation of a turn, and the replies that it shares with the first",
   resplice: "resplice: an edited context, and the replies that keep their exact tokens in it",
   differs: "differs from what was served, from a plain rendering, or from the other sessions of the group",
   notice: "not as usual, but nothing is missing: plain, incidents, marks, sampled without log probabilities; with heat, improbable tokens",
-  missing: "data is missing, or would be lost",
+  missing: "data is missing, or would be lost; failed rollouts",
 };
