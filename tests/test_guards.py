@@ -13,6 +13,8 @@ import tokencache
 import tokencache_vllm
 from bench import entries
 from bench.call_path import measured
+from tests.support.material import needs
+from tests.support.redis_server import find_binary
 from tests.support.syntax import parse
 from tokencache.core.finish import FinishReason, ending
 from tokencache.core.turn import Turn
@@ -43,11 +45,12 @@ async def test_the_path_of_a_call_gets_no_longer(stream, limits):
     assert {name: figure for name, figure in least.items() if figure > limits[name]} == {}
 
 
-ENTRIES = {"memory, 1 KB": 1161, "stream, 1 KB": 1695, "first call, 200 messages": 2850}
+ENTRIES = {"memory, 1 KB": 1161, "stream, 1 KB": 1695, "first call, 200 messages": 2850, "Redis, 1 KB": 1296}
+WITH_REDIS = [pytest.mark.redis, needs("redis-server", find_binary())]
 SLACK = 1.02  # chunks may arrive in other parts, and other patch releases of Python call a function more or less
 
 
-@pytest.mark.parametrize("case", ENTRIES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=WITH_REDIS if "Redis" in case else []) for case in ENTRIES])
 def test_a_call_enters_no_more_functions(case):
     least = entries.measured(entries.CASES[case], runs=1).python.total()
     for _ in range(10):  # work in the background may add to a figure

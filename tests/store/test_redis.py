@@ -24,6 +24,7 @@ from tokencache.store.base import (
 )
 from tokencache.store.encoding import pack
 from tokencache.store.redis import RedisStore
+from tokencache.store.redis.shared import Pipelined
 from tokencache.store.redis.store import HASHES
 
 pytestmark = pytest.mark.redis
@@ -48,7 +49,14 @@ def sent(monkeypatch):
             counted.append(whole)
         return await send(self, command, *args, **kwargs)
 
+    write = Pipelined._write
+
+    def counting_shared(self):
+        counted.append(b"".join(self._unsent))
+        write(self)
+
     monkeypatch.setattr(AbstractConnection, "send_packed_command", counting)
+    monkeypatch.setattr(Pipelined, "_write", counting_shared)
     return counted
 
 
@@ -229,8 +237,8 @@ def loses_replies(store, monkeypatch):
     send = store._send
     lost = set()
 
-    async def losing(script, *args):
-        reply = await send(script, *args)
+    async def losing(script, *args, **how):
+        reply = await send(script, *args, **how)
         if script not in lost:
             lost.add(script)
             raise exceptions.ConnectionError("Connection closed by server.")
@@ -427,19 +435,22 @@ async def test_a_full_server_refuses_whole_commits(store, redis):
 async def test_a_server_that_is_a_replica_for_a_moment_has_no_effect(store, redis, redis_server, monkeypatch):
     """As in a failover: refused operations are retried, and succeed when there is a primary."""
     begun = await store.begin("s", "k", [])
-    refused, run = asyncio.Event(), store._backend.run
-    seen = []
+    refused, seen = asyncio.Event(), []
 
-    async def watching(*command):
-        try:
-            return await run(*command)
-        except exceptions.ResponseError as why:
-            seen.append(str(why))
-            if len(seen) >= 3:
-                refused.set()
-            raise
+    def watched(run):
+        async def watching(*command):
+            try:
+                return await run(*command)
+            except exceptions.ResponseError as why:
+                seen.append(str(why))
+                if len(seen) >= 3:
+                    refused.set()
+                raise
 
-    monkeypatch.setattr(store._backend, "run", watching)
+        return watching
+
+    for name in ("run", "run_shared"):
+        monkeypatch.setattr(store._backend, name, watched(getattr(store._backend, name)))
     await redis.execute_command("REPLICAOF", "127.0.0.1", str(redis_server.port))
     calls = (store.begin("s", "k2", []), store.commit("s", begun.epoch, "k", [build("a").entry]), store.ping())
     waiting = asyncio.gather(*calls)

@@ -37,7 +37,7 @@ async def begun(store, redis, monkeypatch):
     """A call of which the server knows nothing any more at the second attempt to end it."""
     await record(store, "s", build("root"))
     begun = await store.begin("s", "k", [])
-    run, sent = store._backend.run, []
+    run, sent = store._backend.run_shared, []
 
     async def died(*command):
         sent.append(command)
@@ -46,7 +46,7 @@ async def begun(store, redis, monkeypatch):
             raise exceptions.ConnectionError("the primary died before it replied, and its replica did not have the call")
         return await run(*command)
 
-    monkeypatch.setattr(store._backend, "run", died)
+    monkeypatch.setattr(store._backend, "run_shared", died)
     return begun
 
 
@@ -69,7 +69,7 @@ async def test_incidents_of_a_call_without_turns_are_written_to_a_server_without
 async def test_incidents_of_a_call_without_turns_are_written_once(store, monkeypatch):
     """Only the reply to the first attempt is lost, though many others end calls meanwhile."""
     begun = [await store.begin("s", f"k{n}", []) for n in range(20)]
-    run, sent = store._backend.run, []
+    run, sent = store._backend.run_shared, []
 
     async def lost(*command):
         answer = await run(*command)
@@ -81,7 +81,7 @@ async def test_incidents_of_a_call_without_turns_are_written_once(store, monkeyp
             raise exceptions.ConnectionError("the reply is lost")
         return answer
 
-    monkeypatch.setattr(store._backend, "run", lost)
+    monkeypatch.setattr(store._backend, "run_shared", lost)
     await store.settle("s", begun[0].epoch, "k0", [Incident("x")])
     info = await store.session("s")
     assert [incident.kind for incident in info.incidents] == ["x", *["other"] * 15]

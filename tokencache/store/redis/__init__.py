@@ -2,7 +2,7 @@
 
 =============  =====================================================================================================
 `url`          reads the store's URL: a server, Sentinels or a cluster
-`connections`  connects to it
+`connections`  connects to it; `shared` is the connection that all calls share
 `retries`      sends operations within a time limit, and retries where that is safe; `timeouts` limits the time
 `answers`      checks the form of each answer
 `capacity`     decides whether new sessions may begin

@@ -42,7 +42,7 @@ def _are_hits(answer: Any) -> bool:
 
 
 def _is_begun(answer: Any) -> bool:
-    if not _is_list(answer, item=lambda _: True):
+    if not isinstance(answer, list):
         return False
     head = len(answer) >= _BEGUN and (*map(type, answer[:_BEGUN]),) == (bytes, int, int, bytes, bytes)
     return (head and _are_hits(answer[_BEGUN:])) or (len(answer) == 1 and _is_string(answer[0]))

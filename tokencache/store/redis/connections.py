@@ -13,6 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
 
+from tokencache.store.redis.shared import ConnectFailedError, SharedConnection
 from tokencache.store.redis.url import FORMS, Address, read_url
 
 MAX_CONNECTIONS = 64
@@ -21,14 +22,16 @@ Run = Callable[..., Awaitable[Any]]
 """Sends one command and returns its reply."""
 
 
-class ConnectFailedError(exceptions.ConnectionError):
-    """No connection could be made, so nothing was sent."""
-
-
 class Backend(Protocol):
-    """Connections to the database."""
+    """Connections to the database.
+
+    Attributes:
+        run: sends a command over a connection of its own.
+        run_shared: sends a command together with others, for commands that are frequent, short, and may be done twice.
+    """
 
     run: Run
+    run_shared: Run
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands together, in one round trip to each server. Returns their replies; raises the first error."""
@@ -37,7 +40,7 @@ class Backend(Protocol):
         """Return all servers that hold sessions, each as a function that sends a command to it, always in the same order."""
 
     async def reset(self) -> None:
-        """Drop idle connections: the server may be gone, or no longer be the primary."""
+        """Drop idle connections and the shared one: the server may be gone, or no longer be the primary."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -46,9 +49,11 @@ class Backend(Protocol):
 class SingleServer:
     """One server at a time, at a fixed address or the one that Sentinels name."""
 
-    def __init__(self, client: Redis, sentinels: Sequence[Redis] = ()) -> None:
+    def __init__(self, client: Redis, shared: SharedConnection | None = None, sentinels: Sequence[Redis] = ()) -> None:
         self.run: Run = client.execute_command
+        self.run_shared: Run = self.run if shared is None else shared.run
         self._client = client
+        self._shared = shared
         self._sentinels = sentinels
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
@@ -64,10 +69,13 @@ class SingleServer:
 
     async def reset(self) -> None:
         """See `Backend.reset`."""
+        if self._shared is not None:
+            await self._shared.reset()
         await self._client.connection_pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:
         """See `Backend.close`."""
+        await self.reset()
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
         for sentinel in self._sentinels:
@@ -79,6 +87,7 @@ class Cluster:
 
     def __init__(self, client: RedisCluster) -> None:
         self.run: Run = client.execute_command
+        self.run_shared: Run = self.run
         self._client = client
 
     async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
@@ -154,7 +163,7 @@ def connect(url: str, timeout_seconds: float) -> tuple[Backend, tuple[str, ...]]
 
 def _server(address: Address, _timeout: float) -> Backend:
     kind = _SocketConnection if "path" in address.options else _TlsConnection if address.tls else _Connection
-    return SingleServer(_client(kind, address.options))
+    return _single(kind, address.options)
 
 
 def _sentinels(address: Address, timeout: float) -> Backend:
@@ -162,7 +171,7 @@ def _sentinels(address: Address, timeout: float) -> Backend:
     options = address.sentinel | {"ssl": address.tls, "socket_timeout": each, "socket_connect_timeout": each, "protocol": 2}
     sentinel = Sentinel(address.hosts, sentinel_kwargs=options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
     kind = _TlsPrimaryConnection if address.tls else _PrimaryConnection
-    return SingleServer(_client(kind, address.options | {"sentinel": sentinel, "service": address.service}), sentinel.sentinels)
+    return _single(kind, address.options | {"sentinel": sentinel, "service": address.service}, sentinel.sentinels)
 
 
 def _cluster(address: Address, timeout: float) -> Backend:
@@ -179,9 +188,9 @@ def _cluster(address: Address, timeout: float) -> Backend:
     )
 
 
-def _client(kind: type[Connection], options: dict[str, Any]) -> Redis:
+def _single(kind: type[Connection], options: dict[str, Any], sentinels: Sequence[Redis] = ()) -> SingleServer:
     own = {"retry": Retry(NoBackoff(), 0), "socket_timeout": None, "socket_connect_timeout": None, "socket_keepalive": True, "protocol": 2}
     kind(**options | own)  # raises for unknown options now, not at the first operation
     # No timeouts here: `retries` limits the time of each operation, including the time to get a connection from this pool.
     pool = BlockingConnectionPool(connection_class=kind, max_connections=MAX_CONNECTIONS, timeout=None, **options | own)
-    return Redis(connection_pool=pool)
+    return SingleServer(Redis(connection_pool=pool), SharedConnection(lambda: kind(**options | own)), sentinels)

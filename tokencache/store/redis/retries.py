@@ -14,7 +14,7 @@ not count, because it does not show that the server is slow.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
 from redis import exceptions
@@ -22,7 +22,8 @@ from redis import exceptions
 from tokencache.backoff import delays
 from tokencache.store.base import StoreError
 from tokencache.store.redis.answers import WrongAnswerError
-from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend, ConnectFailedError
+from tokencache.store.redis.connections import MAX_CONNECTIONS, Backend
+from tokencache.store.redis.shared import ConnectFailedError
 from tokencache.store.redis.timeouts import LoopTimeouts
 from tokencache.wakeup import end
 
@@ -91,9 +92,10 @@ class RetryingClient:
 
     async def _attempt(self, operation: str, send: Callable[[bool], Awaitable[T]], repeatable: bool) -> T:
         started, lost, why = time.monotonic(), False, ""
+        waits: Iterator[float] | None = None
         try:
             async with self._timeouts.limit(self.timeout) as limit:
-                for delay in delays(FIRST_DELAY, LONGEST_RETRY_DELAY):
+                while True:
                     try:
                         reply = await send(lost)
                     except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
@@ -107,8 +109,8 @@ class RetryingClient:
                     else:
                         self._last_reply = time.monotonic()
                         return reply
-                    await asyncio.sleep(delay)
-                raise AssertionError("delays never end")
+                    waits = waits or delays(FIRST_DELAY, LONGEST_RETRY_DELAY)
+                    await asyncio.sleep(next(waits))
         except TimeoutError:
             await self._backend.reset()
             probing = self._probe is not None and not self._probe.done()

@@ -173,8 +173,7 @@ class RedisStore:
 
     async def secret(self, known: bytes = b"") -> bytes:
         made = known or secrets.token_bytes(32)
-        held: bytes = await self._client.call("secret", lambda _: self._send(scripts.SET_ONCE, [self._keys.secret], made))
-        return held
+        return bytes(await self._script("secret", scripts.SET_ONCE, [self._keys.secret], made))
 
     async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
         args: list[Argument] = [
@@ -223,7 +222,7 @@ class RedisStore:
             settings,
             *pack_keys(keys),
         ]
-        reply = await self._script("begin", scripts.BEGIN, [self._keys.session(session)], *args)
+        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, shared=True))
         if isinstance(reply, int):
             raise {
                 scripts.SEALED: SessionSealedError(session),
@@ -379,8 +378,8 @@ class RedisStore:
                 return SealOutcome.CALLS_IN_FLIGHT if cut.startswith("1") else SealOutcome.UNFINISHED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:
-        packed = fields.pack_labels(changes)
-        return bool(await self._script("set_labels", scripts.SET_LABELS, [self._keys.session(session)], self._ttl, *packed))
+        keys, packed = [self._keys.session(session)], fields.pack_labels(changes)
+        return bool(await self._script("set_labels", scripts.SET_LABELS, keys, self._ttl, *packed))
 
     async def add_reward(self, session: str, reward: Reward) -> bool:
         keys, packed = [self._keys.session(session)], pack(reward)
@@ -529,7 +528,7 @@ class RedisStore:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
         tail: list[Argument] = [secrets.token_hex(4), *packed]
-        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail))
+        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, shared=True))
         if ended != 1:
             raise (TurnLostError if ended else SessionGoneError)(session)
 
@@ -542,9 +541,10 @@ class RedisStore:
     async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._send(script, keys, *args), repeatable=repeatable)
 
-    async def _send(self, script: str, keys: Sequence[bytes], *args: Argument) -> Any:
+    async def _send(self, script: str, keys: Sequence[bytes], *args: Argument, shared: bool = False) -> Any:
+        run = self._backend.run_shared if shared else self._backend.run
         try:
-            answer = await self._backend.run("EVALSHA", HASHES[script], len(keys), *keys, *args)
+            answer = await run("EVALSHA", HASHES[script], len(keys), *keys, *args)
         except exceptions.NoScriptError:
-            answer = await self._backend.run("EVAL", script, len(keys), *keys, *args)
+            answer = await run("EVAL", script, len(keys), *keys, *args)
         return check(script, answer)

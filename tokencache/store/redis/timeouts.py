@@ -7,8 +7,9 @@ round takes. While the loop is on time, a tick has its nominal length.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any
 
 TICK = 0.05
 """Nominal length of a tick, in seconds."""
@@ -22,21 +23,23 @@ class LoopTimeouts:
         self._due: dict[asyncio.Timeout, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @contextlib.asynccontextmanager
-    async def limit(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Limit the time of the context. Yields the timeout, which knows whether the time is over.
+    def limit(self, seconds: float) -> "_Limit":
+        """Limit the time of an `async with` context. It yields an `asyncio.Timeout`, which knows whether the time is over.
 
         Raises:
             TimeoutError: it took longer than `seconds`.
         """
-        async with asyncio.timeout(None) as timeout:
-            self._due[timeout] = self._now + seconds
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
-            try:
-                yield timeout
-            finally:
-                self._due.pop(timeout, None)
+        return _Limit(self, seconds)
+
+    def start(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        """Let a timeout expire after so many seconds."""
+        self._due[timeout] = self._now + seconds
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
+
+    def stop(self, timeout: asyncio.Timeout) -> None:
+        """Let it expire no more."""
+        self._due.pop(timeout, None)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -45,3 +48,21 @@ class LoopTimeouts:
             del self._due[timeout]
             timeout.reschedule(loop.time())
         self._timer = loop.call_later(TICK, self._tick) if self._due else None
+
+
+class _Limit:
+    """Starts a timeout with its context and stops it at its end. Both methods return the coroutine of `asyncio.Timeout`."""
+
+    def __init__(self, timeouts: LoopTimeouts, seconds: float) -> None:
+        self._timeouts, self._seconds = timeouts, seconds
+        self._timeout = asyncio.Timeout(None)
+
+    def __aenter__(self) -> Coroutine[Any, Any, asyncio.Timeout]:
+        self._timeouts.start(self._timeout, self._seconds)
+        return self._timeout.__aenter__()
+
+    def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Coroutine[Any, Any, bool | None]:
+        self._timeouts.stop(self._timeout)
+        return self._timeout.__aexit__(kind, error, trace)
