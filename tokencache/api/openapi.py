@@ -574,7 +574,7 @@ OPERATIONS = (
         "Say for each turn of a session what changed in its request, in the order in which the turns were recorded, and list its links.",
         _object(session=_TEXT, changes={"type": "array", "items": TurnChange}, links={"type": "array", "items": Link}),
         description="A request is compared with the history of the turn that it could have continued: that turn's request and its reply.",
-        errors={**_NO_SESSION, 409: "The records are torn (`torn_record`)."},
+        errors={**_NO_SESSION, HTTPStatus.CONFLICT: "The records are torn (`torn_record`)."},
     ),
     Operation(
         "getTurn",
