@@ -7,12 +7,14 @@ A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; the
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import typer
 
+import tokencache
 from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.openapi import OPERATIONS, document
@@ -25,6 +27,14 @@ from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = {
+    "grpo-loop": "examples/grpo_loop.py",
+    "guessing": "examples/integrations/guessing.py",
+    "trl-grpo": "examples/integrations/trl_grpo.py",
+    "skyrl-experiment": "examples/integrations/skyrl_experiment.py",
+    "guessing-verifiers": "examples/integrations/guessing_verifiers.py",
+}
+"""Programs that pages show, each by the name of its part: `example-NAME`."""
 COMMANDS = typer.main.get_command(app).commands
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -138,7 +148,20 @@ def metric_families() -> str:
     return table(rows[0], *sorted(rows[1:]))
 
 
+def glossary() -> str:
+    """The terms that the package defines, as a table with whole sentences."""
+    found = re.findall(r"^([a-z][a-z ]*?)  +(\S.*)$", tokencache.__doc__.partition("Packages, in the order")[0], re.MULTILINE)
+    return table(("term", "meaning"), *((term, f"{meaning[0].upper()}{meaning[1:]}.") for term, meaning in found))
+
+
+def example(path: str) -> str:
+    """A program, as its file is."""
+    return f"```python\n{(DOCS.parent / path).read_text()}```\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "glossary": glossary,
+    **{f"example-{name}": partial(example, path) for name, path in EXAMPLES.items()},
     "settings-basic": lambda: settings("Basic options"),
     "settings-advanced": lambda: settings("Advanced options"),
     "adapters": adapters,
