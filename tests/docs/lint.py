@@ -279,16 +279,6 @@ def uncounted_incidents(files: Files) -> Problems:
     return iter([(OPERATIONS, 1, "the incidents that are found on reading are not named: say which `tokencache_incidents_total` omits")])
 
 
-def decisions(files: Files) -> Problems:
-    """All decisions are listed, in order."""
-    name = "docs/decisions/README.md"
-    listed = [(line, match[1]) for line, match in found(r"^\| \[\d+\]\((.*?)\)", files[name])]
-    yield from compared(name, listed, [Path(page).name for page, _ in pages(files, "docs/decisions/0*")], "decision")
-    for (_, before), (line, after) in itertools.pairwise(listed):
-        if before >= after:
-            yield name, line, f"decision `{after}` comes after `{before}`: sort the list"
-
-
 def examples(files: Files) -> Problems:
     """Pages show examples as their files are, and an example is as short as it shall be."""
     for name, example in SHOWN.items():
@@ -328,7 +318,6 @@ CHECKS: tuple[Callable[[Files], Problems], ...] = (
     quoted_messages,
     names_of_kinds,
     uncounted_incidents,
-    decisions,
     examples,
     too_long,
 )
