@@ -19,7 +19,9 @@ import typer
 import tokencache
 from tokencache import metrics
 from tokencache.adapters.load import load_all
+from tokencache.adapters.schema import Adapter
 from tokencache.api.openapi import OPERATIONS, document
+from tokencache.batching import selection
 from tokencache.cli import app
 from tokencache.client import Client, Session, errors
 from tokencache.config import PREFIX
@@ -28,7 +30,7 @@ from tokencache.core.outcome import CAUSES, OutcomeKind
 from tokencache.core.reasons import Described, Reason
 from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
-from tokencache.trajectories.values import Figures, Incident, Link, Sequence, Trajectory, TurnSpan
+from tokencache.trajectories.values import DriftFigures, Figures, Incident, Link, Sequence, Trajectory, TurnSpan
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {
@@ -156,7 +158,7 @@ def attributes(*classes: type) -> str:
     """The members of values, as the docstrings of their classes explain them."""
     parts = []
     for cls in classes:
-        listed = textwrap.dedent((cls.__doc__ or "").partition("Attributes:\n")[2])
+        listed = textwrap.dedent((inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0])
         rows = re.findall(r"^(\w[\w, ]*): (.*(?:\n +.*)*)", listed, re.MULTILINE)
         meanings = ((re.sub(r"\s+", " ", text), names.split(", ")) for names, text in rows)
         rows = [
@@ -165,6 +167,24 @@ def attributes(*classes: type) -> str:
         ]
         parts.append(f"### {cls.__name__}\n\n{table(('member', 'meaning'), *rows)}")
     return "\n".join(parts)
+
+
+def members(cls: type) -> str:
+    """The members of one class, without its name."""
+    return attributes(cls).partition("\n\n")[2]
+
+
+def row_rules() -> str:
+    """The rules that choose the rows of a batch."""
+    rows = []
+    for name, rule in inspect.getmembers(selection, inspect.isfunction):
+        if rule.__module__ == selection.__name__ and not name.startswith("_") and rule is not selection.select:
+            taken = [param for param in inspect.signature(rule).parameters if param not in {"trajectory", "sequence"}]
+            shown = f"{name}({', '.join(taken)})" if taken else name
+            rows.append(
+                (f"`{shown}`", linked((inspect.getdoc(rule) or "").partition("\n\n")[0].replace("`docs/", "docs/").replace(".md`", ".md")))
+            )
+    return table(("rule", "what it does"), *rows)
 
 
 def _parameters(method: Any) -> Iterator[str]:
@@ -223,7 +243,9 @@ def example(path: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "glossary": glossary,
     "decisions": decisions,
-    "trajectory": lambda: attributes(Trajectory, Sequence, TurnSpan, Figures, Incident, Link),
+    "trajectory": lambda: attributes(Trajectory, Sequence, TurnSpan, Figures, DriftFigures, Incident, Link),
+    "adapter-fields": lambda: members(Adapter),
+    "row-rules": row_rules,
     "client-methods": lambda: methods(Client) + "\n" + methods(Session),
     "client-errors": client_errors,
     **{f"example-{name}": partial(example, path) for name, path in EXAMPLES.items()},

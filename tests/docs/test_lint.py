@@ -29,7 +29,7 @@ BROKEN = [
     (lint.generated_parts, "docs/metrics.md", ("<!-- generated: metrics -->", ""), "the part metrics is on no page"),
     (lint.registries, "docs/formats.md", ("\n| `", "\n| `missing` `"), "format `missing` does not exist"),
     (lint.registries, "docs/drivers.md", ("\n| `vllm` ", "\n| vllm "), "driver `vllm` is missing"),
-    (lint.adapters, "docs/adapters.md", ("`[mutations]`", "mutations"), "field `mutations` of an adapter is not explained"),
+    (lint.adapters, "docs/adapters.md", ("`mutations`", "mutations"), "field `mutations` of an adapter is not explained"),
     (lint.adapters, "docs/adapters.md", ("{session}", "SESSION"), "placeholder {session} is not explained"),
     (lint.commands, "README.md", ("", "    tokencache missing\n"), "tokencache has no command missing"),
     (lint.commands, "docs/concepts.md", ("", "    .venv/bin/tokencache serve \\\n        --missing\n"), "No such option: --missing"),
