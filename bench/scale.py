@@ -2,9 +2,9 @@
 
     python -m bench.scale bench/results.json [--write]
 
-prints the tables of docs/several-engines.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per minute; each call
-costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `busy`. The queueing
-simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
+prints the tables of docs/several-engines.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per
+minute; each call costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `busy`. The
+queueing simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
 """
 
 import argparse

@@ -4,27 +4,43 @@ A page marks such a part with `<!-- generated: NAME -->` and `<!-- end -->`; the
 `lint.py` finds a page that is not up to date.
 """
 
+import inspect
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
+import tokencache
 from tokencache import metrics
 from tokencache.adapters.load import load_all
+from tokencache.adapters.schema import Adapter
 from tokencache.api.openapi import OPERATIONS, document
+from tokencache.batching import selection
 from tokencache.cli import app
+from tokencache.client import Client, Session, errors
 from tokencache.config import PREFIX
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import CAUSES, OutcomeKind
 from tokencache.core.reasons import Described, Reason
 from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
+from tokencache.trajectories.values import DriftFigures, Figures, Incident, Link, Sequence, Trajectory, TurnSpan
 
 DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = {
+    "grpo-loop": "examples/grpo_loop.py",
+    "guessing": "examples/integrations/guessing.py",
+    "trl-grpo": "examples/integrations/trl_grpo.py",
+    "skyrl-experiment": "examples/integrations/skyrl_experiment.py",
+    "guessing-verifiers": "examples/integrations/guessing_verifiers.py",
+}
+"""Programs that pages show, each by the name of its part: `example-NAME`."""
 COMMANDS = typer.main.get_command(app).commands
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -138,7 +154,101 @@ def metric_families() -> str:
     return table(rows[0], *sorted(rows[1:]))
 
 
+def attributes(*classes: type) -> str:
+    """The members of values, as the docstrings of their classes explain them."""
+    parts = []
+    for cls in classes:
+        listed = textwrap.dedent((inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0])
+        rows = re.findall(r"^(\w[\w, ]*): (.*(?:\n +.*)*)", listed, re.MULTILINE)
+        meanings = ((re.sub(r"\s+", " ", text), names.split(", ")) for names, text in rows)
+        rows = [
+            (", ".join(f"`{name}`" for name in names), linked(meaning.replace("`docs/", "docs/").replace(".md`", ".md")))
+            for meaning, names in meanings
+        ]
+        parts.append(f"### {cls.__name__}\n\n{table(('member', 'meaning'), *rows)}")
+    return "\n".join(parts)
+
+
+def members(cls: type) -> str:
+    """The members of one class, without its name."""
+    return attributes(cls).partition("\n\n")[2]
+
+
+def row_rules() -> str:
+    """The rules that choose the rows of a batch."""
+    rows = []
+    for name, rule in inspect.getmembers(selection, inspect.isfunction):
+        if rule.__module__ == selection.__name__ and not name.startswith("_") and rule is not selection.select:
+            taken = [param for param in inspect.signature(rule).parameters if param not in {"trajectory", "sequence"}]
+            shown = f"{name}({', '.join(taken)})" if taken else name
+            rows.append(
+                (f"`{shown}`", linked((inspect.getdoc(rule) or "").partition("\n\n")[0].replace("`docs/", "docs/").replace(".md`", ".md")))
+            )
+    return table(("rule", "what it does"), *rows)
+
+
+def _parameters(method: Any) -> Iterator[str]:
+    """The parameters of a method of the client, with the options that it takes by name."""
+    for param in list(inspect.signature(method).parameters.values())[1:]:
+        if param.kind is param.VAR_KEYWORD:
+            yield from get_args(param.annotation)[0].__annotations__
+        else:
+            yield param.name if param.default is param.empty else f"{param.name}={param.default!r}"
+
+
+def methods(cls: type) -> str:
+    """The methods and properties of a class of the client, with the first paragraph of each docstring."""
+    rows = []
+    for name, method in inspect.getmembers(cls):
+        if not name.startswith("_") and (inspect.isroutine(method) or isinstance(method, property)):
+            what = (inspect.getdoc(method) or "").partition("\n\n")[0].replace("\n", " ")
+            shown = f"{name}({', '.join(_parameters(method))})" if inspect.isroutine(method) else name
+            rows.append((f"`{shown}`", linked(what)))
+    return table((cls.__name__, "what it does"), *rows)
+
+
+def client_errors() -> str:
+    """The exceptions of the client."""
+    found = sorted(vars(errors).values(), key=lambda error: getattr(error, "__name__", ""))
+    rows = [
+        (
+            f"`{error.__name__}`" + (f" ({error.status})" if getattr(error, "status", 0) else ""),
+            (inspect.getdoc(error) or "").partition("\n\n")[0],
+        )
+        for error in found
+        if inspect.isclass(error) and issubclass(error, errors.ClientError) and error.__module__ == errors.__name__
+    ]
+    return table(("error", "meaning"), *rows)
+
+
+def glossary() -> str:
+    """The terms that the package defines, as a table with whole sentences."""
+    found = re.findall(r"^([a-z][a-z ]*?)  +(\S.*)$", tokencache.__doc__.partition("Packages, in the order")[0], re.MULTILINE)
+    return table(("term", "meaning"), *((term, f"{meaning[0].upper()}{meaning[1:]}.") for term, meaning in found))
+
+
+def decisions() -> str:
+    """The decisions, by their titles."""
+    found = [
+        (page.name, page.read_text().partition("\n")[0].removeprefix("# ").partition(". ")) for page in (DOCS / "decisions").glob("0*.md")
+    ]
+    return table(("record", "decision"), *((f"[{number}]({name})", title) for name, (number, _, title) in sorted(found)))
+
+
+def example(path: str) -> str:
+    """A program, as its file is."""
+    return f"```python\n{(DOCS.parent / path).read_text()}```\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "glossary": glossary,
+    "decisions": decisions,
+    "trajectory": lambda: attributes(Trajectory, Sequence, TurnSpan, Figures, DriftFigures, Incident, Link),
+    "adapter-fields": lambda: members(Adapter),
+    "row-rules": row_rules,
+    "client-methods": lambda: methods(Client) + "\n" + methods(Session),
+    "client-errors": client_errors,
+    **{f"example-{name}": partial(example, path) for name, path in EXAMPLES.items()},
     "settings-basic": lambda: settings("Basic options"),
     "settings-advanced": lambda: settings("Advanced options"),
     "adapters": adapters,

@@ -79,9 +79,24 @@ class Mutations(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One harness; `docs/adapters.md` documents the fields.
+    """One harness (`docs/adapters.md`). The strings of `program`, `env`, `quiet` and of file contents are templates.
 
-    `name` is the name of the file. The strings of `program`, `env`, `quiet` and of file contents are templates.
+    Attributes:
+        name: the name of the file.
+        title: the name to show. Required.
+        dialects: its wire formats: `chat`, `messages`, `responses`, `gemini`. The adapter sets up the first. Required.
+        install: the command that installs it, shown if the program is missing. Required.
+        tested: the versions that were tested.
+        program: the command line, to which the user's arguments are appended; empty for a library.
+        user_agent: a regular expression for the User-Agent of requests that do not name their harness; leave it out unless it is specific.
+        code: lines for the user's program, if variables are not enough.
+        notes: how to run it without a terminal, and what to know. `unsupported`: what does not work, and why.
+        unset: variables of the user that would lead it to another server.
+        env: variables that lead it to the proxy: base URL, key, each role a model can have, its configuration directory.
+        quiet: variables that switch off telemetry, updates and tours.
+        files: files in its configuration directory: `path`, `format` (`json`, `toml`, `yaml`), `content` as data.
+        wire: where its own ids are, as `header:NAME` or `body:PATH`: `session`, `agent` (of a sub-agent), `notes`.
+        mutations: `rules` that it needs (if none, those of an unknown harness); `notes`: how it changes its history.
 
     Raises:
         ValueError: a field is wrong; the message begins with its name.

@@ -187,10 +187,10 @@ def max_lag(most: int, current: str, history: Iterable[Announced] = ()) -> Rule:
 
 
 def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
-    """Drop calls beside the rollout, such as one that makes a title.
+    """Drop calls beside the rollout, such as one that makes a title: they offer no tools, and no later call continues them.
 
-    A side call offers no tools, and no later call continues it, while another sequence of the session has tools or is continued. A call
-    whose answer returned in another call (`links`), such as the summary of a compaction, is no side call.
+    Another sequence of the session has tools or is continued. A call whose answer returned in another call (`links`), such as the summary
+    of a compaction, is no side call.
     """
     if not _is_single(sequence) or _returned(trajectory, sequence) or all(_is_single(other) for other in trajectory.sequences):
         return ""
@@ -198,9 +198,9 @@ def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
 
 
 def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
-    """Drop answers that the harness discarded.
+    """Drop answers that the harness discarded: branches that no later call continues.
 
-    Such a sequence branches off another one, no later call continues it, and its answer did not return in another call (`links`).
+    Such a sequence branches off another one, and its answer did not return in another call (`links`).
     """
     if sequence.start != "branch" or sequence.continued or _returned(trajectory, sequence):
         return ""
@@ -208,7 +208,7 @@ def no_discarded_retries(trajectory: Trajectory, sequence: Sequence) -> str:
 
 
 def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
-    """Keep only the rollout itself.
+    """Keep only the rollout itself: no sub-agents, side calls or retries.
 
     The main line begins at the root whose tree has the most turns. It continues with the sequence that took over after the last turn: one
     that took its context from there with edits (`resplice`, `plain`), or one that begins with a summary from there. The calls that wrote
