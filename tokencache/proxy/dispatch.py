@@ -192,7 +192,7 @@ class Dispatch:
                     metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
                     if answer.status not in NOT_NOW:
                         if refused is not None and refused_at:
-                            self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
+                            self._call.note(IncidentKind.REQUEST_MEMORY, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
                         return answer
                     refused = _Refusal(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
                 self._since = 0.0
