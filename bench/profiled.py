@@ -50,7 +50,6 @@ PACKAGES: Mapping[str, str] = {
     "tokencache/proxy/prefix_cache.py": SENDING,
     "tokencache/engine/reply.py": REPLY,
     "tokencache/engine/prompt_echo.py": REPLY,
-    "tokencache/engine/long_values.py": REPLY,
     "tokencache/engine/chunks.py": REPLY,
     "tokencache/dialects/chat/reply.py": REPLY,
     "tokencache/dialects/completion_reader.py": REPLY,

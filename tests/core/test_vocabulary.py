@@ -38,7 +38,7 @@ def test_every_kind_of_incident_has_an_action():
 
 def test_an_incident_is_a_hole_if_its_kind_is():
     assert IncidentKind.STORE_ERROR.incident("why", call="c", at=1.0) == Incident("store-error", "why", True, "c", "", 1.0)
-    assert not IncidentKind.REQUEST_MEMORY.incident("why", at=1.0).hole
+    assert not IncidentKind.HELD.incident("why", at=1.0).hole
     assert not IncidentKind.INTERNAL_ERROR.incident("why", at=1.0, hole=False).hole
 
 

@@ -5,13 +5,11 @@
 `ids`           token ids as bytes
 `chain`         conversations as chains of digests, and look-up keys
 `rules`         every difference that an echo may have from the reply that was served
-`tool_names`    the names of a request's tools, for rules about the names of calls
 `verdict`       compares an echo with the reply that was served
 `added_text`    recognizes an echo that has more text than was served
 `continued`     joins the parts of a reply that a client continued
 `evidence`      hashes of the history that a turn answered
 `match`         finds the recorded turn that a history continues
-`sampling`      which parameters of a request change the distribution that is sampled from
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call
 `media`         identifies images and other media by their content

@@ -222,7 +222,7 @@ class IncidentKind(StrEnum):
         "a reply was continued after the engine had broken it off, and the client received other words than those of its tokens",
         "Check that the engine and the render sidecar have the same parsers.",
     )
-    REQUEST_MEMORY = (
+    HELD = (
         "held",
         "",
         "the call waited because no engine took it, and was answered later ([several engines](several-engines.md))",

@@ -30,6 +30,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.sampling import budget_of
 from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
@@ -40,7 +41,6 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
@@ -192,7 +192,7 @@ class Dispatch:
                     metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
                     if answer.status not in NOT_NOW:
                         if refused is not None and refused_at:
-                            self._call.note(IncidentKind.REQUEST_MEMORY, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
+                            self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
                         return answer
                     refused = _Refusal(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
                 self._since = 0.0

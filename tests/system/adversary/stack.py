@@ -23,12 +23,12 @@ from multidict import CIMultiDict
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
-from tokencache.core.rules import Leniency
-from tokencache.core.tool_names import ToolNames
+from tokencache.core.rules import Leniency, ToolNames
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import CallReader, DialectRequest, ParsedCall
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall, with_messages
+from tokencache.dialects.chat.sampling import budget_of
 from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
@@ -37,7 +37,6 @@ from tokencache.engine.model import Model
 from tokencache.engine.probe import NO_END, PLAIN_ARGS, Capability
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import stop_candidates
-from tokencache.engine.thinking import budget_of
 from tokencache.engine.upstream import Upstream
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
 from tokencache.proxy.ledger import Ledger
