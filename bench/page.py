@@ -9,6 +9,7 @@ figures as bench/results.json.
 import argparse
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ NAMES = {
     "Open loop: calls arrive at random": "open",
     "32 sessions at once, each from nothing": "rollouts",
     "Streams in flight": "streams",
-    "Where the CPU of a call goes": "profile",
     "1 KB calls while a large rollout is fetched without a pause, ms": "exports",
 }
 
@@ -63,23 +63,31 @@ def came_from(found: dict[str, Any]) -> str:
     return words + skipped
 
 
-def main() -> None:
-    asked = argparse.ArgumentParser(prog="python -m bench.page", description="Write docs/performance.md from a run's raw figures.")
+def written(prog: str, page: Path, results: Path, parts: Callable[[dict[str, Any]], Mapping[str, str]]) -> dict[str, Any]:
+    """Writes the parts of a page from the run that the command line names, and keeps its raw figures. Returns these."""
+    asked = argparse.ArgumentParser(prog=f"python -m {prog}", description=f"Write docs/{page.name} from a run's raw figures.")
     asked.add_argument("raw", type=Path, help="bench/out/<time>.json")
     raw = asked.parse_args().raw
-    found = json.loads(raw.read_text())
-    text = PAGE.read_text()
-    text = replaced(text, "machine", came_from(found))
-    text = replaced(text, "aims", markdown(aim_rows(found)))
-    for shown in tables(found):
-        text = replaced(text, NAMES[shown.title], markdown(shown))
-    PAGE.write_text(text)
-    for name in plots.draw(found, DOCS / "images"):
-        print(f"docs/images/{name}")
-    if raw.resolve() != RESULTS.resolve():
-        RESULTS.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-    print("docs/performance.md, bench/results.json")
+    found: dict[str, Any] = json.loads(raw.read_text())
+    page.write_text(filled(page.read_text(), parts(found)))
+    if raw.resolve() != results.resolve():
+        results.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    print(f"docs/{page.name}, bench/{results.name}")
+    return found
+
+
+def filled(text: str, parts: Mapping[str, str]) -> str:
+    """The page with its parts replaced. Raises the errors of `replaced`."""
+    for name, inner in parts.items():
+        text = replaced(text, name, inner)
+    return text
+
+
+def _parts(found: dict[str, Any]) -> dict[str, str]:
+    own = {"machine": came_from(found), "aims": markdown(aim_rows(found))}
+    return own | {NAMES[shown.title]: markdown(shown) for shown in tables(found)}
 
 
 if __name__ == "__main__":
-    main()
+    for name in plots.draw(written("bench.page", PAGE, RESULTS, _parts), DOCS / "images"):
+        print(f"docs/images/{name}")

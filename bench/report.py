@@ -12,6 +12,8 @@ from bench.aims import FLOORS, verdict
 from bench.figures import BEYOND, growth_beyond, verdicts
 from bench.targets import FLOOR
 
+COLOURS = {"met": "green", "not met": "red", "out of reach": "yellow", "worse": "red", "better": "green"}
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -44,7 +46,6 @@ def tables(found: dict[str, Any]) -> list[Shown]:
         ("rollouts", rollouts),
         ("streams", streams),
         ("exports", exports),
-        ("profile", profile),
     )
     return [make(found[part]) for part, make in makers if part in found]
 
@@ -204,13 +205,6 @@ def aim_rows(found: dict[str, Any]) -> Shown:
     return Shown("Aims", ["aim", "figure", "limit", "", *FLOORS], rows)
 
 
-def profile(rows: list[dict[str, Any]]) -> Shown:
-    out = [[name, *(f"{row['rooms_us'][name]:,.0f}" for row in rows)] for name in rows[0]["rooms_us"]]
-    out.append(["all", *(f"{row['cpu_us']:,.0f}" for row in rows)])
-    caption = "µs a call, 64 at once on one busy core, new sessions of 16 turns; C code counts for the Python that called it"
-    return Shown("Where the CPU of a call goes", ["", *(f"{row['shape']}, {row['target']}" for row in rows)], out, caption)
-
-
 def compared(found: dict[str, Any], baseline: dict[str, Any] | None) -> Shown | None:
     """Figures that changed by more than the noise of both runs."""
     if not baseline:
@@ -226,19 +220,17 @@ def compared(found: dict[str, Any], baseline: dict[str, Any] | None) -> Shown | 
     return Shown("Against bench/baseline.json", ["", "figure", "now", "then"], rows, caption, left=2)
 
 
+def print_table(shown: Shown, console: Console) -> None:
+    """Prints a table; verdicts have their colours."""
+    table = Table(title=shown.title, caption=shown.caption or None)
+    for n, name in enumerate(shown.head):
+        table.add_column(name, justify="left" if n < shown.left else "right", no_wrap=n < shown.left)
+    for row in shown.rows:
+        table.add_row(*(f"[{COLOURS[cell]}]{cell}[/]" if cell in COLOURS else cell for cell in row))
+    console.print(table)
+
+
 def show(found: dict[str, Any], baseline: dict[str, Any] | None, console: Console) -> None:
     against = compared(found, baseline)
     for shown in [*tables(found), *([against] if against else []), aim_rows(found)]:
-        table = Table(title=shown.title, caption=shown.caption or None)
-        for n, name in enumerate(shown.head):
-            table.add_column(name, justify="left" if n < shown.left else "right", no_wrap=n < shown.left)
-        for row in shown.rows:
-            colours = {
-                "met": "[green]met[/]",
-                "not met": "[red]not met[/]",
-                "out of reach": "[yellow]out of reach[/]",
-                "worse": "[red]worse[/]",
-                "better": "[green]better[/]",
-            }
-            table.add_row(*(colours.get(cell, cell) for cell in row))
-        console.print(table)
+        print_table(shown, console)

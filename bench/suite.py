@@ -17,7 +17,6 @@ from bench.exports import run_exports
 from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
-from bench.profiled import run_profile
 from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, Target
 
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
@@ -65,15 +64,12 @@ class Extent:
     export_rounds: int
     counted_turns: int
     starts: int
-    profile_s: float
-    parts: tuple[str, ...]
     leave_out: frozenset[str] = frozenset()
 
 
-_PROFILED = (targets.relay, targets.floor, targets.proven, targets.proxy, targets.named, targets.proxy_with_plugin)
 NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}
 """The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
-PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start", "profile")
+PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start")
 FULL = Extent(
     cases=CASES,
     growth_sessions=3,
@@ -90,8 +86,6 @@ FULL = Extent(
     export_rounds=4,
     counted_turns=200,
     starts=5,
-    profile_s=2.0,
-    parts=PARTS,
 )
 QUICK = Extent(
     cases=[
@@ -115,8 +109,6 @@ QUICK = Extent(
     export_rounds=1,
     counted_turns=50,
     starts=2,
-    profile_s=1.0,
-    parts=PARTS[:-1],
     leave_out=frozenset({FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, TWO_REDIS}),
 )
 
@@ -237,13 +229,3 @@ class Suite:
             with targets.proxy(engine):
                 walls.append(round(time.monotonic() - begun, 3))
         self.found["start_s"] = walls
-
-    def _profile(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
-        self.say("profile")
-        try:
-            with contextlib.ExitStack() as stack:
-                some = [stack.enter_context(make(engine)) for make in _PROFILED]
-                self.found["profile"] = run_profile(engine, some, self.extent.profile_s)
-        except (FileNotFoundError, RuntimeError) as reason:
-            self.found["skipped"]["profile"] = str(reason).splitlines()[0]
-            self.say(f"[yellow]without a profile[/]: {reason}")

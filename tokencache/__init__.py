@@ -35,6 +35,7 @@ incident        an event in a session that a trainer must know about
 policy version  the trainer's name for a state of the weights
 span            a range of a completion's tokens that one policy version sampled; `mixed` where that is not certain
 piece           the part of a reply that one request to an engine sampled, if it was broken off and continued
+gap             the ids between two replies in a rendering, without the generation prompt of the second
 lag             how many policy versions a token is behind the one announced last
 hole            an incident by which something that the model sampled is missing from the record
 finished        declared over by its owner (of a session): it accepts no new calls

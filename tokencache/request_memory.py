@@ -113,10 +113,10 @@ def _refused(what: What, why: str) -> MemoryFullError:
 class Holding:
     """The bytes that one request holds. They are given back when all tasks that `keep` was given have ended."""
 
-    __slots__ = ("_held", "_owner", "_sizes", "_tasks")
+    __slots__ = ("_memory", "_owner", "_sizes", "_tasks")
 
-    def __init__(self, held: RequestMemory) -> None:
-        self._held, self._owner, self._tasks = held, Owner(), 0
+    def __init__(self, memory: RequestMemory) -> None:
+        self._memory, self._owner, self._tasks = memory, Owner(), 0
         self._sizes: dict[What, int] = {}
 
     def take(self, what: What, size: int) -> None:
@@ -126,19 +126,19 @@ class Holding:
             MemoryFullError: they would pass a limit; nothing was counted.
         """
         if size:
-            self._held.add(self._owner, what, size)
+            self._memory.add(self._owner, what, size)
             self._sizes[what] = self._sizes.get(what, 0) + size
 
     def give(self, what: What, size: int) -> None:
         """Give some bytes back before the request ends."""
         if size:
-            self._held.remove(self._owner, what, size)
+            self._memory.remove(self._owner, what, size)
             self._sizes[what] -= size
 
     def give_all(self) -> None:
         """Give everything back."""
         for what, size in self._sizes.items():
-            self._held.remove(self._owner, what, size)
+            self._memory.remove(self._owner, what, size)
         self._sizes.clear()
 
     def belong_to(self, owner: Owner) -> None:
@@ -149,7 +149,7 @@ class Holding:
         """
         if owner != self._owner:
             if self._sizes:
-                self._held.move(self._owner, owner, sum(self._sizes.values()))
+                self._memory.move(self._owner, owner, sum(self._sizes.values()))
             self._owner = owner
 
     def keep(self, task: "asyncio.Task[Any]") -> None:
@@ -163,7 +163,7 @@ class Holding:
             self.give_all()
 
 
-HELD = web.AppKey("held", RequestMemory)
+REQUEST_MEMORY = web.AppKey("request_memory", RequestMemory)
 """The count of an application."""
 _HOLDING = web.RequestKey("holding", Holding)
 
@@ -173,7 +173,7 @@ def holding_of(request: web.Request) -> Holding:
     try:
         return request[_HOLDING]
     except KeyError:
-        found = request[_HOLDING] = Holding(request.app[HELD])
+        found = request[_HOLDING] = Holding(request.app[REQUEST_MEMORY])
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 - aiohttp runs each request in one
     found.keep(task)

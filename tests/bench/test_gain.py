@@ -11,8 +11,9 @@ from bench import gain_report
 from bench.gain import FULL
 from bench.gain_engine import counted
 from bench.gain_plot import draw
-from bench.gain_report import bodies, first_tokens, page, points, tables
+from bench.gain_report import bodies, first_tokens, parts, points, tables
 from bench.gain_rollout import LONG, TOOL, CallTarget, Rollout, agent, assembled, chat
+from bench.page import filled
 from tokencache.testing import build_tokenizer
 
 
@@ -91,11 +92,11 @@ def test_the_page_has_a_place_for_every_table_of_a_full_run(found):
     cases = {(case.play, bool(case.drift)) for case in FULL.cases}
     assert cases == {("agent", True), ("agent", False), ("chat", True), ("chat", False)}
     assert len(tables(found)) == 7
-    text = page(gain_report.PAGE.read_text(), found)
+    text = filled(gain_report.PAGE.read_text(), parts(found))
     # not those of `bench.gain_load` and of an earlier run on a GPU
     others = re.sub(r"<!-- (load|gpu) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     assert others.count("| direct |") == 12
-    assert page(text, found) == text
+    assert filled(text, parts(found)) == text
 
 
 @pytest.mark.whole

@@ -10,7 +10,7 @@ from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.chat.request import read_chat
-from tokencache.engine.long_values import FIRST_MARK
+from tokencache.engine.prompt_echo import FIRST_MARK
 from tokencache.engine.reply import Reply
 
 CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())

@@ -61,15 +61,15 @@ async def limited(*args, **settings):
     """A proxy with small limits; in the end nothing is held."""
     async with proxied(*args, **{**LIMITS, **settings}) as rig:
         yield rig
-        await until(lambda: not rig.proxy.held.total, "nothing is held")
-        assert not rig.proxy.held._by_owner
+        await until(lambda: not rig.proxy.request_memory.total, "nothing is held")
+        assert not rig.proxy.request_memory._by_owner
 
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_a_body_counts_as_long_as_it_is_after_decompression(path):
     async with limited(max_body=2 * MOST, request_memory=2 * MOST) as rig:
         stalled = await Stalled(rig).send(BODY - 1, session="other")
-        await until(lambda: rig.proxy.held.total)
+        await until(lambda: rig.proxy.request_memory.total)
         headers = {HEADER: "s", "Content-Encoding": "gzip"}
         async with rig.http.post(rig.url + path, data=gzip.compress(b" " * (2 * MOST - 100)), headers=headers) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
@@ -82,7 +82,7 @@ async def test_bodies_that_stop_hold_no_more_than_the_limit(path, chunked):
     before = shown_as_held()
     async with limited() as rig:
         held = [await Stalled(rig).send(BODY - 1, path=path, session=f"s{n}", chunked=chunked) for n in range(5)]
-        await until(lambda: rig.proxy.held.total == 5 * (BODY - 1))
+        await until(lambda: rig.proxy.request_memory.total == 5 * (BODY - 1))
         late = await Stalled(rig).send(BODY - 1, path=path, session="late", chunked=chunked)
         answer = await late.answer()
         assert (" 503 " in answer.line, answer.of("Retry-After")) == (True, ["5"])
@@ -92,7 +92,7 @@ async def test_bodies_that_stop_hold_no_more_than_the_limit(path, chunked):
         assert shown_as_held() - before == 5 * (BODY - 1)
         for one in [*held, late]:
             await one.leave()
-        await until(lambda: not rig.proxy.held.total)
+        await until(lambda: not rig.proxy.request_memory.total)
         await rig.say("late", [user("EPISODE:talk")])
 
 
@@ -102,7 +102,7 @@ async def test_one_session_leaves_half_to_the_others():
         answers = [asyncio.create_task(one.answer()) for one in held]
         done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert [" 503 " in task.result().line for task in done] == [True]
-        assert rig.proxy.held.of(Owner("s")) <= MOST / 2
+        assert rig.proxy.request_memory.of(Owner("s")) <= MOST / 2
         await rig.say("other", [user("EPISODE:talk")])
         for one in held:
             await one.leave()
@@ -122,7 +122,7 @@ async def test_the_sessions_of_a_tenant_have_one_share(monkeypatch):
         answers = [asyncio.create_task(one.answer()) for one in held]
         done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         assert [" 503 " in task.result().line for task in done] == [True]
-        assert rig.proxy.held.of(Owner("acme", True)) == 2 * (BODY - 1)
+        assert rig.proxy.request_memory.of(Owner("acme", True)) == 2 * (BODY - 1)
         for one in held:
             await one.leave()
         await asyncio.gather(*answers, return_exceptions=True)
@@ -131,7 +131,7 @@ async def test_the_sessions_of_a_tenant_have_one_share(monkeypatch):
 async def test_the_trainers_bodies_count_too():
     async with limited() as rig:
         held = await Stalled(rig).send(BODY - 1, path="/tokencache/v1/sessions")
-        await until(lambda: rig.proxy.held.total == BODY - 1)
+        await until(lambda: rig.proxy.request_memory.total == BODY - 1)
         await held.leave()
 
 
@@ -193,7 +193,7 @@ async def test_a_call_without_its_client_still_holds_its_body(monkeypatch, linge
     asked, goes_on = asyncio.Event(), asyncio.Event()
     async with limited(linger=linger) as rig:
         await rig.say("s", [user("EPISODE:demo")])
-        await until(lambda: not rig.proxy.held.total)
+        await until(lambda: not rig.proxy.request_memory.total)
         send = rig.proxy.upstream._send
 
         async def slow_send(*more):
@@ -204,13 +204,13 @@ async def test_a_call_without_its_client_still_holds_its_body(monkeypatch, linge
         monkeypatch.setattr(rig.proxy.upstream, "_send", slow_send)
         call = asyncio.create_task(rig.post("s", messages=[user("EPISODE:talk")]))
         await asked.wait()
-        held = rig.proxy.held.total
+        held = rig.proxy.request_memory.total
         assert held
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         if linger:
             await until(lambda: rig.proxy._calls._orphans)
-            assert rig.proxy.held.total == held
+            assert rig.proxy.request_memory.total == held
             goes_on.set()
 
 
@@ -258,7 +258,7 @@ async def left_over(seed):
     engine = SimulatedEngine(episodes=EPISODES, seed=seed, token_delay=0.001, choose_fault=fault)
     async with proxied(engine, linger=0.05, **LIMITS) as rig:
         await asyncio.gather(*(one_request(rig, chance, number) for number in range(60)))
-        held = rig.proxy.held
+        held = rig.proxy.request_memory
     return held.total, dict(held._by_owner)
 
 

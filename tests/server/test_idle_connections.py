@@ -131,12 +131,12 @@ async def test_all_incomplete_heads_together_have_a_limit():
     async with proxied(max_body=1, request_memory=4000) as rig, clients(rig) as connect:
         half = HEALTH[:-2] + b"X-A: %s\r\n" % (b"b" * 900)
         held = [await connect(half), await connect(half)]
-        await until(lambda: rig.proxy.held.total == 2 * len(half))
+        await until(lambda: rig.proxy.request_memory.total == 2 * len(half))
         assert await (await connect(half)).closed()
         await held[0].send(b"\r\n")
         assert "200" in (await held[0].answer()).line
         held[1].writer.close()
-        await until(lambda: not rig.proxy.held.total)
+        await until(lambda: not rig.proxy.request_memory.total)
 
 
 async def unread(connect):

@@ -24,7 +24,6 @@ WHAT_TO_DO = {
     "promtool": "install Prometheus (Debian: prometheus) and put it on PATH",
     "kubectl": "put it on PATH",
     "tmux": "put it on PATH; Harbor's Terminus-2 runs in it",
-    "py-spy": "run make bench-others",
     "permission to trace a process": "run as root, or set kernel.yama.ptrace_scope to 0",
     "network namespaces": "permit user namespaces, and put unshare and ip (Debian: iproute2) on PATH",
     "torch": "run make e2e, which has an environment with it",

@@ -20,8 +20,7 @@ from tokencache.core.context import Context, whole_context
 from tokencache.core.drift import Drift, Site, differences, no_drift
 from tokencache.core.lineage import lineages
 from tokencache.core.reasons import Reason
-from tokencache.core.rules import Part
-from tokencache.core.tool_names import ToolNames
+from tokencache.core.rules import Part, ToolNames
 from tokencache.core.turn import Turn, TurnMark, rebuild_prefix
 from tokencache.core.verdict import INTERRUPTED
 from tokencache.dialects.chat.rendering import RenderArgs

@@ -14,8 +14,8 @@ from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
 from tokencache.api.requests import Finish, NewReward
 from tokencache.core.lineage import lineages
-from tokencache.core.sampling import bending
 from tokencache.core.session import LabelChanges, NewSession, Reward, SessionStage
+from tokencache.dialects.chat.sampling import bending
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError

@@ -85,14 +85,14 @@ def audit_exports(
     rollouts = _rollouts(read_targets(chosen, pattern or "*", proxy, admin_key))
     try:
         scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(0), requests_at_once=requests)
-        run, held = asyncio.run(_run(scoring, rollouts, version, any_version=any_version, model=model or None))
+        run, weights = asyncio.run(_run(scoring, rollouts, version, any_version=any_version, model=model or None))
     except (ClientError, FileError, EngineLostError, ScoringError, OSError) as error:
         raise failed(error) from None
     causes = run.causes(scoring)
     if as_json:
-        print_json(_as_json(run, held, causes))
+        print_json(_as_json(run, weights, causes))
     else:
-        _print_report(output(), run, held, causes)
+        _print_report(output(), run, weights, causes)
     if causes or not run.results:
         raise typer.Exit(1)
 
@@ -119,20 +119,20 @@ async def _run(
 
         async with engine:
             reported = await engine.weight_version()
-            held = "" if any_version else version or reported
-            if not held and not any_version:
+            weights = "" if any_version else version or reported
+            if not weights and not any_version:
                 raise EngineLostError("the engine does not report which version of the weights it has: use --version, or --any-version")
-            if held and reported not in {"", held}:
+            if weights and reported not in {"", weights}:
                 console.print(f"the engine itself reports version {reported}", style="yellow", highlight=False, markup=False)
-            run = await audit_rollouts(rollouts, engine, version=held or None, model=model, step=step)
+            run = await audit_rollouts(rollouts, engine, version=weights or None, model=model, step=step)
             if (now := await engine.weight_version()) != reported:
                 raise EngineLostError(f"the engine's weights changed from version {reported!r} to {now!r} meanwhile: audit again")
-            return run, held
+            return run, weights
 
 
-def _as_json(run: AuditRun, held: str, causes: dict[int, Cause]) -> dict[str, Any]:
+def _as_json(run: AuditRun, weights: str, causes: dict[int, Cause]) -> dict[str, Any]:
     return {
-        "version": held,
+        "version": weights,
         "rollouts": run.rollouts,
         "spans": len(run.results),
         "tokens": len(run.differences),
@@ -159,13 +159,13 @@ def _finding(result: AuditedSpan, cause: Cause) -> dict[str, Any]:
     }
 
 
-def _print_report(console: Console, run: AuditRun, held: str, causes: dict[int, Cause]) -> None:
+def _print_report(console: Console, run: AuditRun, weights: str, causes: dict[int, Cause]) -> None:
     def line(words: str, style: str = "") -> None:
         console.print(printable(words), style=style, highlight=False, markup=False, soft_wrap=True)
 
     line(f"noise of the engine itself: mean {run.floor.mean:.3g}, max {run.floor.max:.3g}")
     counts = f"{plural(run.rollouts, 'rollout')}, {plural(len(run.results), 'span')}, {len(run.differences):,} tokens"
-    line(f"audited{f' version {held}' if held else ' every version'}: {counts}")
+    line(f"audited{f' version {weights}' if weights else ' every version'}: {counts}")
     if run.differences:
         _print_histogram(line, run)
     for reason, spans in Counter(one.reason for one in run.left_out).most_common():

@@ -5,14 +5,12 @@
 `ids`           token ids as bytes
 `chain`         conversations as chains of digests, and look-up keys
 `rules`         every difference that an echo may have from the reply that was served
-`tool_names`    the names of a request's tools, for rules about the names of calls
 `verdict`       compares an echo with the reply that was served
 `added_text`    recognizes an echo that has more text than was served
 `continued`     joins the parts of a reply that a client continued
 `evidence`      hashes of the history that a turn answered
 `match`         finds the recorded turn that a history continues
 `edited`        tells whether an unrecognized reply is an edited one
-`sampling`      which parameters of a request change the distribution that is sampled from
 `splice`        joins prefix and tail to the prompt that is sent
 `turn`          the record of one model call
 `media`         identifies images and other media by their content
@@ -21,7 +19,6 @@
 `weights`       policy versions, and what the trainer announced about the weights
 `forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
-`budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer
 `drift`         where plain renderings differ from what was sent, and why
 `session`       a session's state, settings, labels and rewards
@@ -29,7 +26,6 @@
 `outcome`       how a rollout ended: well, or by which kind of failure
 `finish`        the reasons with which an engine ends a reply
 `reasons`       the reasons why a turn does not simply continue another
-`invariants`    checks what must always hold
 ==============  =====================================================================================================
 
 Read `messages`, `chain`, `verdict` and `match` in this order to follow a call. Nothing here imports asyncio, aiohttp, redis or

@@ -44,7 +44,7 @@ def ending(reason: str | None, *, stopped: bool) -> Ending:
     reports `tool_calls` where the engine stopped normally.
 
     Args:
-        reason: the recorded finish reason: `length` wherever the ids prove that the reply was cut (`engine.ending`); `None` if it was
+        reason: the recorded finish reason: `length` wherever the ids prove that the reply was cut (`proxy.recorder`); `None` if it was
             broken off.
         stopped: whether its last id is one at which the model ends a reply. That decides for reasons that say nothing about it.
     """

@@ -53,19 +53,19 @@ def join(prefix: bytes, tail: bytes, where: Junction) -> bytes:
 
 
 def fill(
-    pieces: Sequence[bytes], openers: Sequence[bytes], replies: Sequence[bytes], stop_ids: AbstractSet[int]
+    gaps: Sequence[bytes], generation_prompts: Sequence[bytes], replies: Sequence[bytes], stop_ids: AbstractSet[int]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Insert replies, each after its opener, between the pieces that were rendered around them. All are packed ids.
+    """Insert replies, each after its generation prompt, between the gaps that were rendered around them. All are packed ids.
 
     If a reply ends with another stop id than the template's, that id is replaced, and the reply's range ends before it.
 
     Returns:
         The packed prompt, and the half-open range of tokens of each reply.
     """
-    prompt, spans = pieces[0] + openers[0], []
-    for reply, piece, opener in zip(replies, pieces[1:], (*openers[1:], b""), strict=True):
+    prompt, spans = gaps[0] + generation_prompts[0], []
+    for reply, gap, generation_prompt in zip(replies, gaps[1:], (*generation_prompts[1:], b""), strict=True):
         start, prompt = ids.count(prompt), prompt + reply
-        where = junction(reply, piece + opener, stop_ids)
+        where = junction(reply, gap + generation_prompt, stop_ids)
         spans.append((start, ids.count(prompt) - where.drop))
-        prompt = join(prompt, piece + opener, where)
+        prompt = join(prompt, gap + generation_prompt, where)
     return prompt, spans

@@ -119,7 +119,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         judged, foreign, before: hashes of the history that it answers (`evidence`).
         handle: the handle that was issued with it; `""` if none.
         cuts: where the harness may have disconnected in an aborted turn, or where its calls begin, packed (`verdict.pack_cuts`).
-        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`engine.ending`). `engine_reason` is what the
+        finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`proxy.recorder`). `engine_reason` is what the
             engine said, if the ids prove something else; otherwise `""`.
         stopped: whether the completion ends with a stop id, which is the template's end of turn or the next opener.
         forced: half-open ranges of the completion that the policy did not choose, because a thinking budget forced them (`core.forced`).

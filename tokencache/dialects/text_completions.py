@@ -24,7 +24,7 @@ from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenReply
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
-from tokencache.dialects.chat.scalars import settle
+from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.chat.vocabulary import resolve_model
 from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS, TRUE, fields_of, member, value_of
 from tokencache.dialects.sse import event_of
@@ -46,7 +46,7 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> ChatCall:
         HarnessError: it is not a JSON object, or a member that is used here has the wrong type or an unclear value (`chat.scalars`).
     """
     fields = fields_of(body)
-    settle(fields, chat=False)
+    normalize(fields, chat=False)
     model = resolve_model(fields, served)
     return ChatCall(
         fields=fields,

@@ -14,8 +14,7 @@
 `pool`             chooses the engine for a call
 `membership`       shares the list of engines between the replicas of the proxy
 `weight_updates`   replaces the weights of the engines; `announced_weights` follows what trainers announce about them
-`reply`            collects a reply; `prompt_echo` reads the prompt's ids in it; `long_values` cuts long values out of its JSON
-`ending`           decides how a reply ended, from its ids
+`reply`            collects a reply; `prompt_echo` reads the prompt's ids in it, and cuts long values out of its JSON
 `figures`          decides what the figures of a reply prove about its ids
 `chunks`           splits a whole reply into the chunks of a stream
 `derender`         makes messages from token ids with vLLM's own parsers

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import msgspec
 
 from tokencache.core import ids
+from tokencache.dialects.chat.sampling import BUDGET
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.renderer import EngineRenderer
-from tokencache.engine.thinking import BUDGET, MARKS
+from tokencache.engine.thinking import MARKS
 from tokencache.engine.upstream import AskChat
 from tokencache.errors import NOT_NOW, EngineError
 

@@ -2,15 +2,20 @@
 
 A prompt echo may be hundreds of kilobytes of digits. If ids were sent, the echo is compared with them byte for byte, once; if they are
 equal, they are neither copied nor parsed. If no ids were sent, the echo is parsed once, separately. In both cases the ids are cut out of
-the reply, so that all later parsing is short. For 32,000 ids a whole reply is read in 0.05 ms if they were sent, and in 0.8 ms if not.
+the reply, so that all later parsing is short. A mark, which is a short JSON string, replaces a long value that is cut out: these ids, log
+probabilities and routed experts (`reply`). Each is found by its name as vLLM writes it. No JSON string can contain that text, because its
+quotes would be escaped. Parsing the rest shows whether the value belonged to the expected member: then that member's value is the mark.
+
+For 32,000 ids a whole reply is read in 0.05 ms if they were sent, and in 0.8 ms if not.
 Without the cutting it takes 1.4 ms.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.json_io import IDS
-from tokencache.engine import long_values
 
 Raw = msgspec.Raw
 
@@ -18,6 +23,8 @@ _NAME = b'"prompt_token_ids":['
 _NOT_DIGITS = b" \t\r\n-"
 """Characters that a JSON list of integers may contain in addition to brackets, digits and commas."""
 _NOWHERE = b"", 0, 0
+FIRST_MARK = b'"=0"'
+_BEGIN = b'"='
 
 
 class PromptEcho:
@@ -111,7 +118,7 @@ class PromptEcho:
         """Return a reply's JSON with a mark in place of the ids; the unchanged bytes if they are not found."""
         start, end = self.find(data)
         self._found = _NOWHERE
-        return long_values.cut(data, [(start - 1, end + 1)]) if end else data
+        return cut_out(data, [(start - 1, end + 1)]) if end else data
 
     def stop_cutting(self) -> None:
         """Stop cutting, because the text that was found belongs to another member."""
@@ -127,11 +134,11 @@ class PromptEcho:
         if self.known:
             return
         value = non_null(reported)
-        if cut and value == long_values.FIRST_MARK and self.sent:
+        if cut and value == FIRST_MARK and self.sent:
             self.agreed = self.known = True
             return
         raw, packed = self._read
-        self._raw = raw if cut and value == long_values.FIRST_MARK else value
+        self._raw = raw if cut and value == FIRST_MARK else value
         self._packed = packed if self._raw == raw else None  # parsed already
         self.known = bool(self._raw) or self._packed is not None
 
@@ -154,3 +161,18 @@ def non_null(raw: Raw) -> bytes:
     """Return a raw member's JSON; `b""` for `null`."""
     value = bytes(raw)
     return b"" if value == b"null" else value
+
+
+def cut_out(data: bytes, spans: Sequence[tuple[int, int]], first: int = 0) -> bytes:
+    """Replace spans of JSON, each a complete value, by the marks `"=0"`, `"=1"`, …, numbered from `first`."""
+    kept, end = [], 0
+    for number, (start, after) in enumerate(spans, first):
+        kept += [data[end:start], b'"=%d"' % number]
+        end = after
+    return b"".join((*kept, data[end:]))
+
+
+def mark_number(raw: bytes) -> int:
+    """Return the number of a mark; -1 for any other raw JSON value."""
+    digits = raw[len(_BEGIN) : -1]
+    return int(digits) if raw.startswith(_BEGIN) and digits.isdigit() else -1

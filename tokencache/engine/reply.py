@@ -6,7 +6,7 @@ separately: the ids as the engine reports them, the message as the harness recei
 *Routed experts.* A mixture-of-experts engine with `--enable-return-routed-experts` reports with every whole reply to which experts each
 token was routed: `choices[].routed_experts`, a `.npy` file in base64 (vLLM 0.32, `chat_completion/protocol.py`; text completions too;
 streamed replies have none). That is 384 bytes per token for Qwen3-30B-A3B, and 100 MiB per turn for the largest models. So it is cut out of
-the bytes before the JSON is parsed (`long_values`).
+the bytes before the JSON is parsed (`prompt_echo`).
 
 *Weight versions.* If weights are updated while an engine serves, it may sample one reply with several versions. The first of these reports
 counts:
@@ -30,8 +30,7 @@ import msgspec
 from tokencache.core.ids import ID_BYTES, unpack, unpack_logprobs
 from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.engine import long_values
-from tokencache.engine.prompt_echo import PromptEcho, non_null
+from tokencache.engine.prompt_echo import FIRST_MARK, PromptEcho, cut_out, mark_number, non_null
 
 if TYPE_CHECKING:
     from tokencache.core.media import Places
@@ -91,7 +90,7 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: Raw = Raw(b"null")
-    logprobs: Logprobs | Literal["=0"] | None = None  # `long_values.FIRST_MARK`
+    logprobs: Logprobs | Literal["=0"] | None = None  # `FIRST_MARK`
     weight_versions: list[Any] | None = None
     routed_experts: Raw = Raw(b"null")
     tokencache: _Packed | None = None
@@ -245,13 +244,13 @@ class Choice:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         before = len(self.ids)
         self._add_tokens(choice)
-        if bytes(choice.prompt_token_ids) != long_values.FIRST_MARK:
+        if bytes(choice.prompt_token_ids) != FIRST_MARK:
             self.prompt = self.prompt or non_null(choice.prompt_token_ids)
         self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
-        number = long_values.mark_number(bytes(choice.routed_experts))
+        number = mark_number(bytes(choice.routed_experts))
         found = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts)
         self.experts = found or self.experts
 
@@ -397,7 +396,7 @@ class Reply:
             return data
         first = len(self._experts)
         self._experts += [data[start + 1 : end - 1] for start, end in spans]
-        return long_values.cut(data, spans, first)
+        return cut_out(data, spans, first)
 
     def add(self, data: bytes, *, hide_logprobs: bool = False) -> bytes:
         """Add the JSON of a chunk, or of a whole body.
@@ -499,7 +498,7 @@ class Reply:
         False for ids of a text completion that were not sent: each choice has its own prompt.
         """
         first = next(filter(None, map(non_null, echoes)), b"")
-        return first == long_values.FIRST_MARK and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
+        return first == FIRST_MARK and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
 
     @property
     def refusal(self) -> int:
@@ -561,7 +560,7 @@ class Reply:
         return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
 
 
-_LOGPROBS_MARK = long_values.FIRST_MARK[1:-1].decode()
+_LOGPROBS_MARK = FIRST_MARK[1:-1].decode()
 
 
 def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:
@@ -581,7 +580,7 @@ def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:
         found = _LOGPROBS.decode(memoryview(data)[start:end])
     except (ValueError, RecursionError):
         return data, None
-    return long_values.cut(data, [(start, end)]), found
+    return cut_out(data, [(start, end)]), found
 
 
 def _expert_spans(data: bytes) -> list[tuple[int, int]]:

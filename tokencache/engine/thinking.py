@@ -13,17 +13,14 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
-
 from tokencache.core import ids
 from tokencache.core.forced import ThinkingMarks
-from tokencache.dialects.json_io import value_of
+from tokencache.dialects.chat.sampling import BUDGET
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import AskChat
 from tokencache.errors import NOT_NOW, EngineError
 
-BUDGET = "thinking_token_budget"
 MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -36,12 +33,6 @@ MARKS = (
 """What begins and ends a thought, by the reasoning parsers of vLLM 0.32 (`vllm/reasoning`, `vllm/parser`)."""
 _LONGEST_FORCED = 64
 """Ids that an engine may force: `--reasoning-config` may put a sentence before the end of a thought."""
-
-
-def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:
-    """Return the thinking budget in a request's members (raw), in tokens; `None` if there is none (-1 sets no limit)."""
-    found = value_of(fields[BUDGET]) if BUDGET in fields else None
-    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
 
 
 async def find_thinking_marks(

@@ -194,7 +194,7 @@ async def prove(session: str, call: ChatCall, returned: ReturnedIds, model: Mode
     known = [prompt for prompt in prompts if prompt is not None]
     if len(known) < len(prompts):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
-    prompt, spans = fill(frame.pieces, known, [reply.generation for reply in replies], model.stop_ids)
+    prompt, spans = fill(frame.gaps, known, [reply.generation for reply in replies], model.stop_ids)
     displaced = any(start != ids.count(reply.prompt) for reply, (start, _) in zip(replies, spans, strict=True))
     if displaced or not prompt.startswith(last.prompt + last.generation):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
@@ -214,7 +214,7 @@ async def _prove_words(call: ChatCall, replies: Sequence[_Reply], frame: History
         return await model.renderer.read(call.model, packed) if packed else ""
 
     rendered = await read(await model.renderer.render(call.model, call.safe_messages(), call.args, generation=True))
-    written = _between(rendered, [await read(piece) for piece in frame.pieces])
+    written = _between(rendered, [await read(gap) for gap in frame.gaps])
     for reply, prompt, opening, own in zip(replies, prompts, frame.openings, written, strict=True):
         header = (await read(ids.head(prompt, ids.common_head(prompt, opening or b"")))).partition("<think>")[0]  # reasoning is the reply's
         sampled = await read(prompt + _without_stop(reply.generation, model))
@@ -252,19 +252,19 @@ def _without_stop(generation: bytes, model: Model) -> bytes:
     return generation[: -ids.ID_BYTES] if stopped else generation
 
 
-def _between(rendered: str, pieces: Sequence[str]) -> list[str]:
-    """Return the texts between the pieces of a rendering, which begins with the first piece and ends with the last.
+def _between(rendered: str, gaps: Sequence[str]) -> list[str]:
+    """Return the texts between the gaps of a rendering, which begins with the first gap and ends with the last.
 
     Raises:
-        TailRefusedError: the rendering does not contain the pieces in this order.
+        TailRefusedError: the rendering does not contain the gaps in this order.
     """
-    first, *inner, last = pieces
+    first, *inner, last = gaps
     if not rendered.startswith(first) or not rendered.endswith(last) or len(rendered) < len(first) + len(last):
         raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
     rest = rendered[len(first) : len(rendered) - len(last)]
     found = []
-    for piece in inner:
-        own, there, rest = rest.partition(piece)
+    for gap in inner:
+        own, there, rest = rest.partition(gap)
         if not there:
             raise TailRefusedError(Reason.CLIENT_IDS_UNPROVEN)
         found.append(own)

@@ -30,6 +30,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.sampling import budget_of
 from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
@@ -40,7 +41,6 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.engine.thinking import budget_of
 from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from tokencache.dialects.chat.grammar import is_bound
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.sampling import budget_of
 from tokencache.engine.earlier_thoughts import Part
-from tokencache.engine.thinking import budget_of
 
 
 def is_unlike(call: ChatCall, changed: Sequence[Part]) -> bool:

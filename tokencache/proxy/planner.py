@@ -325,8 +325,8 @@ class _Planning:
         if parent.foreign:
             if at > 1 and messages[at - 2].role == "assistant":
                 return True  # it was the last message of the parent's request, and many templates write the last message differently
-            settled = self._context.model.edited_histories.is_settled(self._context.session, parent)
-            harmless = {"tool", "user"} if settled else {"tool"}
+            stable = self._context.model.edited_histories.is_stable(self._context.session, parent)
+            harmless = {"tool", "user"} if stable else {"tool"}
             if at == len(messages) or any(message.role not in harmless for message in messages[at:]):
                 return True  # with no message after it, the reply is an answer (it has its stop string, or words of the client)
         named = {call.id for message in messages[at - 1 :] for call in message.calls if not is_unique(call.id)}

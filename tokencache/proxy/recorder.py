@@ -4,6 +4,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 (`engine-disagrees`). It does not continue another turn, and no turn continues it.
 """
 
+from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -21,16 +22,17 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.media import PlacedMedia, PlacesDifferError, place_media
 from tokencache.core.messages import Message, digest
 from tokencache.core.reasons import Reason
-from tokencache.core.sampling import bending
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.sampling import bending, budget_of
 from tokencache.dialects.chat.vocabulary import with_references
-from tokencache.engine.ending import finish_reason
+from tokencache.dialects.json_io import value_of
+from tokencache.dialects.members import LIMITS
 from tokencache.engine.logprob_kind import LogprobKind
+from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice
-from tokencache.engine.thinking import budget_of
 from tokencache.proxy.facts import CallFacts
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import NOTHING_KNOWN, PieceVersions, joined
@@ -453,3 +455,42 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
     return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), _context(chat, plan, context_shared)), prefix
+
+
+_BROKEN_OFF = frozenset({"length", "abort", "error"})
+
+
+def finish_reason(choice: Choice, fields: Mapping[str, msgspec.Raw], prompt_tokens: int, model: Model | None) -> str | None:
+    """Return how a whole reply ended: `length` if its ids prove that it was cut, otherwise the engine's finish reason.
+
+    vLLM (0.32, `chat_completion/serving.py`) writes `tool_calls` for every whole reply in which its parser found a call, also if the limit
+    of tokens cut the next call. A reply was certainly cut if all of this holds, for then none of its ids ended it:
+
+    1. it has as many ids as its limit: `max_tokens` of the request, or what the context of the model has room for
+    2. its last id is no stop id: of the request (`stop_token_ids`), of the model (the probe, and what was learned), or of the template
+    3. the engine names neither a stop id nor a stop string that ended it (`stop_reason`)
+    4. an id at which the model stops by itself is known: otherwise the last id may be one
+
+    Args:
+        choice: the reply, with all its ids.
+        fields: the members of the request, raw.
+        prompt_tokens: the number of the prompt's tokens.
+        model: the model; `None` if the engine could not be probed.
+    """
+    said = choice.finish_reason
+    if said is None or said in _BROKEN_OFF or choice.stop_reason is not None or not choice.ids:
+        return said
+    if model is None or not model.stops_by_itself:
+        return said
+    last = choice.ids[-1]
+    if last in model.stop_ids or last in model.capability.turn_ends or len(choice.ids) not in _cut_at(fields, prompt_tokens, model):
+        return said
+    own = value_of(fields["stop_token_ids"]) if "stop_token_ids" in fields else None
+    return said if isinstance(own, list) and last in own else "length"
+
+
+def _cut_at(fields: Mapping[str, msgspec.Raw], prompt_tokens: int, model: Model) -> set[int]:
+    """Return the numbers of tokens at which an engine cuts the reply."""
+    asked = [value for name in LIMITS if name in fields and isinstance(value := value_of(fields[name]), int)]
+    room = model.capability.max_model_len
+    return {*asked[:1], *([room - prompt_tokens] if room else ())}

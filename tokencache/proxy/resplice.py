@@ -56,7 +56,7 @@ class Resplice:
         laid = await (self._lay_out_visible(replies, stored) if self._context.follows_template else self._lay_out(replies, stored))
         found = found._replace(reason=laid.reason or found.reason or laid.default_reason)
         completions = [reply.tokens_in(stored[reply.turn.id].completion) for reply in laid.replies]
-        prompt, spans = fill(laid.pieces, laid.openers, completions, self._context.model.stop_ids)
+        prompt, spans = fill(laid.gaps, laid.generation_prompts, completions, self._context.model.stop_ids)
         replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(laid.replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._same_prefix(prompt, last)
@@ -86,7 +86,7 @@ class Resplice:
         )
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             if not self._context.follows_template:
-                await self._context.model.edited_histories.settle(parent, laid.request, [reply.place for reply in replies], laid.frame)
+                await self._context.model.edited_histories.confirm(parent, laid.request, [reply.place for reply in replies], laid.frame)
             basis = Basis(parent, last.end, found.at - 1)
             return msgspec.structs.replace(follows, match=found.kind, reason="", anchors=(), basis=basis)
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
@@ -117,7 +117,7 @@ class Resplice:
             prompts = [await self._generation_prompt(frame, n, reply, stored) for n, reply in enumerate(replies)]
             known = [prompt for prompt in prompts if prompt is not None]
             if len(known) == len(prompts):
-                return _Layout(request, frame, frame.pieces, known, replies, reason, Reason.PAST_CHANGES)
+                return _Layout(request, frame, frame.gaps, known, replies, reason, Reason.PAST_CHANGES)
             replies = [reply for reply, prompt in zip(replies, prompts, strict=True) if prompt is not None]
             reason = Reason.OPENER_UNKNOWN
         raise TailRefusedError(Reason.OPENER_UNKNOWN)
@@ -143,11 +143,11 @@ class Resplice:
             parts = await self._context.model.visible_replies.parts(request, frame, places, sampled)
             shown = [(n, part) for n, part in enumerate(parts) if part is not None and part.tokens]
             if len(shown) == len(replies):
-                pieces = [frame.pieces[n] if part.whole else frame.fronts[n] for n, part in shown]
-                openers = [sampled[n].generation_prompt or b"" if part.whole else b"" for n, part in shown]
+                gaps = [frame.gaps[n] if part.whole else frame.fronts[n] for n, part in shown]
+                generation_prompts = [sampled[n].generation_prompt or b"" if part.whole else b"" for n, part in shown]
                 kept = [msgspec.structs.replace(replies[n], start=0, end=part.tokens, offset=part.offset) for n, part in shown]
                 default = Reason.PAST_CHANGES if all(part.whole for _, part in shown) else Reason.THINKING_DROPPED
-                return _Layout(request, frame, [*pieces, frame.pieces[-1]], openers, kept, reason, default)
+                return _Layout(request, frame, [*gaps, frame.gaps[-1]], generation_prompts, kept, reason, default)
             reason = Reason.VISIBLE_PART_UNKNOWN if None in parts else reason
             replies = [replies[n] for n, _ in shown]
         raise TailRefusedError(reason or Reason.THINKING_DROPPED)
@@ -206,8 +206,8 @@ class _Layout(NamedTuple):
     Attributes:
         request: the request whose rendering it is.
         frame: the frame of the replies.
-        pieces: the ids before each reply, since the preceding one, and the ids after the last (packed).
-        openers: the ids that follow each piece and precede the reply.
+        gaps: the ids before each reply, since the preceding one, and the ids after the last (packed).
+        generation_prompts: the ids that follow each gap and precede the reply.
         replies: the replies that are placed; their ranges show which tokens of each, and how many.
         reason: why other replies are not placed; `""` if all are.
         default_reason: why the history is rendered again, if nothing else was found.
@@ -215,8 +215,8 @@ class _Layout(NamedTuple):
 
     request: TailRequest
     frame: HistoryFrame
-    pieces: Sequence[bytes]
-    openers: Sequence[bytes]
+    gaps: Sequence[bytes]
+    generation_prompts: Sequence[bytes]
     replies: Sequence[PlacedReply]
     reason: str
     default_reason: str

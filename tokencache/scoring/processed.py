@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokencache.core.sampling import bending
+from tokencache.dialects.chat.sampling import bending
 
 _VOCABULARY = 2.0**18
 """No model has more tokens."""

@@ -51,7 +51,7 @@ from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
-from tokencache.request_memory import HELD, MEMORY_PART, RequestMemory, machine_memory
+from tokencache.request_memory import MEMORY_PART, REQUEST_MEMORY, RequestMemory, machine_memory
 from tokencache.server.routing import RequestRouter, send_errors
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import SECRET_BYTES, Store, StoreError
@@ -133,7 +133,7 @@ class Proxy:
         memory = settings.request_memory or machine_memory() // MEMORY_PART // settings.workers
         self._queue = SessionQueue(self.ledger, self.weights)
         self._gauges = Gauges(self._queue, self.store)
-        self.held = RequestMemory(memory, least=settings.max_body)
+        self.request_memory = RequestMemory(memory, least=settings.max_body)
         self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
     @property
@@ -157,7 +157,7 @@ class Proxy:
     def application(self) -> web.Application:
         """Make the aiohttp application."""
         app = web.Application(client_max_size=self.settings.max_body, middlewares=[send_errors])
-        app[HELD] = self.held
+        app[REQUEST_MEMORY] = self.request_memory
         app.on_response_prepare.append(finish_headers)
         app.cleanup_ctx.append(self._running)
         app.router.add_get("/healthz", self._healthz)
@@ -201,10 +201,10 @@ class Proxy:
         Raises:
             StoreError: the store failed, or holds an invalid secret. The current secret stays in use.
         """
-        held = await self.store.secret(self._bodies.secret)
-        if not isinstance(held, bytes) or len(held) != SECRET_BYTES:
+        secret = await self.store.secret(self._bodies.secret)
+        if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
             raise StoreError(f"the secret of the deployment that the store has is damaged: it must be {SECRET_BYTES} bytes")
-        self._bodies.secret = held
+        self._bodies.secret = secret
 
     async def _try_to_share_secret(self) -> None:
         with contextlib.suppress(StoreError):

@@ -25,7 +25,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError, MemoryFullError
 from tokencache.proxy.request_body import PIECE
-from tokencache.request_memory import HELD, Owner, RequestMemory
+from tokencache.request_memory import REQUEST_MEMORY, Owner, RequestMemory
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ class GuardedRunner(web.AppRunner):
             keepalive_timeout=IDLE_SECONDS,
             **made._kwargs,  # noqa: SLF001 - aiohttp (3.14) has no public way to set the protocol class
         )
-        server.held = self.app[HELD]
+        server.memory = self.app[REQUEST_MEMORY]
         return server
 
 
 class _Server(web.Server):
-    held: RequestMemory
+    memory: RequestMemory
 
     def __call__(self) -> web.RequestHandler:
         return GuardedConnection(self, loop=self._loop, **self._kwargs)
@@ -111,11 +111,11 @@ class _Server(web.Server):
 class GuardedConnection(web.RequestHandler):
     """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP."""
 
-    __slots__ = ("_head_timer", "_held", "_held_size", "_received", "_since", "_wire")
+    __slots__ = ("_head_size", "_head_timer", "_memory", "_received", "_since", "_wire")
 
     def __init__(self, manager: _Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
-        self._held, self._held_size = manager.held, 0  # of a head that is incomplete
+        self._memory, self._head_size = manager.memory, 0  # of a head that is incomplete
         self._head_timer: asyncio.TimerHandle | None = None
         self._since = 0.0  # when the head, or the current piece of a body, began, or the client stopped to read
         self._received = 0  # bytes since then
@@ -147,8 +147,8 @@ class GuardedConnection(web.RequestHandler):
             self.force_close()
             return
         try:
-            self._held.add(_HEADS, "head", size)
-            self._held_size += size
+            self._memory.add(_HEADS, "head", size)
+            self._head_size += size
         except MemoryFullError as why:
             log.info("a connection is closed: %s", why)
             self.force_close()
@@ -231,9 +231,9 @@ class GuardedConnection(web.RequestHandler):
             self.force_close()
 
     def _end_head(self) -> None:
-        if self._held_size:
-            self._held.remove(_HEADS, "head", self._held_size)
-            self._held_size = 0
+        if self._head_size:
+            self._memory.remove(_HEADS, "head", self._head_size)
+            self._head_size = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

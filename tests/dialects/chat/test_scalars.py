@@ -5,14 +5,14 @@ import json
 import msgspec
 import pytest
 
-from tokencache.dialects.chat.scalars import settle
+from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.json_io import fields_of
 from tokencache.errors import HarnessError
 
 
 def settled(name, value, **more):
     fields = fields_of(b'{"%b": %b}' % (name.encode(), value.encode()))
-    settle(fields, **more)
+    normalize(fields, **more)
     return bytes(fields[name]).decode()
 
 
@@ -62,6 +62,6 @@ def test_log_probabilities_are_a_number_in_text_completions():
 def test_other_members_keep_their_bytes():
     body = b'{"messages": [1.0], "chat_template_kwargs": {"a": 1.0}, "temperature": 1e0, "stop": ["a"]}'
     fields = fields_of(body)
-    settle(fields)
+    normalize(fields)
     assert json.loads(msgspec.json.encode(fields)) == json.loads(body)
     assert bytes(fields["temperature"]) == b"1e0"

@@ -23,12 +23,12 @@ from multidict import CIMultiDict
 
 from tests.engine.template.more_kinds import ALL_KINDS
 from tests.system.adversary.engine import MODEL, Engine, Generation, Message, RefusedError, Renderer, read_message, template_arguments
-from tokencache.core.rules import Leniency
-from tokencache.core.tool_names import ToolNames
+from tokencache.core.rules import Leniency, ToolNames
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import CallReader, DialectRequest, ParsedCall
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall, with_messages
+from tokencache.dialects.chat.sampling import budget_of
 from tokencache.dialects.chat.vocabulary import as_reminders
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.drivers.vllm import Vllm
@@ -37,12 +37,12 @@ from tokencache.engine.model import Model
 from tokencache.engine.probe import NO_END, PLAIN_ARGS, Capability
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import stop_candidates
-from tokencache.engine.thinking import budget_of
 from tokencache.engine.upstream import Upstream
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
+from tokencache.proxy.kv_salt import NO_SALT
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner, keys_wanted
-from tokencache.proxy.policy_version import UNREAD
+from tokencache.proxy.policy_version import UNREPORTED, VersionReading
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
@@ -236,7 +236,7 @@ class Stack:
 
     def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: bool) -> CallFacts:
         thinking = self.engine.thinking_marks() if budget_of(call.chat.fields) is not None else None
-        planned = PlannedCall(engine=self, model=model, plan=plan, weights=UNREAD, thinking=thinking)  # type: ignore[arg-type]
+        planned = PlannedCall(engine=self, model=model, plan=plan, weights=VersionReading(UNREPORTED, NO_SALT), thinking=thinking)  # type: ignore[arg-type]
         judged, mark = judge_reply(heard, broken_off=broken), TurnMark.ABORTED if broken else ""
         if judged.whole:
             for choice in heard.choices.values():

@@ -144,7 +144,7 @@ def test_it_finds_a_planner_that_loses_a_token(monkeypatch):
 
 
 def test_it_finds_a_planner_that_believes_every_turn_settled(monkeypatch):
-    monkeypatch.setattr(EditedHistories, "is_settled", lambda *_: True)
+    monkeypatch.setattr(EditedHistories, "is_stable", lambda *_: True)
     assert finds("unfaithful", templates=["GLM-4.5"])
 
 

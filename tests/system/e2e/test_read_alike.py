@@ -37,13 +37,13 @@ from tokencache.dialects import json_io, text_completions
 from tokencache.dialects.base import DialectRequest, ModelCall, ServedModel
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat, read_tokenize
+from tokencache.dialects.chat.sampling import BUDGET
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.stream_usage import HiddenUsage
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.prefixes import can_be_named
-from tokencache.engine.thinking import BUDGET
 from tokencache.errors import HarnessError
 from tokencache.proxy.continuation import limits_of, reason_against, remaining_fields
 

@@ -18,8 +18,7 @@ from rapidfuzz.distance import Indel
 from tokencache.core.added_text import judge_echo
 from tokencache.core.context import Context, whole_context
 from tokencache.core.messages import Message, digest
-from tokencache.core.rules import RULES, Leniency
-from tokencache.core.tool_names import ToolNames
+from tokencache.core.rules import RULES, Leniency, ToolNames
 from tokencache.core.turn import Turn
 from tokencache.core.verdict import Verdict
 from tokencache.dialects.chat.vocabulary import UnreadableError, read_message

@@ -20,7 +20,7 @@ with `register`.
 """
 
 from tokencache.core.rules.apply import Rules, expected_rewritings, explain_call, rewritings, understood_calls
-from tokencache.core.rules.base import RULES, STRICT, Leniency, Part, Rule, register
+from tokencache.core.rules.base import RULES, STRICT, Leniency, Part, Rule, ToolNames, register
 from tokencache.core.rules.canonical import CANONICAL, DIALECT
 from tokencache.core.rules.harness import HARNESS
 
@@ -31,6 +31,7 @@ __all__ = [
     "Part",
     "Rule",
     "Rules",
+    "ToolNames",
     "expected_rewritings",
     "explain_call",
     "register",

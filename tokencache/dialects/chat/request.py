@@ -19,7 +19,7 @@ from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
-from tokencache.dialects.chat.scalars import settle
+from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
@@ -201,7 +201,7 @@ def read_chat(
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
     _refuse_prompts(fields)
-    settle(fields)
+    normalize(fields)
     model = resolve_model(fields, served)
     args, asked = render_args(fields, tools), read_members(fields, _ASKED)
     call = ChatCall(

@@ -22,6 +22,27 @@ BEAM_SEARCH = "beam-search"
 """What a reply that was selected among several is called in incidents."""
 
 
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1, None),
+    "top_p": (1, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "min_tokens": (0, None),
+    "tool_choice": ("none", "auto", None),
+    "response_format": (None, {"type": "text"}),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), (None,)),
+}
+"""The values with which a parameter changes nothing (vLLM 0.32, `SamplingParams`). Without it the engine's own default counts."""
+
+BUDGET = "thinking_token_budget"
+
+
 def recorded(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Return the members of a request (raw) that bend or replace the choice, with their values, and the names of strict tools."""
     found = {name: value_of(fields[name]) for name in RECORDED if name in fields}
@@ -46,3 +67,17 @@ def is_search(fields: dict[str, msgspec.Raw]) -> bool:
         HarnessError: the member has the wrong type.
     """
     return "use_beam_search" in fields and bool(member(fields, "use_beam_search", (bool,), False))
+
+
+def bending(sampling: Mapping[str, Any]) -> str:
+    """Return the first recorded parameter that changes the distribution, with its value; `""` if none does.
+
+    An engine's *raw* log probabilities are those of the model's own distribution. They are the policy's only if no parameter changed it.
+    """
+    return next((f"{name} is {value}" for name, value in sampling.items() if name in NEUTRAL and value not in NEUTRAL[name]), "")
+
+
+def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:
+    """Return the thinking budget in a request's members (raw), in tokens; `None` if there is none (-1 sets no limit)."""
+    found = value_of(fields[BUDGET]) if BUDGET in fields else None
+    return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None

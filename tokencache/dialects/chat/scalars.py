@@ -112,7 +112,7 @@ _MEMBERS = {name: _READERS[kind] for name, kind in KINDS.items()}
 _TEXT_MEMBERS = {**_MEMBERS, "logprobs": _COUNT}
 
 
-def settle(fields: dict[str, Raw], *, chat: bool = True) -> None:
+def normalize(fields: dict[str, Raw], *, chat: bool = True) -> None:
     """Rewrite the numbers and truth values among a request's members, in place. In text completions (not `chat`), `logprobs` is a number.
 
     Raises:

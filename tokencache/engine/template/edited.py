@@ -1,15 +1,15 @@
 """Finds what the template writes around recorded replies in a history that was edited.
 
-The whole history is rendered with sentinels in place of the recognized replies. The pieces around the sentinels are the *frame* into which
+The whole history is rendered with sentinels in place of the recognized replies. The gaps around the sentinels are the *frame* into which
 the exact ids of the replies are inserted. A reply was sampled after a generation prompt, but a rendered history often opens a reply with
-other ids. So each piece of the frame ends where its last message ends, and the reply's own generation prompt is added after it. The
+other ids. So each gap of the frame ends where its last message ends, and the reply's own generation prompt is added after it. The
 *opening* of a reply, the ids that open it in a history, is found by rendering the messages before it separately.
 
 **Settled turns.** Many templates show the reasoning of an assistant message, or an empty thinking block, only after the last question. So
 if the client wrote assistant messages itself, a history with a new question is rendered as if it had been edited. That costs two renderings
-of the whole history. But once a question follows these messages, another question rarely changes them. A turn is *settled* if its prompt is
-rendered as before with the next question, and also with one more question after that. A turn that continues a settled turn, and adds no
-such message, is settled too, because its prompt begins with the same ids.
+of the whole history. But once a question follows these messages, another question rarely changes them. A turn is *stable* if its prompt is
+rendered as before with the next question, and also with one more question after that. A turn that continues a stable turn, and adds no
+such message, is stable too, because its prompt begins with the same ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ from tokencache.engine.template.shapes import TailRequest
 from tokencache.engine.template.tails import DEEPER, RECHECK_EVERY
 from tokencache.recent import Recent
 
-MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS, MOST_SETTLED = 65_536, 4096, 8, 65_536
-"""Limits for remembered contexts, kinds of replies, openings of one kind, and settled turns."""
+MOST_CONTEXTS, MOST_KINDS, MOST_OPENINGS, MOST_STABLE = 65_536, 4096, 8, 65_536
+"""Limits for remembered contexts, kinds of replies, openings of one kind, and stable turns."""
 END_OF_MESSAGE, SHORT_END = 8, 3
 """Numbers of tokens that identify the end of a message, and of a short message."""
 
@@ -41,7 +41,7 @@ class HistoryFrame(NamedTuple):
 
     Attributes:
         fronts: the ids before each reply, since the preceding one.
-        pieces: the same without the openings, and the ids after the last reply.
+        gaps: the same without the openings, and the ids after the last reply.
         openings: the ids that open each reply in a history; `None` if they cannot be separated.
         generation_prompts: the known generation prompts.
         unprompted: for each reply, whether the template writes no generation prompt after a message with the role of the preceding one.
@@ -51,7 +51,7 @@ class HistoryFrame(NamedTuple):
     """
 
     fronts: list[bytes]
-    pieces: list[bytes]
+    gaps: list[bytes]
     openings: list[bytes | None]
     generation_prompts: tuple[bytes, ...]
     unprompted: list[bool]
@@ -76,7 +76,7 @@ class HistoryFrame(NamedTuple):
         if opening is None:
             return None
         known = [ending for ending in (*self.generation_prompts, opening) if ending and prompt.endswith(ending)]
-        end, last = self.pieces[n][-END_OF_MESSAGE * ids.ID_BYTES :], self.pieces[n][-ids.ID_BYTES :]
+        end, last = self.gaps[n][-END_OF_MESSAGE * ids.ID_BYTES :], self.gaps[n][-ids.ID_BYTES :]
         unprompted = self.unprompted[n] or not (opening and any(self.generation_prompts))
         bare = (same_message and prompt.endswith(end)) or (prompt.endswith(last) and unprompted)
         return max(known, key=len, default=b"" if bare else None)
@@ -99,8 +99,8 @@ class _Openings:
         self.unprompted = True
 
 
-class _Settled(NamedTuple):
-    """A settled turn.
+class _Stable(NamedTuple):
+    """A stable turn.
 
     `foreign` is the hash of the client's own assistant messages in its prompt. `messages` is the number of messages when it was proven, and
     `turns` the number of turns since then.
@@ -112,13 +112,13 @@ class _Settled(NamedTuple):
 
 
 class EditedHistories:
-    """Finds the frames of edited histories for one engine, and remembers settled turns."""
+    """Finds the frames of edited histories for one engine, and remembers stable turns."""
 
     def __init__(self, template: LearnedTemplate) -> None:
         self._template = template
         self._openings: Recent[object, _Openings] = Recent(MOST_KINDS)
         self._ends: Recent[bytes, _ContextEnd] = Recent(MOST_CONTEXTS)
-        self._settled: Recent[tuple[str, str], _Settled] = Recent(MOST_SETTLED)
+        self._stable: Recent[tuple[str, str], _Stable] = Recent(MOST_STABLE)
 
     async def frame(self, request: TailRequest, places: Sequence[int], *, in_text: bool = False) -> HistoryFrame:
         """Render a whole conversation and return the frame of the replies at `places`; the last of them is the reply of `request`.
@@ -131,21 +131,21 @@ class EditedHistories:
         with tail_refusals():
             return await self._frame(request, places, in_text=in_text)
 
-    def is_settled(self, session: str, turn: Turn) -> bool:
-        """Whether a turn is settled: further questions and tool results do not change how its prompt is rendered.
+    def is_stable(self, session: str, turn: Turn) -> bool:
+        """Whether a turn is stable: further questions and tool results do not change how its prompt is rendered.
 
-        After some turns, and when the history has grown, the answer is false, so that the caller proves it again (`settle`).
+        After some turns, and when the history has grown, the answer is false, so that the caller proves it again (`confirm`).
         """
-        known = self._settled.get((session, turn.id))
+        known = self._stable.get((session, turn.id))
         if known is None:
-            before = self._settled.get((session, turn.parent or ""))
+            before = self._stable.get((session, turn.parent or ""))
             if before is None or before.foreign != turn.foreign or turn.anchors:
                 return False
-            known = self._settled[session, turn.id] = before._replace(turns=before.turns + 1)
+            known = self._stable[session, turn.id] = before._replace(turns=before.turns + 1)
         return known.turns < RECHECK_EVERY and turn.messages <= DEEPER * known.messages
 
-    async def settle(self, turn: Turn, request: TailRequest, places: Sequence[int], frame: HistoryFrame) -> None:
-        """Remember a turn as settled if one more question leaves everything before its reply as it is in `frame`.
+    async def confirm(self, turn: Turn, request: TailRequest, places: Sequence[int], frame: HistoryFrame) -> None:
+        """Remember a turn as stable if one more question leaves everything before its reply as it is in `frame`.
 
         `frame` is that of `request` with the replies at `places`, the last of which is the turn's reply. The caller has compared it with
         the turn's prompt.
@@ -159,9 +159,9 @@ class EditedHistories:
                 front, rest = boundary.split(rest)
                 fronts.append(front)
         if fronts == frame.fronts:
-            self._settled[request.session, turn.id] = _Settled(turn.foreign, len(request.raw), 0)
+            self._stable[request.session, turn.id] = _Stable(turn.foreign, len(request.raw), 0)
         else:
-            self._settled.pop((request.session, turn.id), None)
+            self._stable.pop((request.session, turn.id), None)
 
     async def _frame(self, request: TailRequest, places: Sequence[int], *, in_text: bool) -> HistoryFrame:
         replies = {place: request.conversation.messages[place] for place in places}
@@ -170,23 +170,23 @@ class EditedHistories:
         real = await self._template.real(request, places)
         await self._learn_generation_prompts(request, places, rendered, real)
         fronts: list[bytes] = []
-        pieces: list[bytes] = []
+        gaps: list[bytes] = []
         openings: list[bytes | None] = []
         unprompted: list[bool] = []
         for n, (place, boundary) in enumerate(boundaries.items()):
             front, rest = boundary.split(rest)
             self._template.check_tail(rest, boundary)
-            piece, opening, bare = await self._split_opening(request, front, place, places[n - 1] if n else None, boundaries)
+            gap, opening, bare = await self._split_opening(request, front, place, places[n - 1] if n else None, boundaries)
             fronts.append(front)
-            pieces.append(piece)
+            gaps.append(gap)
             openings.append(opening)
             unprompted.append(bare)
-        pieces.append(rest)
+        gaps.append(rest)
         if None not in openings:
-            _check_pieces(pieces, real)
+            _check_gaps(gaps, real)
         return HistoryFrame(
             fronts,
-            pieces,
+            gaps,
             openings,
             tuple(self._template.generation_prompts),
             unprompted,
@@ -218,14 +218,14 @@ class EditedHistories:
         body, generation_prompt = await self._body(request, place, last, boundaries)
         openings.unprompted = openings.unprompted and not generation_prompt
         bare = not any(self._template.generation_prompts)
-        piece, found = await self._split_after(request, body, front, bare=bare)
+        gap, found = await self._split_after(request, body, front, bare=bare)
         if found is None and (request.systems or request.args.tools is not None):  # a template may move these before the last message
             with suppress(BoundaryUnknownError, TemplateRefusedError):
                 body, _ = await self._body(request, place, last, boundaries, args=without_tools(request.args))
-                piece, found = await self._split_after(request, body, front, bare=bare)
-        if found is not None and len(openings.known) < MOST_OPENINGS and front == piece + found:
+                gap, found = await self._split_after(request, body, front, bare=bare)
+        if found is not None and len(openings.known) < MOST_OPENINGS and front == gap + found:
             openings.known.add(found)
-        return piece, found, openings.unprompted
+        return gap, found, openings.unprompted
 
     async def _split_after(self, request: TailRequest, body: bytes, front: bytes, *, bare: bool) -> tuple[bytes, bytes | None]:
         """Split `front` after the messages that are rendered alone in `body`; the second part is `None` if their end cannot be found.
@@ -322,19 +322,19 @@ def _split_at_end(body: bytes, front: bytes, stop_ids: AbstractSet[int], *, bare
         if but_one != whole and not merged:
             return front, None
         cut = but_one + size - merged
-        piece, rest = ids.head(front, but_one) + end, ids.tail(front, cut)
-        return (piece, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
+        gap, rest = ids.head(front, but_one) + end, ids.tail(front, cut)
+        return (gap, rest) if stop_ids.isdisjoint(ids.unpack(rest)) else (front, None)
     return front, None
 
 
-def _check_pieces(pieces: Sequence[bytes], real: bytes) -> None:
-    """Refuse pieces that do not occur, in order, in the rendering with the real replies: the replies change what is written around them."""
-    check_same_past(pieces[0], real)
-    if not real.endswith(pieces[-1]):
+def _check_gaps(gaps: Sequence[bytes], real: bytes) -> None:
+    """Refuse gaps that do not occur, in order, in the rendering with the real replies: the replies change what is written around them."""
+    check_same_past(gaps[0], real)
+    if not real.endswith(gaps[-1]):
         raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
-    rest = ids.tail(real, max(ids.count(pieces[0]) - 1, 0))
-    for piece in pieces[1:-1]:
-        sure = ids.head(piece, max(ids.count(piece) - 1, 0))  # the last token may have merged with the next
+    rest = ids.tail(real, max(ids.count(gaps[0]) - 1, 0))
+    for gap in gaps[1:-1]:
+        sure = ids.head(gap, max(ids.count(gap) - 1, 0))  # the last token may have merged with the next
         at = ids.find(rest, sure)
         if at < 0:
             raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)

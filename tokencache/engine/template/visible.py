@@ -132,22 +132,22 @@ class VisibleReplies:
     ) -> list[ShownPart | None]:
         omitted = await self._omitted(request, places, replies)
         fronts, end = await self._front_texts(request, frame)
-        pieces = [await self._piece_text(request, frame, n, front) for n, front in enumerate(fronts)]
+        gaps = [await self._gap_text(request, frame, n, front) for n, front in enumerate(fronts)]
         rendered = await self._read(request, frame.real)
         found: list[ShownPart | None] = []
         at = 0
         for n, (front, reply) in enumerate(zip(fronts, replies, strict=True)):
-            following = [*(pieces[n + 1 : n + 2] or [end]), *fronts[n + 1 : n + 2]]
+            following = [*(gaps[n + 1 : n + 2] or [end]), *fronts[n + 1 : n + 2]]
             thinks = bool(reply.served.thought) and n not in omitted
-            start = at + len(pieces[n] if thinks or not rendered.startswith(front, at) else front)
+            start = at + len(gaps[n] if thinks or not rendered.startswith(front, at) else front)
             until = rendered.find(next(filter(None, following), ""), start)
-            if until < 0 or not rendered.startswith(pieces[n], at):
+            if until < 0 or not rendered.startswith(gaps[n], at):
                 raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
-            opening = front[len(pieces[n]) :]
+            opening = front[len(gaps[n]) :]
             calls_first = any(_named_in(opening, call) for call in reply.served.calls)
             in_front = not (frame.in_calls[n] or calls_first) and rendered.startswith(front, at)
             openings = [opening] if in_front else []
-            if thinks or await self._is_whole(request, reply, openings, rendered[at + len(pieces[n]) : until]):
+            if thinks or await self._is_whole(request, reply, openings, rendered[at + len(gaps[n]) : until]):
                 found.append(_whole(reply))
             else:
                 found.append(await self._part(request, reply, rendered[start:until]) if in_front else None)
@@ -178,7 +178,7 @@ class VisibleReplies:
             fronts.append(front)
         return fronts, rest
 
-    async def _piece_text(self, request: TailRequest, frame: HistoryFrame, n: int, front: str) -> str:
+    async def _gap_text(self, request: TailRequest, frame: HistoryFrame, n: int, front: str) -> str:
         """Return the front of reply `n` without its opening."""
         opening = await self._short(request, frame.openings[n] or b"")
         return front.removesuffix(opening)

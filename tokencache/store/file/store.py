@@ -189,26 +189,26 @@ class FileStore(FileQueue):
         exist_ok: bool = False,
         adopt: bool = False,
     ) -> bool:
-        held = self._find(db, session)
-        if held is None:
+        row = self._find(db, session)
+        if row is None:
             self._check_capacity(db)
             db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
             self._create(db, session, settings, labels)
             return True
         if not exist_ok and not adopt:
             raise SessionExistsError(session)
-        own = _settings(held)
+        own = _settings(row)
         if settings and settings != own:
             if own or not adopt:
                 raise SettingsConflictError(session, settings.differences(own))
-            db.execute("UPDATE sessions SET digest = ?, settings = ? WHERE id = ?", (settings.digest, pack(settings), held["id"]))
-        self._set_labels(db, held, labels.changes)
+            db.execute("UPDATE sessions SET digest = ?, settings = ? WHERE id = ?", (settings.digest, pack(settings), row["id"]))
+        self._set_labels(db, row, labels.changes)
         return False
 
     @reads
     def settings(self, db: sqlite3.Connection, session: str) -> SessionSettings | None:
-        held = self._find(db, session)
-        return _settings(held) if held else None
+        row = self._find(db, session)
+        return _settings(row) if row else None
 
     @writes
     def begin(
@@ -223,22 +223,22 @@ class FileStore(FileQueue):
         join: Join = "never",
         settings: bytes = b"",
     ) -> BeginResult:
-        held = self._find(db, session)
-        if held is None:
+        row = self._find(db, session)
+        if row is None:
             if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), self.now())).fetchone():
                 raise SessionDeletedError(session)
             self._check_capacity(db)
-        elif held["sealed"]:
+        elif row["sealed"]:
             raise SessionSealedError(session)
-        elif held["finished"] is not None:
+        elif row["finished"] is not None:
             raise SessionFinishedError(session)
-        if (held["digest"] if held else b"") != settings:
-            raise SettingsChangedError(_settings(held) if held else SessionSettings())
-        held = held or self._create(db, session, SessionSettings(), Labels())
-        number, name = held["id"], text(call)
+        if (row["digest"] if row else b"") != settings:
+            raise SettingsChangedError(_settings(row) if row else SessionSettings())
+        row = row or self._create(db, session, SessionSettings(), Labels())
+        number, name = row["id"], text(call)
         known = db.execute("SELECT 1 FROM calls WHERE session = ? AND call = ?", (number, name)).fetchone()
         duplicate = None if known or not fingerprint else _join(db, number, fingerprint, join)
-        begun, now = held["begun"] + (known is None and duplicate is None), self.now()
+        begun, now = row["begun"] + (known is None and duplicate is None), self.now()
         if duplicate is None:
             db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, name))
             db.execute(
@@ -248,22 +248,22 @@ class FileStore(FileQueue):
             db.execute("UPDATE sessions SET used = ?, begun = ? WHERE id = ?", (now, begun, number))
         self._renew(db, number)
         with decoding(session):
-            return BeginResult(held["epoch"], _hits(db, number, keys, early=True), duplicate, begun, held["sampled"], now - held["created"])
+            return BeginResult(row["epoch"], _hits(db, number, keys, early=True), duplicate, begun, row["sampled"], now - row["created"])
 
     @writes
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
-        held = self._use(db, session)
-        mine = (held["id"], text(call)) if held else (0, b"")
+        row = self._use(db, session)
+        mine = (row["id"], text(call)) if row else (0, b"")
         was = db.execute("SELECT wanted FROM calls WHERE session = ? AND call = ?", mine).fetchone()
         db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine)
         return bool(was and was["wanted"])
 
     @writes
     def mark_wanted(self, db: sqlite3.Connection, session: str, call: str, *, given_up: bool = False) -> None:
-        held = self._use(db, session)
-        if held is not None:
+        row = self._use(db, session)
+        if row is not None:
             flag = "given_up" if given_up else "wanted"
-            db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", (held["id"], text(call)))  # noqa: S608 - a constant
+            db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", (row["id"], text(call)))  # noqa: S608 - a constant
 
     @writes
     def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
@@ -280,15 +280,15 @@ class FileStore(FileQueue):
 
     @reads
     def find(self, db: sqlite3.Connection, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        held = self._find(db, session)
+        row = self._find(db, session)
         with decoding(session):
-            return _hits(db, held["id"], keys, early=False) if held else [[] for _ in keys]
+            return _hits(db, row["id"], keys, early=False) if row else [[] for _ in keys]
 
     @reads
     def prefix(self, db: sqlite3.Connection, session: str, turn: str) -> Prefix:
-        held = self._find(db, session)
+        row = self._find(db, session)
         with decoding(session):
-            return unpack_prefix(turn, _line(db, held["id"], turn) if held else ())
+            return unpack_prefix(turn, _line(db, row["id"], turn) if row else ())
 
     @writes
     def commit(  # noqa: PLR0917 - the interface, and the connection
@@ -314,12 +314,12 @@ class FileStore(FileQueue):
 
     @writes
     def add_incidents(self, db: sqlite3.Connection, session: str, incidents: Sequence[Incident]) -> None:
-        held = self._use(db, session)
-        if held is None:
+        row = self._use(db, session)
+        if row is None:
             if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), self.now())).fetchone():
                 return
-            held = self._create(db, session, SessionSettings(), Labels())
-        _add_incidents(db, held["id"], incidents)
+            row = self._create(db, session, SessionSettings(), Labels())
+        _add_incidents(db, row["id"], incidents)
 
     async def sessions(self) -> AsyncIterator[SessionInfo]:
         cursor = b""
@@ -340,103 +340,103 @@ class FileStore(FileQueue):
         found = db.execute(
             "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?", (cursor, self.now(), limit)
         ).fetchall()
-        return Page([_info(db, held) for held in found], found[-1]["name"] if len(found) == limit else b"")
+        return Page([_info(db, row) for row in found], found[-1]["name"] if len(found) == limit else b"")
 
     @reads
     def states(self, db: sqlite3.Connection, sessions: Sequence[str]) -> list[SessionInfo | None]:
-        return [_info(db, held) if held else None for held in (self._find(db, session) for session in sessions)]
+        return [_info(db, row) if row else None for row in (self._find(db, session) for session in sessions)]
 
     @reads
     def session(self, db: sqlite3.Connection, session: str) -> SessionInfo | None:
-        held = self._find(db, session)
-        return _info(db, held) if held else None
+        row = self._find(db, session)
+        return _info(db, row) if row else None
 
     @reads
     def turns(self, db: sqlite3.Connection, session: str) -> list[Turn]:
-        held = self._find(db, session)
+        row = self._find(db, session)
         with decoding(session):
-            found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
+            found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (row["id"],)) if row else ()
             return [unpack(record, Turn) for (record,) in found]
 
     @reads
     def tokens(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        held = self._find(db, session)
-        found = {turn: _tokens(db, held, turn) for turn in turns}
+        row = self._find(db, session)
+        found = {turn: _tokens(db, row, turn) for turn in turns}
         with decoding(session):
             return {turn: unpack_tokens(row["ids"], row["logprobs"]).tokens for turn, row in found.items()}
 
     @reads
     def contexts(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        held = self._find(db, session)
-        return {turn: _tokens(db, held, turn)["context"] for turn in turns}
+        row = self._find(db, session)
+        return {turn: _tokens(db, row, turn)["context"] for turn in turns}
 
     @writes
     def finish(self, db: sqlite3.Connection, session: str, outcome: Outcome | None = None) -> bool:
-        held = self._use(db, session)
-        if held is None:
+        row = self._use(db, session)
+        if row is None:
             return False
         with decoding(session):
-            stored = _outcome(held)
-        if outcome is not None and (held["sealed"] if stored is None else stored.kind != outcome.kind):
+            stored = _outcome(row)
+        if outcome is not None and (row["sealed"] if stored is None else stored.kind != outcome.kind):
             raise OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
         packed = pack(outcome) if outcome is not None else None
         finish = "UPDATE sessions SET finished = coalesce(finished, ?), outcome = coalesce(outcome, ?) WHERE id = ?"
-        db.execute(finish, (self.now(), packed, held["id"]))
+        db.execute(finish, (self.now(), packed, row["id"]))
         return True
 
     @writes
     def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
-        held = self._use(db, session)
-        if held is None:
+        row = self._use(db, session)
+        if row is None:
             return SealOutcome.MISSING
-        if held["sealed"]:
+        if row["sealed"]:
             return SealOutcome.SEALED
-        (calls,) = db.execute("SELECT count(*) FROM calls WHERE session = ?", (held["id"],)).fetchone()
-        finished = held["finished"] is not None
+        (calls,) = db.execute("SELECT count(*) FROM calls WHERE session = ?", (row["id"],)).fetchone()
+        finished = row["finished"] is not None
         if not finished or calls:
             if not force:
                 return SealOutcome.CALLS_IN_FLIGHT if finished else SealOutcome.UNFINISHED
-            _add_incidents(db, held["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
-        db.execute("UPDATE sessions SET sealed = 1 WHERE id = ?", (held["id"],))
+            _add_incidents(db, row["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
+        db.execute("UPDATE sessions SET sealed = 1 WHERE id = ?", (row["id"],))
         return SealOutcome.SEALED
 
     @writes
     def set_labels(self, db: sqlite3.Connection, session: str, changes: LabelChanges) -> bool:
-        held = self._find(db, session)
-        if held is not None:
-            self._set_labels(db, held, changes)
-        return held is not None
+        row = self._find(db, session)
+        if row is not None:
+            self._set_labels(db, row, changes)
+        return row is not None
 
     @writes
     def add_reward(self, db: sqlite3.Connection, session: str, reward: Reward) -> bool:
-        held = self._use(db, session)
-        if held is not None:
-            number = held["id"]
+        row = self._use(db, session)
+        if row is not None:
+            number = row["id"]
             db.execute("INSERT INTO rewards (session, record) VALUES (?, ?)", (number, pack(reward)))
             db.execute("UPDATE sessions SET rewards = rewards + 1 WHERE id = ?", (number,))
             db.execute(
                 "DELETE FROM rewards WHERE session = ? AND n NOT IN (SELECT n FROM rewards WHERE session = ? ORDER BY n DESC LIMIT ?)",
                 (number, number, REWARDS_KEPT),
             )
-        return held is not None
+        return row is not None
 
     @reads
     def rewards(self, db: sqlite3.Connection, session: str) -> list[Reward]:
-        held = self._find(db, session)
+        row = self._find(db, session)
         with decoding(session):
-            found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (held["id"],)) if held else ()
+            found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (row["id"],)) if row else ()
             return [unpack(record, Reward) for (record,) in found]
 
     @writes
     def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
         name = text(session)
-        held = self._find(db, session)
+        row = self._find(db, session)
         db.execute("DELETE FROM sessions WHERE name = ?", (name,))
         if reuse:
             db.execute("DELETE FROM tombstones WHERE name = ?", (name,))
-        elif held is not None:
+        elif row is not None:
             db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, self.now() + self._tombstone))
-        return held is not None
+        return row is not None
 
     @writes
     def lift_tombstone(self, db: sqlite3.Connection, session: str) -> None:
@@ -444,15 +444,15 @@ class FileStore(FileQueue):
 
     @reads
     def documents(self, db: sqlite3.Connection, session: str, names: Sequence[str]) -> list[bytes | None]:
-        held = self._find(db, session)
-        number = held["id"] if held else 0
+        row = self._find(db, session)
+        number = row["id"] if row else 0
         found = [db.execute("SELECT data FROM documents WHERE session = ? AND name = ?", (number, text(name))).fetchone() for name in names]
         return [row and row["data"] for row in found]
 
     @writes
     def delete_document(self, db: sqlite3.Connection, session: str, name: str) -> bool:
-        held = self._find(db, session)
-        number = held["id"] if held else 0
+        row = self._find(db, session)
+        number = row["id"] if row else 0
         return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", (number, text(name))).rowcount > 0
 
     @writes
@@ -468,15 +468,15 @@ class FileStore(FileQueue):
 
     @reads
     def media(self, db: sqlite3.Connection, session: str, sha256: str) -> tuple[str, bytes] | None:
-        held = self._find(db, session)
-        number = held["id"] if held else 0
-        row = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", (number, sha256)).fetchone()
-        return (untext(row["media_type"]), row["data"]) if row else None
+        row = self._find(db, session)
+        number = row["id"] if row else 0
+        found = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", (number, sha256)).fetchone()
+        return (untext(found["media_type"]), found["data"]) if found else None
 
     @reads
     def stored_media(self, db: sqlite3.Connection, session: str) -> list[StoredMedium]:
-        held = self._find(db, session)
-        number = held["id"] if held else 0
+        row = self._find(db, session)
+        number = row["id"] if row else 0
         found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", (number,))
         return [StoredMedium(sha256, untext(media_type), size) for sha256, media_type, size in found]
 
@@ -583,21 +583,21 @@ class FileStore(FileQueue):
 
     def _use(self, db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
         """Look up a session, and renew its time to live."""
-        held = self._find(db, session)
-        if held is not None:
-            self._renew(db, held["id"])
-        return held
+        row = self._find(db, session)
+        if row is not None:
+            self._renew(db, row["id"])
+        return row
 
     def _use_epoch(self, db: sqlite3.Connection, session: str, epoch: str) -> int:
-        held = self._find(db, session)
-        if held is None or held["epoch"] != epoch:
+        row = self._find(db, session)
+        if row is None or row["epoch"] != epoch:
             raise SessionGoneError(session)
-        self._renew(db, held["id"])
-        return int(held["id"])
+        self._renew(db, row["id"])
+        return int(row["id"])
 
-    def _set_labels(self, db: sqlite3.Connection, held: sqlite3.Row, changes: LabelChanges) -> None:
-        db.execute("UPDATE sessions SET labels = ? WHERE id = ?", (pack(_labels(held).changed(changes)), held["id"]))
-        self._renew(db, held["id"])
+    def _set_labels(self, db: sqlite3.Connection, row: sqlite3.Row, changes: LabelChanges) -> None:
+        db.execute("UPDATE sessions SET labels = ? WHERE id = ?", (pack(_labels(row).changed(changes)), row["id"]))
+        self._renew(db, row["id"])
 
 
 @contextmanager
@@ -618,45 +618,45 @@ def _bytes(db: sqlite3.Connection) -> int:
     return int((pages - free) * size)
 
 
-def _settings(held: sqlite3.Row) -> SessionSettings:
-    return unpack(held["settings"], SessionSettings) if held["settings"] else SessionSettings()
+def _settings(row: sqlite3.Row) -> SessionSettings:
+    return unpack(row["settings"], SessionSettings) if row["settings"] else SessionSettings()
 
 
-def _labels(held: sqlite3.Row) -> Labels:
-    return unpack(held["labels"], Labels) if held["labels"] else Labels()
+def _labels(row: sqlite3.Row) -> Labels:
+    return unpack(row["labels"], Labels) if row["labels"] else Labels()
 
 
-def _outcome(held: sqlite3.Row) -> Outcome | None:
-    return unpack(held["outcome"], Outcome) if held["outcome"] else None
+def _outcome(row: sqlite3.Row) -> Outcome | None:
+    return unpack(row["outcome"], Outcome) if row["outcome"] else None
 
 
-def _info(db: sqlite3.Connection, held: sqlite3.Row) -> SessionInfo:
-    number, name = held["id"], untext(held["name"])
+def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
+    number, name = row["id"], untext(row["name"])
     with decoding(name):
         turn = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
-        settings, latest = _settings(held), unpack(turn["record"], LatestTurn) if turn else None
+        settings, latest = _settings(row), unpack(turn["record"], LatestTurn) if turn else None
         return SessionInfo(
             id=name,
-            created=held["created"],
-            used=held["used"],
-            sealed=bool(held["sealed"]),
-            turns=held["turns"],
+            created=row["created"],
+            used=row["used"],
+            sealed=bool(row["sealed"]),
+            turns=row["turns"],
             open_calls=tuple(map(_open_call, db.execute("SELECT * FROM calls WHERE session = ? ORDER BY n", (number,)))),
             incidents=tuple(unpack(record, Incident) for (record,) in incidents),
-            epoch=held["epoch"],
-            finished=held["finished"],
+            epoch=row["epoch"],
+            finished=row["finished"],
             settings=settings,
-            labels=_labels(held),
+            labels=_labels(row),
             reward=unpack(reward["record"], Reward) if reward else None,
-            rewards=held["rewards"],
-            sampled=held["sampled"],
-            call_ms=held["call_ms"],
+            rewards=row["rewards"],
+            sampled=row["sampled"],
+            call_ms=row["call_ms"],
             harness=settings.harness or (latest.harness if latest else ""),
             model=latest.model if latest else "",
             latest=latest,
-            outcome=_outcome(held),
+            outcome=_outcome(row),
         )
 
 
@@ -688,10 +688,10 @@ def _hits(db: sqlite3.Connection, number: int, keys: Sequence[bytes], *, early: 
     return found
 
 
-def _tokens(db: sqlite3.Connection, held: sqlite3.Row | None, turn: str) -> sqlite3.Row:
+def _tokens(db: sqlite3.Connection, session: sqlite3.Row | None, turn: str) -> sqlite3.Row:
     row: sqlite3.Row | None = db.execute(
         "SELECT ids, logprobs, context FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?",
-        (held["id"] if held else 0, text(turn)),
+        (session["id"] if session else 0, text(turn)),
     ).fetchone()
     if row is None:
         raise KeyError(turn)

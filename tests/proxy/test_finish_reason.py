@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from tokencache.engine.ending import finish_reason
 from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice
+from tokencache.proxy.recorder import finish_reason
 
 END, OTHER_END = 90, 91
 
