@@ -61,7 +61,7 @@ def test_a_call_enters_no_more_functions(case):
 
 LINES, LINES_OF_A_CALL = 400, 300
 LARGER = {  # lines of the classes above their limit
-    "store/file/store.py FileStore": 521,
+    "store/file/store.py FileStore": 518,
     "store/redis/store.py RedisStore": 440,
     "testing/engine.py SimulatedEngine": 406,
 }

@@ -221,7 +221,10 @@ class Settings(BaseSettings):
         description="Create no sessions over the API while this many finished ones are ready to be taken. 0 sets no limit.",
     )
     max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
-        0, ge=0, description="Refuse new sessions while the store uses this much memory. 0 means nine tenths of Redis's maxmemory."
+        0,
+        ge=0,
+        description="Refuse new sessions while the store uses this much memory or disk. 0 means nine tenths: of Redis's maxmemory; of what "
+        "a file's sessions take and its disk has free.",
     )
     store_may_evict: bool = Field(
         False, description="Accept a Redis whose maxmemory-policy evicts keys. It deletes sessions when its memory is full."
