@@ -248,6 +248,7 @@ async def test_an_operation_that_fails_leaves_nothing_and_disturbs_no_other(stor
 
 
 async def test_a_full_disk_refuses_whole_commits(store, monkeypatch):
+    monkeypatch.setattr("tokencache.store.file.disk._KEPT_SECONDS", 0.0)
     epoch = await record(store, "s", build("a", keys=(b"c1",)))
     await record(store, "large", build("a", tail=range(50_000)))
     await store.begin("s", "k", [])

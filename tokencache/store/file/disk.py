@@ -14,6 +14,7 @@ Deleted sessions leave free pages in the file, which all operations may use. The
 import logging
 import os
 import sqlite3
+import time
 from pathlib import Path
 
 from tokencache.store.base import StoreError, StoreFullError
@@ -24,6 +25,8 @@ RESERVE = 8 * 2**20
 """Bytes of the reserve. A disk of less than 16 times as much gives a sixteenth."""
 _ROOM = 2**20
 """Bytes that must be free in the file, or be granted to it, for a new session, and for readiness after a write has failed."""
+_PLENTY, _KEPT_SECONDS = 2**30, 0.1
+"""While more bytes than this are free, a limit is kept for so long, because to compute it takes 20 µs."""
 _MOST_PAGES = 2**30
 """More pages than any file has: SQLite's default limit."""
 _SHARE = 0.9
@@ -43,6 +46,7 @@ class Disk:
         self._path = path
         self._reserve = -1
         self._overwrites: int | None = None
+        self._until = 0.0
         self.has_reserve = False
         self.failure = ""
 
@@ -71,13 +75,17 @@ class Disk:
 
         SQLite may be built to overwrite what it deletes (`SECURE_DELETE`, Debian). Without the reserve that would take too much of the log.
         """
+        if self.has_reserve and not self.failure and time.monotonic() < self._until:
+            return
         if self._overwrites is None:
             self._overwrites = _pragma(database, "secure_delete")
         database.execute(f"PRAGMA secure_delete = {self._overwrites if self.has_reserve else 'FAST'}")
         pages = _MOST_PAGES
         if not ends:
-            room = self.free() // 2 if self.has_reserve else 0
+            free = self.free()
+            room = free // 2 if self.has_reserve else 0
             pages = max((self._size(database) + room) // _pragma(database, "page_size"), 1)
+            self._until = time.monotonic() + (_KEPT_SECONDS if free > _PLENTY else 0.0)
         database.execute(f"PRAGMA max_page_count = {pages}")
 
     def release_reserve(self) -> bool:
