@@ -126,6 +126,10 @@ class Settings(BaseSettings):
         "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
     )
     log_format: LogFormat = Field("text", description="Format of the log: text, or json (one object a line).")
+    traces: bool = Field(
+        False,
+        description="Export an OpenTelemetry span for each call, as the variables OTEL_* say. Needs the extra 'otel' (docs/operations.md).",
+    )
 
     engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",
