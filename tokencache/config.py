@@ -126,6 +126,10 @@ class Settings(BaseSettings):
         "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
     )
     log_format: LogFormat = Field("text", description="Format of the log: text, or json (one object a line).")
+    traces: bool = Field(
+        False,
+        description="Export an OpenTelemetry span for each call, as the variables OTEL_* say. Needs the extra 'otel' (docs/operations.md).",
+    )
 
     engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",
@@ -221,7 +225,10 @@ class Settings(BaseSettings):
         description="Create no sessions over the API while this many finished ones are ready to be taken. 0 sets no limit.",
     )
     max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
-        0, ge=0, description="Refuse new sessions while the store uses this much memory. 0 means nine tenths of Redis's maxmemory."
+        0,
+        ge=0,
+        description="Refuse new sessions while the store uses this much memory or disk. 0 means nine tenths: of Redis's maxmemory; of what "
+        "a file's sessions take and its disk has free.",
     )
     store_may_evict: bool = Field(
         False, description="Accept a Redis whose maxmemory-policy evicts keys. It deletes sessions when its memory is full."

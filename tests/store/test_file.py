@@ -26,6 +26,7 @@ from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.file import FileStore
+from tokencache.store.file.disk import Disk
 from tokencache.store.file.store import read_path
 from tokencache.store.file.worker import Worker, _transact
 
@@ -241,32 +242,34 @@ async def test_an_operation_that_fails_leaves_nothing_and_disturbs_no_other(stor
     value, begun, disk, other = await asyncio.gather(*jobs, return_exceptions=True)
     assert isinstance(value, ValueError)
     assert isinstance(disk, StoreError)
-    assert str(disk) == "file: disk: database or disk is full"
+    assert str(disk).startswith("file: disk: database or disk is full: ")
     assert (begun.calls, other.calls) == (1, 1)
     names = await store.reader.run("names", lambda database: [name for (name,) in database.execute("SELECT name FROM meta")])
     assert names == ["clock", "schema"]
 
 
-async def test_a_full_disk_refuses_whole_commits(store):
+async def test_a_full_disk_refuses_whole_commits(store, monkeypatch):
+    monkeypatch.setattr("tokencache.store.file.disk._KEPT_SECONDS", 0.0)
     epoch = await record(store, "s", build("a", keys=(b"c1",)))
     await record(store, "large", build("a", tail=range(50_000)))
     await store.begin("s", "k", [])
     entries = [build("b", keys=(b"c1",)).entry, build("c", build("a"), tail=range(100_000)).entry]
 
-    def limit(pages, database):
-        database.execute(f"PRAGMA max_page_count = {pages}")
-
-    await store.writer.run("limit", partial(limit, 1))  # no more than it has
-    for operation in (store.commit("s", epoch, "k", entries, [Incident("x")]), store.begin("t", "k", [], fingerprint=bytes(10_000))):
-        with pytest.raises(StoreError, match="database or disk is full"):
+    monkeypatch.setattr(Disk, "free", lambda _: 0)
+    for operation in (store.commit("s", epoch, "k", entries, [Incident("x")]), store.begin("s", "k2", [], fingerprint=bytes(10_000))):
+        with pytest.raises(StoreError, match=r"database or disk is full: 0 bytes are free on the disk of .*sessions\.db"):
             await operation
+        with pytest.raises(StoreError, match="disk is full"):
+            await store.ping()
     info = await store.session("s")
     assert (info.turns, info.incidents, [call.call for call in info.open_calls]) == (1, (), ["k"])
     assert [[hit.turn.id for hit in under] for under in await store.find("s", [b"c1"])] == [["a"]]
-    assert await store.session("t") is None
+    with pytest.raises(StoreFullError, match=r"the disk of .*sessions\.db is nearly full: sessions take \d+ bytes, and 0 are free"):
+        await store.begin("t", "k", [])
     assert await store.delete("large") is True  # this makes room
-    await store.begin("t", "k", [], fingerprint=bytes(10_000))
-    await store.writer.run("limit", partial(limit, 1_000_000))
+    await store.begin("s", "k2", [], fingerprint=bytes(10_000))
+    monkeypatch.undo()
+    await store.ping()
     await store.commit("s", epoch, "k", entries, [Incident("x")])
     assert [turn.id for turn in await store.turns("s")] == ["a", "b", "c"]
 
@@ -285,7 +288,7 @@ class BrokenOnce(sqlite3.Connection):
 
 async def test_a_rollback_that_fails_ends_no_later_operation(tmp_path, monkeypatch):
     monkeypatch.setattr("tokencache.store.file.worker.sqlite3.connect", partial(sqlite3.connect, factory=BrokenOnce))
-    worker = Worker(tmp_path / "database", 1.0, writes=True)
+    worker = Worker(tmp_path / "database", 1.0)
     await worker.open()
     await worker.run("create", lambda database: database.execute("CREATE TABLE numbers (number INTEGER UNIQUE)"))
 

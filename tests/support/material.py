@@ -26,6 +26,7 @@ WHAT_TO_DO = {
     "tmux": "put it on PATH; Harbor's Terminus-2 runs in it",
     "permission to trace a process": "run as root, or set kernel.yama.ptrace_scope to 0",
     "network namespaces": "permit user namespaces, and put unshare and ip (Debian: iproute2) on PATH",
+    "mount namespaces": "permit user namespaces, and put unshare (Debian: util-linux) on PATH",
     "torch": "run make e2e, which has an environment with it",
     "verl": "run make integrations",
     "skyrl": "run make integrations",

@@ -31,6 +31,7 @@ In the order of a call:
 `generated_replies`  writes replies without an engine: for a used-up budget, and for a prompt that is too long
 `facts`              what is known of a call: from its beginning on, as it is planned, and at its end
 `recorder`           makes turns from these facts
+`spans`              writes an OpenTelemetry span for each call
 `policy_version`     finds out which policy version sampled each token
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails

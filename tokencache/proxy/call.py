@@ -191,6 +191,8 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
+        if self._services.spans is not None:
+            self._services.spans.ended(self._call, self._exchange.headers, incidents)
         await self._store(self._ledger.settle(self._begun, self._call.session, self.id, incidents, documents=self._documents))
 
     @property
@@ -243,7 +245,7 @@ class CallAttempt:
         """End a call without a turn, and record an incident. Raises the errors of `close`."""
         metrics.CALLS.labels(self._call.chat.dialect, kind).inc()
         incident = self._call.incident(kind, detail, hole=hole, status=status)
-        self._log(incident)
+        _log(self._call, incident)
         await self.close([incident])
 
     async def _write_cancelled_turns(self) -> None:
@@ -275,10 +277,12 @@ class CallAttempt:
             await self._ledger.end(self._begun, facts, recorded, documents)
             if log.isEnabledFor(logging.INFO):
                 log_call(facts, recorded)
+            if self._services.spans is not None:
+                self._services.spans.answered(facts, recorded, self._exchange.headers)
         metrics.AFTER.observe(time.time() - ended)
         metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).inc()
         for incident in incidents:
-            self._log(incident)
+            _log(self._call, incident)
 
     def _facts(self, mark: str, detail: str, *, unanswered: bool, media_kept: bool) -> CallFacts:
         """Collect what the parties know at the end of the call, and learn from a reply that is certain."""
@@ -304,12 +308,6 @@ class CallAttempt:
             media_kept=media_kept,
             ended=time.time(),
         )
-
-    def _log(self, incident: Incident) -> None:
-        """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
-        status = f" (the engine answered {incident.status})" if incident.status else ""
-        log.warning("session %s call %s: %s%s", self._call.session, self.id, incident.kind, status)
-        log.debug("session %s call %s: %s: %s", self._call.session, self.id, incident.kind, incident.detail)
 
     # Plan and send
 
@@ -390,6 +388,13 @@ class CallAttempt:
         log.info("session %s call %s: %s: %s", self._call.session, self.id, IncidentKind.BUDGET_SPENT, spent)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
+
+
+def _log(call: BegunCall, incident: Incident) -> None:
+    """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
+    status = f" (the engine answered {incident.status})" if incident.status else ""
+    log.warning("session %s call %s: %s%s", call.session, call.id, incident.kind, status)
+    log.debug("session %s call %s: %s: %s", call.session, call.id, incident.kind, incident.detail)
 
 
 def log_call(facts: CallFacts, recorded: Recorded) -> None:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
 import msgspec
@@ -57,6 +57,9 @@ from tokencache.proxy.response import Exchange
 from tokencache.store.base import BeginResult
 from tokencache.wakeup import wait_for
 
+if TYPE_CHECKING:
+    from tokencache.proxy.spans import CallSpans
+
 log = logging.getLogger(__name__)
 
 MAX_RESAMPLES = 4
@@ -79,6 +82,7 @@ class Services(NamedTuple):
         aborted: what happens to a reply that an engine broke off.
         image_names: names the images of requests.
         prefixes: names the prompts of requests.
+        spans: writes a span for each call; `None` if no traces are written.
     """
 
     pool: Pool
@@ -89,6 +93,7 @@ class Services(NamedTuple):
     aborted: AbortedPolicy
     image_names: ImageNames
     prefixes: PrefixUse
+    spans: "CallSpans | None" = None
 
 
 class _Refusal(NamedTuple):

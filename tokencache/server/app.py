@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -35,6 +36,7 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
+from tokencache.errors import extra_missing
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.dispatch import Services
@@ -56,6 +58,9 @@ from tokencache.server.routing import RequestRouter, send_errors
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import SECRET_BYTES, Store, StoreError
 from tokencache.wakeup import end
+
+if TYPE_CHECKING:
+    from tokencache.proxy.spans import CallSpans
 
 
 class Proxy:
@@ -108,7 +113,10 @@ class Proxy:
         salts = KvSalts(settings.kv, self.store, lambda: self._bodies.secret)
         self.versions = PolicyVersions(self.weights, salts)
         names = ImageNames(lambda: self._bodies.secret)
-        services = Services(self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted, names, PrefixUse())
+        self._spans = _spans() if settings.traces else None
+        services = Services(
+            self.pool, self.ledger, planner.plan, self.versions, settings.hold, settings.aborted, names, PrefixUse(), self._spans
+        )
         self._calls = CallsInFlight(services, policy=settings.repeats, grace=settings.linger)
         aliases = ModelAliases(settings.model_aliases)
         self._media = FetchedMedia() if settings.fetch_media else None
@@ -177,6 +185,8 @@ class Proxy:
 
     async def _running(self, _app: web.Application) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as opened:  # closes in reverse order what is open, also if a later step fails
+            if self._spans is not None:
+                opened.push_async_callback(self._spans.close)
             opened.push_async_callback(self.store.close)
             await self.store.open()
             await self._share_secret()
@@ -236,6 +246,19 @@ class Proxy:
     async def _metrics(self, _request: web.Request) -> web.Response:
         await self._gauges.update()
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _spans() -> "CallSpans":
+    """Make the writer of spans.
+
+    Raises:
+        ValueError: the extra is missing.
+    """
+    try:
+        from tokencache.proxy.spans import CallSpans  # noqa: PLC0415 - needs the extra `otel`
+    except ModuleNotFoundError as why:
+        raise ValueError(extra_missing("--traces", "otel", why.name)) from None
+    return CallSpans()
 
 
 def _count_level(engine: str, found: Capability) -> None:

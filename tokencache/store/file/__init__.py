@@ -2,6 +2,7 @@
 
 =============  =====================================================================================================
 `worker`       runs operations in a thread, several in one transaction
+`disk`         keeps room on the disk, so that sessions can be finished and deleted when it is full
 `schema`       the tables
 `operations`   makes methods of functions on a database; they run in a worker's thread
 `queue`        the queue of finished sessions

@@ -29,6 +29,15 @@ def writes(function: Callable[Concatenate[S, sqlite3.Connection, P], R]) -> Call
     return method
 
 
+def ends(function: Callable[Concatenate[S, sqlite3.Connection, P], R]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
+    """Run a function in a transaction that ends or removes something. It is possible on a full disk, too (`Disk`)."""
+
+    async def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self.writer.run(function.__name__, lambda database: function(self, database, *args, **kwargs), ends=True)
+
+    return method
+
+
 def reads(function: Callable[Concatenate[S, sqlite3.Connection, P], R]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
     """Run a function in a transaction that only reads. It sees everything that was written before it started."""
 

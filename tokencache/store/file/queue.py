@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tokencache.store.base import MOST_OVERDUE, REMEMBER_SECONDS, Overdue, QueueEntry, RemoveOutcome
 from tokencache.store.encoding import text, untext
-from tokencache.store.file.operations import reads, writes
+from tokencache.store.file.operations import ends, reads, writes
 from tokencache.store.file.worker import Worker
 
 _PARTS = "delivery = ? AND session IN (SELECT session FROM deliveries WHERE delivery = ?)"
@@ -29,11 +29,11 @@ class FileQueue:
         found = db.execute("SELECT session FROM watched WHERE due <= ? ORDER BY due LIMIT ?", (now, MOST_OVERDUE))
         return Overdue(now, [untext(session) for (session,) in found])
 
-    @writes
+    @ends
     def unwatch(self, db: sqlite3.Connection, session: str) -> None:
         db.execute("DELETE FROM watched WHERE session = ? AND due <= ?", (text(session), self.now()))
 
-    @writes
+    @ends
     def offer(self, db: sqlite3.Connection, session: str, epoch: str, at: float) -> None:
         known = (text(session), epoch)
         if not db.execute("SELECT 1 FROM removed_sessions WHERE session = ? AND epoch = ?", known).fetchone():
@@ -55,7 +55,7 @@ class FileQueue:
         (count,) = db.execute("SELECT count(*) FROM queue").fetchone()
         return int(count)
 
-    @writes
+    @ends
     def lease(self, db: sqlite3.Connection, sessions: Sequence[str], delivery: str, consumer: str, seconds: float) -> bool:
         now = self.now()
         former = set()
@@ -73,14 +73,14 @@ class FileQueue:
         )
         return True
 
-    @writes
+    @ends
     def extend(self, db: sqlite3.Connection, delivery: str, seconds: float) -> bool:
         known = _known(db, delivery)
         if known:
             db.execute(f"UPDATE queue SET until = ? WHERE {_PARTS}", (self.now() + seconds, delivery, delivery))  # noqa: S608
         return known
 
-    @writes
+    @ends
     def release(self, db: sqlite3.Connection, delivery: str) -> bool:
         known = _known(db, delivery)
         if known:
@@ -88,7 +88,7 @@ class FileQueue:
             db.execute("DELETE FROM deliveries WHERE delivery = ?", (delivery,))
         return known
 
-    @writes
+    @ends
     def remove(self, db: sqlite3.Connection, delivery: str) -> RemoveOutcome:
         now = self.now()
         if not _known(db, delivery):
@@ -103,7 +103,7 @@ class FileQueue:
             db.execute(f"DELETE FROM {table} WHERE at < ?", (now - REMEMBER_SECONDS,))  # noqa: S608 - a constant
         return RemoveOutcome.REMOVED
 
-    @writes
+    @ends
     def withdraw(self, db: sqlite3.Connection, session: str, epoch: str) -> None:
         db.execute("DELETE FROM queue WHERE session = ? AND epoch = ?", (text(session), epoch))
 
@@ -111,7 +111,7 @@ class FileQueue:
     def put_demand(self, db: sqlite3.Connection, consumer: str, demand: bytes) -> None:
         db.execute("INSERT OR REPLACE INTO demands VALUES (?, ?)", (text(consumer), demand))
 
-    @writes
+    @ends
     def drop_demand(self, db: sqlite3.Connection, consumer: str) -> None:
         db.execute("DELETE FROM demands WHERE consumer = ?", (text(consumer),))
 

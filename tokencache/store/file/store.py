@@ -45,7 +45,8 @@ from tokencache.store.clock import NOT_USED, ClockWatch
 from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
 from tokencache.store.file.clock import FileClock
-from tokencache.store.file.operations import reads, writes
+from tokencache.store.file.disk import Disk
+from tokencache.store.file.operations import ends, reads, writes
 from tokencache.store.file.queue import FileQueue
 from tokencache.store.file.worker import Worker
 
@@ -87,7 +88,7 @@ class FileStore(FileQueue):
         timeout_seconds: how long to wait for another process that writes.
         tombstone_seconds: how long a deleted session refuses late calls.
         max_sessions: refuse new sessions at this number. 0 sets no limit.
-        max_bytes: refuse new sessions while the file's contents take this many bytes. 0 sets no limit.
+        max_bytes: refuse new sessions while the file's contents take this many bytes. 0: nine tenths of them and what is free on the disk.
 
     Raises:
         ValueError: the URL names no path.
@@ -109,20 +110,21 @@ class FileStore(FileQueue):
         self._clock = FileClock(self._path)
         self._watch = ClockWatch("system", NOT_USED)
         self.now = self._clock.now
-        self.writer = Worker(self._path, timeout_seconds, writes=True)
-        self.reader = Worker(self._path, timeout_seconds, writes=False)
+        self._disk = Disk(self._path)
+        self.writer = Worker(self._path, timeout_seconds, self._disk)
+        self.reader = Worker(self._path, timeout_seconds)
 
     async def open(self) -> None:
         await self._check_not_truncated()
         try:
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
+            self._disk.open()
         except OSError as why:
             raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
         self._clock.measure()
         try:
             await self.writer.open()
             await self._create_tables()
-            await self.ping()
             await self.reader.open()
         except BaseException:
             await self.close()
@@ -149,8 +151,9 @@ class FileStore(FileQueue):
     async def close(self) -> None:
         await self.reader.close()
         await self.writer.close()
+        self._disk.close()
 
-    @writes
+    @ends  # sessions of a full disk can be deleted after a restart, too
     def _create_tables(self, db: sqlite3.Connection) -> None:
         for statement in schema.TABLES.split(";"):
             db.execute(statement)
@@ -158,19 +161,18 @@ class FileStore(FileQueue):
         schema.add_columns(db)
         with decoding("clock"):
             self._clock.join(db)
+        _check_version(db, self._path)
 
     @writes
     def ping(self, db: sqlite3.Connection) -> None:
-        (version,) = db.execute("UPDATE meta SET value = value WHERE name = 'schema' RETURNING value").fetchone()
-        if version != schema.VERSION:
-            raise StoreError(
-                f"file: the stored form of {self._path} is {version!r}, but this version of tokencache reads {schema.VERSION!r}. "
-                "Use another file, or the version of tokencache that wrote it"
-            )
+        if self._disk.failure:
+            self._disk.check_room(db)
+        _check_version(db, self._path)
 
     @reads
     def usage(self, db: sqlite3.Connection) -> StoreUsage:
-        return StoreUsage.of(_bytes(db), self._max_bytes, _count(db), self._max_sessions)
+        used, limit = self._disk.usage(db, self._max_bytes)
+        return StoreUsage.of(used, limit, _count(db), self._max_sessions)
 
     @writes
     def secret(self, db: sqlite3.Connection, known: bytes = b"") -> bytes:
@@ -250,7 +252,7 @@ class FileStore(FileQueue):
         with decoding(session):
             return BeginResult(row["epoch"], _hits(db, number, keys, early=True), duplicate, begun, row["sampled"], now - row["created"])
 
-    @writes
+    @ends
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
         row = self._use(db, session)
         mine = (row["id"], text(call)) if row else (0, b"")
@@ -258,14 +260,14 @@ class FileStore(FileQueue):
         db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine)
         return bool(was and was["wanted"])
 
-    @writes
+    @ends
     def mark_wanted(self, db: sqlite3.Connection, session: str, call: str, *, given_up: bool = False) -> None:
         row = self._use(db, session)
         if row is not None:
             flag = "given_up" if given_up else "wanted"
             db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", (row["id"], text(call)))  # noqa: S608 - a constant
 
-    @writes
+    @ends
     def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
         self._watch.check(self._clock.system())
         self._clock.save(db)
@@ -308,11 +310,11 @@ class FileStore(FileQueue):
             db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (number, text(name), data))
         _end(db, number, call, incidents, self.now())
 
-    @writes
+    @ends
     def settle(self, db: sqlite3.Connection, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
         _end(db, self._use_epoch(db, session, epoch), call, incidents, self.now())
 
-    @writes
+    @ends
     def add_incidents(self, db: sqlite3.Connection, session: str, incidents: Sequence[Incident]) -> None:
         row = self._use(db, session)
         if row is None:
@@ -370,7 +372,7 @@ class FileStore(FileQueue):
         row = self._find(db, session)
         return {turn: _tokens(db, row, turn)["context"] for turn in turns}
 
-    @writes
+    @ends
     def finish(self, db: sqlite3.Connection, session: str, outcome: Outcome | None = None) -> bool:
         row = self._use(db, session)
         if row is None:
@@ -384,7 +386,7 @@ class FileStore(FileQueue):
         db.execute(finish, (self.now(), packed, row["id"]))
         return True
 
-    @writes
+    @ends
     def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
         row = self._use(db, session)
         if row is None:
@@ -400,14 +402,14 @@ class FileStore(FileQueue):
         db.execute("UPDATE sessions SET sealed = 1 WHERE id = ?", (row["id"],))
         return SealOutcome.SEALED
 
-    @writes
+    @ends
     def set_labels(self, db: sqlite3.Connection, session: str, changes: LabelChanges) -> bool:
         row = self._find(db, session)
         if row is not None:
             self._set_labels(db, row, changes)
         return row is not None
 
-    @writes
+    @ends
     def add_reward(self, db: sqlite3.Connection, session: str, reward: Reward) -> bool:
         row = self._use(db, session)
         if row is not None:
@@ -427,7 +429,7 @@ class FileStore(FileQueue):
             found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (row["id"],)) if row else ()
             return [unpack(record, Reward) for (record,) in found]
 
-    @writes
+    @ends
     def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
         name = text(session)
         row = self._find(db, session)
@@ -438,7 +440,7 @@ class FileStore(FileQueue):
             db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, self.now() + self._tombstone))
         return row is not None
 
-    @writes
+    @ends
     def lift_tombstone(self, db: sqlite3.Connection, session: str) -> None:
         db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
 
@@ -449,7 +451,7 @@ class FileStore(FileQueue):
         found = [db.execute("SELECT data FROM documents WHERE session = ? AND name = ?", (number, text(name))).fetchone() for name in names]
         return [row and row["data"] for row in found]
 
-    @writes
+    @ends
     def delete_document(self, db: sqlite3.Connection, session: str, name: str) -> bool:
         row = self._find(db, session)
         number = row["id"] if row else 0
@@ -502,7 +504,7 @@ class FileStore(FileQueue):
     def _renew_binding(self, db: sqlite3.Connection, key: str) -> None:
         db.execute("UPDATE bindings SET expires = ? WHERE key = ?", (self.now() + self._ttl, key))
 
-    @writes
+    @ends
     def unbind_key(self, db: sqlite3.Connection, key: str) -> bool:
         return db.execute("DELETE FROM bindings WHERE key = ?", (key,)).rowcount > 0
 
@@ -539,8 +541,7 @@ class FileStore(FileQueue):
         self._delete_expired(db)
         if self._max_sessions and (count := _count(db)) >= self._max_sessions:
             raise StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
-        if self._max_bytes and (used := _bytes(db)) >= self._max_bytes:
-            raise StoreFullError(f"the file holds {used} bytes, and --max-store-bytes is {self._max_bytes}")
+        self._disk.check_capacity(db, self._max_bytes)
 
     def _delete_expired(self, db: sqlite3.Connection) -> None:
         """Delete what has expired, and the entries of the queue that are void since then."""
@@ -613,9 +614,13 @@ def _count(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT count(*) FROM sessions").fetchone()[0])
 
 
-def _bytes(db: sqlite3.Connection) -> int:
-    pages, free, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size"))
-    return int((pages - free) * size)
+def _check_version(db: sqlite3.Connection, path: Path) -> None:
+    (version,) = db.execute("UPDATE meta SET value = value WHERE name = 'schema' RETURNING value").fetchone()
+    if version != schema.VERSION:
+        raise StoreError(
+            f"file: the stored form of {path} is {version!r}, but this version of tokencache reads {schema.VERSION!r}. "
+            "Use another file, or the version of tokencache that wrote it"
+        )
 
 
 def _settings(row: sqlite3.Row) -> SessionSettings:

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from tokencache.store.base import StoreError
+from tokencache.store.file.disk import Disk
 
 R = TypeVar("R")
 AT_ONCE = 64
@@ -25,10 +26,17 @@ _LOCKED_SECONDS = 0.01
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "journal_size_limit=67108864", "temp_store=MEMORY")
 
 
+_PROVES = frozenset({"commit", "ping"})
+"""Operations that show, if they succeed, that the disk has room."""
+
+
 class _Job(NamedTuple):
+    """An operation; `ends` is whether it only ends or removes something, so that it may use the reserve (`Disk`)."""
+
     name: str
     work: Callable[[sqlite3.Connection], Any]
     done: Future[Any]
+    ends: bool
 
 
 class Worker:
@@ -37,13 +45,14 @@ class Worker:
     Args:
         path: the file.
         timeout_seconds: how long to wait for other processes that write.
-        writes: whether its operations write. Then each transaction starts with the lock for writing.
+        disk: the disk, if its operations write. Then each transaction starts with the lock for writing.
     """
 
-    def __init__(self, path: Path, timeout_seconds: float, *, writes: bool) -> None:
+    def __init__(self, path: Path, timeout_seconds: float, disk: Disk | None = None) -> None:
         self._path = path
+        self._disk = disk
         self._timeout = timeout_seconds
-        self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+        self._begin = "BEGIN IMMEDIATE" if disk is not None else "BEGIN"
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -65,8 +74,8 @@ class Worker:
             self._jobs.put(None)
             await asyncio.to_thread(thread.join)
 
-    async def run(self, name: str, work: Callable[[sqlite3.Connection], R]) -> R:
-        """Run an operation, and wait until what it wrote is on the disk.
+    async def run(self, name: str, work: Callable[[sqlite3.Connection], R], *, ends: bool = False) -> R:
+        """Run an operation, and wait until what it wrote is on the disk. `ends` is whether it only ends or removes something.
 
         If it raises an error, nothing of it is written. It may run twice, if the first transaction is given up.
 
@@ -76,7 +85,7 @@ class Worker:
         if self._thread is None:
             raise StoreError(f"file: {name}: the store is closed")
         done: Future[R] = Future()
-        self._jobs.put(_Job(name, work, done))
+        self._jobs.put(_Job(name, work, done, ends))
         return await asyncio.wrap_future(done)
 
     def _serve(self, connected: Future[None]) -> None:
@@ -90,7 +99,10 @@ class Worker:
         while job is not None:
             batch = [one for one in self._batch(job) if one.done.set_running_or_notify_cancel()]
             if batch:
-                _transact(database, self._begin, batch)
+                _transact(database, self._begin, batch, self._disk)
+            if self._disk is not None and not self._disk.has_reserve:
+                with contextlib.suppress(sqlite3.Error):  # after the next operation, then
+                    self._disk.restore_reserve(database)
             job = self._jobs.get()
         database.close()
 
@@ -129,8 +141,36 @@ class Worker:
         return batch
 
 
-def _transact(database: sqlite3.Connection, begin: str, batch: list[_Job]) -> None:
+def _transact(database: sqlite3.Connection, begin: str, batch: list[_Job], disk: Disk | None) -> None:
     """Run operations in one transaction. If the database fails, run each alone, so that only those fail that must."""
+    try:
+        if disk is not None:
+            disk.prepare(database, ends=all(job.ends for job in batch))
+        outcomes = _attempt(database, begin, batch)
+    except sqlite3.Error as why:
+        if len(batch) > 1:
+            for job in batch:
+                _transact(database, begin, [job], disk)
+        elif batch[0].ends and disk is not None and disk.release_reserve():
+            _transact(database, begin, batch, disk)
+        else:
+            _fail(batch[0], why, disk)
+        return
+    if disk is not None and any(job.name in _PROVES and error is None for job, (_, error) in zip(batch, outcomes, strict=True)):
+        disk.failure = ""
+    for job, (result, error) in zip(batch, outcomes, strict=True):
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+
+
+def _attempt(database: sqlite3.Connection, begin: str, batch: list[_Job]) -> list[tuple[Any, Exception | None]]:
+    """Run operations in one transaction: for each its result, or its own error.
+
+    Raises:
+        sqlite3.Error: the database failed, and nothing is written.
+    """
     outcomes: list[tuple[Any, Exception | None]] = []
     try:
         database.execute(begin)
@@ -145,18 +185,16 @@ def _transact(database: sqlite3.Connection, begin: str, batch: list[_Job]) -> No
                 outcomes.append((None, why))
             database.execute("RELEASE operation")
         database.execute("COMMIT")
-    except sqlite3.Error as why:
+    except sqlite3.Error:
         if database.in_transaction:
             with contextlib.suppress(sqlite3.Error):  # then the next transaction cannot begin, and is rolled back with this one
                 database.execute("ROLLBACK")
-        if len(batch) > 1:
-            for job in batch:
-                _transact(database, begin, [job])
-        else:
-            batch[0].done.set_exception(StoreError(f"file: {batch[0].name}: {why}"))
-        return
-    for job, (result, error) in zip(batch, outcomes, strict=True):
-        if error is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(error)
+        raise
+    return outcomes
+
+
+def _fail(job: _Job, why: sqlite3.Error, disk: Disk | None) -> None:
+    words = f"file: {job.name}: {why if disk is None else disk.describe(why)}"
+    if disk is not None and not job.ends:
+        disk.failure = words
+    job.done.set_exception(StoreError(words))
