@@ -542,7 +542,14 @@ OPERATIONS = (
         BASE + "/comparison",
         "Compare the sessions of a group: rewards, advantages, last answers, lengths, and where their tokens part, for the viewer.",
         _object(
-            group=_TEXT, waits=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}
+            group=_TEXT,
+            waits=_TEXT,
+            found=_COUNT,
+            values=_ANY_OBJECT,
+            members={"type": "array"},
+            not_compared={"type": "array"},
+            shared=_COUNT,
+            parting={},
         ),
         description="At most 64 sessions are compared, the ones used last.",
         query=(Parameter("group", "Name of the group.", _TEXT, required=True),),

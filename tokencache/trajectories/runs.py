@@ -315,11 +315,16 @@ def report(sessions: Sequence[SessionSummary], asked: Asked, *, now: float, queu
 def _rollouts(sessions: Sequence[SessionSummary]) -> list[SessionSummary]:
     """Return the sessions that were not played again. One that did not fail is never left out."""
     again = {one.retry_of for one in sessions if one.retry_of}
-    return [one for one in sessions if one.session not in again or one.valid or not _is_over(one)]
+    return [one for one in sessions if one.session not in again or not has_failed(one)]
 
 
 def _is_over(one: SessionSummary) -> bool:
     return one.state != "open"
+
+
+def has_failed(one: SessionSummary) -> bool:
+    """Whether a rollout is over, and not valid."""
+    return _is_over(one) and not one.valid
 
 
 def _line(run: str, rollouts: Sequence[SessionSummary]) -> RunLine:
