@@ -32,7 +32,7 @@ from tokencache.core.session import LabelChanges
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import LIMITS, POLICIES
-from tokencache.trajectories.runs import PASSING, RunLine, RunReport
+from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
 

@@ -49,7 +49,7 @@ from tokencache.client.errors import (
 )
 from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.budget import Budget
-from tokencache.trajectories.runs import RunLine, RunReport
+from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
     DeliveryState,
     EngineState,

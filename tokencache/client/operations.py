@@ -20,7 +20,7 @@ from tokencache.client.session_operations import written
 from tokencache.core.budget import Budget
 from tokencache.core.session import History
 from tokencache.session_url import check_proxy_url
-from tokencache.trajectories.runs import PASSING, RunLine, RunReport
+from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.values import EngineState, SessionState
 
 _PAGE = 500

@@ -8,7 +8,7 @@ import typer
 from tokencache.client import Client, ClientError, RunReport
 from tokencache.commands.completion import complete_run
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, printable
-from tokencache.trajectories.runs import PASSING, Distribution, GroupFigures
+from tokencache.trajectories.reports import PASSING, Distribution, GroupFigures
 
 _NAMES = {"reward": "reward", "turns": "turns", "tokens": "sampled tokens", "length": "length, tokens"}
 _PARTS = {"all": "seconds", "calls": "  in model calls", "between": "  between calls", "after": "  after the last call"}

@@ -42,8 +42,7 @@ from tokencache.client.operations import SessionOptions
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.lengths import ExportOptions
-from tokencache.trajectories.runs import tag_of
-from tokencache.trajectories.summaries import GROUP_SIZE, RETRY_OF
+from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
 
 log = logging.getLogger(__name__)
 
