@@ -14,6 +14,7 @@ MINISWE_VENV ?= .venv-miniswe
 NEMO_GYM_VENV ?= .venv-nemo-gym
 TRAINERS_VENV ?= .venv-trainers
 AGENTS_VENV ?= .venv-agents
+TRACKERS_VENV ?= .venv-trackers
 TRL_VENV ?= .venv-trl
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
@@ -130,10 +131,11 @@ consumers: $(STAMP) ## test the export formats with the trainers' own classes (t
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
 	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
 
-integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers and Harbor: two minutes; 1.2 GB beside what `make e2e` installs
-	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV)
+integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers, Harbor and experiment trackers: three minutes; 1.6 GB beside what `make e2e` installs
+	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV) $(TRACKERS_VENV)
 	$(TRAINERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verl.py tests/integrations/test_skyrl.py
 	$(AGENTS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verifiers.py tests/integrations/test_harbor.py
+	$(TRACKERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_trackers.py
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)

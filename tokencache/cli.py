@@ -28,6 +28,7 @@ from tokencache.commands.lifecycle import (
 )
 from tokencache.commands.media import export_media
 from tokencache.commands.queue import show_queue
+from tokencache.commands.report import report_run
 from tokencache.commands.score import score_rollouts
 from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
@@ -170,6 +171,7 @@ app.command("seal")(seal_sessions)
 app.command("delete")(delete_sessions)
 app.command("sessions")(list_sessions)
 app.command("queue")(show_queue)
+app.command("report")(report_run)
 app.command("show")(show_session)
 app.command("export")(export_sessions)
 app.command("media")(export_media)

@@ -82,11 +82,14 @@ async def test_a_group_says_what_it_waits_for(rig):
 
 async def test_a_group_page_has_advantages_answers_and_failures(rig):
     await run(rig)
+    await play(rig, "f", group="g", reward=-9.0, failed="sandbox")
     found = await rig.get(f"{V1}/comparison?group=g")
     members = {one["session"]: one for one in found["members"]}
     assert members["a"]["advantage"] == -members["b"]["advantage"] > 0
+    assert (members["f"]["advantage"], members["f"]["outcome"]) == (None, "sandbox")
     assert "One, two, three" in members["a"]["answer"]
     assert [(one["session"], one["outcome"]) for one in found["not_compared"]] == [("c", "engine")]
+    assert (found["values"]["reward"]["count"], found["values"]["reward"]["mean"]) == (2, 0.625)
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,24 @@ async def test_sessions_are_listed(client):
     assert sorted(state.session for state in await client.sessions("a-")) == ["a-1", "a-2"]
 
 
+async def test_the_figures_of_a_run(client):
+    for name, finish in {"a": {"reward": 1.0}, "b": {"reward": 0.0}, "c": {"failed": "engine"}, "d": {"reward": 9.0}}.items():
+        session = await client.create(name, tags=["run:r"] if name != "d" else [], group="g", metadata={"group_size": 4})
+        await chat(session, turns=1)
+        await session.finish(**finish)
+    found = await client.report("r")
+    assert (found.valid, found.failures, found.pass_rate, found.expected) == (2, {"engine": 1}, 0.5, 1)
+    assert found.values["reward"].mean == 0.5
+    assert [one.session for one in found.groups[0].rollouts] == ["a", "b", "c"]
+    assert (await client.report("r", passing=0.0)).pass_rate == 1.0
+    assert (await client.report("r", limit=0)).groups == []
+    assert (await client.report()).values["reward"].most == 9.0
+    assert [(one.run, one.valid) for one in await client.runs()] == [("r", 2)]
+    assert [state.session for state in await client.sessions(outcome="engine")] == ["c"]
+    with pytest.raises(NotFoundError, match="no session is in run 'x'"):
+        await client.report("x")
+
+
 # --- the environment of a harness ---
 
 

@@ -139,10 +139,32 @@ async def test_drift_of_sessions_and_files_together(shell, tmp_path):
     assert "there is no session 'nope'" in (await shell("drift", "nope", code=1)).stderr
 
 
+async def test_a_run_is_reported(shell):
+    rewards = {"a": ("--reward", "1"), "b": ("--reward", "0.25"), "c": ("--failed", "sandbox"), "d": None}
+    for name, finish in rewards.items():
+        await shell("create", name, "--tag", "run:r7", "--group", "r7-g")
+        await shell.rig.say(name, [user("EPISODE:talk")])
+        if finish:
+            await shell("finish", name, *finish)
+    shown = (await shell("report", "r7")).stdout
+    assert shown.startswith("run r7: 4 rollouts, 2 valid, 1 failed (sandbox 1), 1 running\npass rate 50.0% (1 with 1 or more)\n")
+    assert re.search(r"^reward +0\.625 +0\.375 +0\.25 ", shown, re.MULTILINE)
+    assert "which have no advantage: 0 of 1\n" in shown
+    assert re.search(
+        r"^group r7-g: 3 of 4 over, pass rate 50%, reward 0\.625, 1 failed; 3 ready, waits for d since \d+ s$", shown, re.MULTILINE
+    )
+    report = json.loads((await shell("report", "r7", "--json", "--passing", "0.25", "--with-failed")).stdout)
+    assert (report["pass_rate"], report["with_failed"], report["values"]["tokens"]["count"]) == (1.0, True, 3)
+    assert "4 rollouts, 2 valid" in (await shell("report", "--tag", "run:r7")).stdout
+    assert "no session is in run 'r8'" in (await shell("report", "r8", code=1)).stderr
+    assert "c" in (await shell("sessions", "--outcome", "sandbox")).stdout.splitlines()[1]
+    assert "outcome must be one of" in (await shell("sessions", "--outcome", "Sand box", code=1)).stderr
+
+
 async def test_a_shell_offers_what_the_proxy_has(shell):
     for name in ("run-a", "run-b", "other"):
         await record(shell.rig, name, 1)
-    await shell("label", "run-a", "--group", "g7")
+    await shell("label", "run-a", "--group", "g7", "--tag", "run:r7")
 
     async def offered(line):
         code = "import sys; sys.argv[0] = 'tokencache'; from tokencache.cli import main; main()"
@@ -154,6 +176,7 @@ async def test_a_shell_offers_what_the_proxy_has(shell):
 
     assert sorted(await offered("show run")) == ["run-a", "run-b"]
     assert await offered("sessions --group g") == ["g7"]
+    assert await offered("report r") == ["r7"]
     assert await offered("run claude") == ["claude-code"]
     assert await offered("export --format ver") == ["verifiers", "verl"]
     assert await offered("show --proxy http://127.0.0.1:9 run") == [], "nobody answers there"

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS
-# Installs the packages that the tests of the integrations import: a minute and 1.2 GB the first time; does nothing
+# usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS VENV_TRACKERS
+# Installs the packages that the tests of the integrations import: a minute and 1.6 GB the first time; does nothing
 # if these versions, and what pyproject.toml lists, are already installed.
 #
 # VENV_TRAINERS: verl and SkyRL, on the torch of VENV_VLLM. Without their dependencies, which include CUDA builds: only
 #     those that an import needs. Nothing is installed into VENV_VLLM.
 # VENV_AGENTS: Harbor and verifiers, with their dependencies, on Python 3.12 or later.
+# VENV_TRACKERS: Weights & Biases, MLflow and TensorBoard: the extras of tokencache.
 set -euo pipefail
-vllm=$(cd "$1" && pwd) trainers=$2 agents=$3
+vllm=$(cd "$1" && pwd) trainers=$2 agents=$3 trackers=$4
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 uv=$repository/tests/system/e2e/rig/uv.sh
 trainer_packages="verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0"
 agent_packages="harbor==0.25.0 verifiers==0.4.0"
+tracker_packages="wandb==0.31.0 mlflow-skinny==3.17.2 tensorboard==2.21.0"
 tests="pytest pytest-asyncio hypothesis openai"
 python=${PYTHON:-python3}
 
@@ -45,4 +47,11 @@ if ! installed "$agents" "$agent_packages"; then
     "$uv" pip install -q --python "$agents/bin/python" --override <(echo certifi) \
         -e "$repository[testing]" $agent_packages $tests
     echo "$agent_packages $listed" > "$agents/.installed"
+fi
+
+if ! installed "$trackers" "$tracker_packages"; then
+    "$uv" venv -q --clear --python "$python" "$trackers"
+    # shellcheck disable=SC2086
+    "$uv" pip install -q --python "$trackers/bin/python" -e "$repository[testing,wandb,mlflow,tensorboard]" $tracker_packages $tests
+    echo "$tracker_packages $listed" > "$trackers/.installed"
 fi

@@ -129,6 +129,8 @@ async def test_one_failed_rollout_ends_no_other(rig):
     assert [one.trajectory.reward for one in done if not isinstance(one, FailedRollout)] == [0.75, 1.0]
     assert done[1].kind == "harness"
     assert sorted(state.outcome for state in await rig.client.sessions(group="r-a")) == ["harness", "ok", "ok"]
+    report = await rig.client.report("r")
+    assert (report.valid, report.failures, report.groups[0].size) == (2, {"harness": 1}, 3)
 
 
 async def test_a_failed_rollout_is_played_again_in_a_session_that_names_the_one_before(rig):
@@ -141,6 +143,8 @@ async def test_a_failed_rollout_is_played_again_in_a_session_that_names_the_one_
         before.append(states[name])
     assert [state.outcome_detail for state in before] == ["", "OSError: b", "OSError: a"]
     assert [state.metadata.get("mine") for state in before] == [1, 1, 1]
+    report = await rig.client.report("r")
+    assert (report.rollouts, report.valid, report.failed, report.retried) == (1, 1, 0, 2)
 
 
 async def test_too_many_failures_end_the_step_and_are_counted_by_kind(rig):

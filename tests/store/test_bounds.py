@@ -93,6 +93,7 @@ async def test_bytes_in_memory_are_limited():
     assert (await store.begin("b", "k", [])).calls == 1
     await record(store, "a", build("b", tail=range(500)))
     assert await is_full(store, "c", r"the records take \d+ bytes, and --max-store-bytes is 3000")
+    assert (await store.usage()).share > 1
     await store.delete("a")
     assert (await store.begin("c", "k", [])).calls == 1
 
@@ -115,6 +116,8 @@ async def test_sessions_in_redis_are_limited(opened, redis):
     for n in range(10):
         await store.bind_key(f"h{n}", Binding("s"))  # other keys than sessions do not count
     await keeps_the_bound(store, "there are 2 sessions, and --max-sessions is 2")
+    await look(store)
+    assert (await store.usage()).share == 1
 
 
 @pytest.mark.redis
@@ -124,6 +127,7 @@ async def test_bytes_in_redis_are_limited(opened, redis):
     await fill(redis, 30)
     await look(store)
     assert await is_full(store, "b", r"Redis uses \d+ bytes, and --max-store-bytes is 31457280")
+    assert (await store.usage()).share > 1
     await record(store, "a", build("b"))
     await redis.delete(*await redis.keys("else*"))
     await look(store)

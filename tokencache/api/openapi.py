@@ -32,7 +32,7 @@ from tokencache.core.session import LabelChanges, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
-from tokencache.trajectories.runs import PASSING, RunLine, RunReport
+from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import (
     DeliveryState,
@@ -553,7 +553,14 @@ OPERATIONS = (
         BASE + "/comparison",
         "Compare the sessions of a group: rewards, advantages, last answers, lengths, and where their tokens part, for the viewer.",
         _object(
-            group=_TEXT, waits=_TEXT, found=_COUNT, members={"type": "array"}, not_compared={"type": "array"}, shared=_COUNT, parting={}
+            group=_TEXT,
+            waits=_TEXT,
+            found=_COUNT,
+            values=_ANY_OBJECT,
+            members={"type": "array"},
+            not_compared={"type": "array"},
+            shared=_COUNT,
+            parting={},
         ),
         description="At most 64 sessions are compared, the ones used last.",
         query=(Parameter("group", "Name of the group.", _TEXT, required=True),),

@@ -10,7 +10,8 @@ from tokencache.api.gauges import Gauges
 from tokencache.api.http import finite, flag, json_response, not_found, number
 from tokencache.api.openapi import register
 from tokencache.api.summaries import SessionList
-from tokencache.trajectories.runs import PASSING, Asked, list_runs, report, selected
+from tokencache.trajectories.reports import PASSING
+from tokencache.trajectories.runs import Asked, list_runs, report, selected
 from tokencache.trajectories.summaries import SessionSummary
 
 _MOST_RUNS = 1000

@@ -15,7 +15,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import Outcome, OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.trajectories.runs import tag_of
+from tokencache.trajectories.reports import tag_of
 from tokencache.trajectories.summaries import SESSION_STATES, SessionSummary, summarize
 
 _RECENT_SECONDS = 1.0

@@ -49,6 +49,7 @@ from tokencache.client.errors import (
 )
 from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.session import Budget
+from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
     DeliveryState,
     EngineState,
@@ -98,6 +99,8 @@ __all__ = [
     "QueueState",
     "RefusedError",
     "RewardState",
+    "RunLine",
+    "RunReport",
     "SealedError",
     "Sequence",
     "Served",

@@ -94,6 +94,8 @@ class AsyncClient(ProxyAddress):
     set_weights = awaited(weight_operations.set_weights)
     sessions = awaited(operations.sessions)
     page = awaited(operations.page)
+    runs = awaited(operations.runs)
+    report = awaited(operations.report)
     iterate = awaited_iterator(collecting.iterate)
     as_completed = awaited_iterator(collecting.as_completed)
     queue = awaited(collecting.queue)

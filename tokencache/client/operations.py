@@ -19,6 +19,7 @@ from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_d
 from tokencache.client.session_operations import written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
+from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.values import EngineState, SessionState
 
 _PAGE = 500
@@ -53,6 +54,7 @@ class Filters(TypedDict, total=False):
     group: str | None
     tag: str | None
     harness: str | None
+    outcome: str | None
     since: float | None
     until: float | None
 
@@ -62,6 +64,10 @@ class SessionPage(msgspec.Struct):
 
     sessions: list[SessionState]
     cursor: str | None = None
+
+
+class _Runs(msgspec.Struct):
+    runs: list[RunLine]
 
 
 class _Engines(msgspec.Struct):
@@ -140,7 +146,8 @@ def sessions(proxy: ProxyAddress, prefix: str = "", **filters: Unpack[Filters]) 
     Args:
         proxy: the proxy.
         prefix: the beginning of their names.
-        filters: `state` (`open`, `finished` or `sealed`), `group`, `tag`, `harness`, and `since` and `until` (last used, Unix seconds).
+        filters: `state` (`open`, `finished` or `sealed`), `group`, `tag`, `harness`, `outcome`, and `since` and `until` (last used, Unix
+            seconds).
     """
     found: dict[str, SessionState] = {}
     cursor = None
@@ -150,6 +157,39 @@ def sessions(proxy: ProxyAddress, prefix: str = "", **filters: Unpack[Filters]) 
         cursor = one.cursor
         if cursor is None:
             return list(found.values())
+
+
+def runs(_proxy: ProxyAddress) -> Steps[list[RunLine]]:
+    """List the runs, the last used first. A run is the sessions with one tag `run:ID`."""
+    return (yield from call(Request("GET", f"{BASE}/runs"), _Runs)).runs
+
+
+def report(
+    _proxy: ProxyAddress,
+    run: str = "",
+    *,
+    tag: str = "",
+    passing: float = PASSING,
+    with_failed: bool = False,
+    offset: int = 0,
+    limit: int = 100,
+) -> Steps[RunReport]:
+    """Return the figures of a run, of all sessions with a tag, or of all sessions.
+
+    Args:
+        run: its id: that of the tag `run:ID`.
+        tag: only sessions with this tag.
+        passing: a rollout passes if its reward is at least this.
+        with_failed: whether failed rollouts count in the distributions, too. Otherwise only valid ones do.
+        offset: number of groups to skip.
+        limit: number of groups to return, at most 1,000.
+
+    Raises:
+        NotFoundError: no session is in this run, or has this tag.
+    """
+    parameters = {"passing": f"{passing}", "failed": f"{with_failed}".lower(), "offset": f"{offset}", "limit": f"{limit}"}
+    parameters |= {name: value for name, value in (("run", run), ("tag", tag)) if value}
+    return (yield from call(Request("GET", f"{BASE}/runs/report", parameters), RunReport))
 
 
 def engines(_proxy: ProxyAddress) -> Steps[list[EngineState]]:

@@ -189,6 +189,8 @@ class Client(ProxyAddress):
     set_weights = blocking(weight_operations.set_weights)
     sessions = blocking(operations.sessions)
     page = blocking(operations.page)
+    runs = blocking(operations.runs)
+    report = blocking(operations.report)
     iterate = blocking_iterator(collecting.iterate)
     as_completed = blocking_iterator(collecting.as_completed)
     queue = blocking(collecting.queue)

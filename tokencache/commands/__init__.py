@@ -2,6 +2,7 @@
 
 `sessions`   `tokencache sessions`: list sessions
 `queue`      `tokencache queue`: show the queue of finished sessions
+`report`     `tokencache report`: show the figures of a run
 `lifecycle`  `tokencache create`, `finish`, `reward`, `label`, `seal`, `delete`
 `rewards`    reads a reward from a file
 `show`       `tokencache show`: print one session as a tree
@@ -17,7 +18,7 @@
 `rollouts`   reads rollouts for a command, from files or from sessions
 `files`      reads and writes files of rollouts: JSON lines or Parquet (`parquet`); both implement `sink`
 `options`    makes the options of a command from the struct of a request
-`completion` what a shell offers after TAB: names of harnesses, formats, sessions and groups
+`completion` what a shell offers after TAB: names of harnesses, formats, sessions, groups and runs
 `console`    shared parts of the commands: options, error exits, texts for counts and sizes
 
 They use `tokencache.client`, as any trainer does.

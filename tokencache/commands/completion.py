@@ -1,4 +1,4 @@
-"""What a shell offers after TAB: harnesses, formats, and the sessions and groups of the proxy that the command names.
+"""What a shell offers after TAB: harnesses, formats, and the sessions, groups and runs of the proxy that the command names.
 
 Nothing is offered if the proxy does not answer within a second.
 """
@@ -37,15 +37,28 @@ def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
     return _beginning({state.group for state in _sessions(ctx) if state.group}, incomplete)
 
 
-def _sessions(ctx: typer.Context, prefix: str = "") -> list[SessionState]:
-    def given(option: str) -> str | None:
-        return ctx.params.get(option) or os.environ.get(f"TOKENCACHE_{option.upper()}")
-
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """List the runs whose ids begin so."""
     try:
-        with Client(given("proxy") or PROXY_URL, given("admin_key"), timeout=_TIMEOUT) as client:
+        with _client(ctx) as client:
+            return [one.run for one in client.runs() if one.run.startswith(incomplete)]
+    except ClientError:
+        return []
+
+
+def _sessions(ctx: typer.Context, prefix: str = "") -> list[SessionState]:
+    try:
+        with _client(ctx) as client:
             return client.page(prefix, limit=_MOST).sessions
     except ClientError:
         return []
+
+
+def _client(ctx: typer.Context) -> Client:
+    def given(option: str) -> str | None:
+        return ctx.params.get(option) or os.environ.get(f"TOKENCACHE_{option.upper()}")
+
+    return Client(given("proxy") or PROXY_URL, given("admin_key"), timeout=_TIMEOUT)
 
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:

@@ -36,6 +36,10 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
             "--harness", metavar="NAME", help="Only sessions of this harness.", show_default=False, autocompletion=complete_harness
         ),
     ] = None,
+    outcome: Annotated[
+        str | None,
+        typer.Option("--outcome", metavar="KIND", help="Only sessions with this outcome: ok, or a kind of failure.", show_default=False),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Print only the newest N; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each session.")] = False,
     proxy: ProxyOption = PROXY_URL,
@@ -51,7 +55,7 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
     """
     try:
         with Client(proxy, admin_key) as client:
-            listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness)
+            listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness, outcome=outcome)
     except ClientError as error:
         raise failed(error) from None
     states = [one for one in listed if fnmatch.fnmatchcase(one.session, pattern)]

@@ -10,4 +10,5 @@ No other package imports them, so a framework is needed only by those who use it
 `verifiers`  an environment for verifiers, and so for prime-rl
 `harbor`     an agent and a plugin for Harbor
 `nemo_gym`   a model server for NeMo Gym
+`trackers`   callbacks that log the figures of a run to Weights & Biases, MLflow and TensorBoard
 """

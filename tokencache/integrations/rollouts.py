@@ -42,6 +42,7 @@ from tokencache.client.operations import SessionOptions
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.lengths import ExportOptions
+from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +91,6 @@ class TooManyFailuresError(RuntimeError):
 def new_run() -> str:
     """Return an id for a run that has none."""
     return secrets.token_hex(4)
-
-
-def tag_of(run: str) -> str:
-    """Return the tag of all sessions of a run."""
-    return f"run:{run}"
 
 
 def load_play(play: Play[Any] | str) -> Play[Any]:
@@ -154,11 +150,11 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         """
         allowed = len(samples) - 1 if self.max_failures is None else self.max_failures
         failures: list[FailedRollout] = []
-        places = asyncio.Semaphore(self.concurrency)
+        places, sizes = asyncio.Semaphore(self.concurrency), Counter(group for group, _ in samples)
 
         async def play(group: str, sample: S) -> T | FailedRollout:
             async with places:
-                done = await self.one(client, sample, group=group, sampling=sampling)
+                done = await self.one(client, sample, group=group, sampling=sampling, size=sizes[group])
             if isinstance(done, FailedRollout):
                 failures.append(done)
                 if len(failures) > allowed:
@@ -173,10 +169,10 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
             raise (too_many[-1] if too_many else errors) from None
         return [task.result() for task in tasks]
 
-    async def one(self, client: AsyncClient, sample: S, *, group: str, sampling: Mapping[str, Any]) -> T | FailedRollout:
+    async def one(self, client: AsyncClient, sample: S, *, group: str, sampling: Mapping[str, Any], size: int = 0) -> T | FailedRollout:
         """Play one rollout: create a session, run the harness, finish and seal the session, and read it. Again if it fails.
 
-        If the task is cancelled, the session is finished as `canceled`.
+        If the task is cancelled, the session is finished as `canceled`. `size` is how many rollouts the group has, if that is known.
 
         Raises:
             RowsError: the rows do not fit the policy, or have images that the trainer does not get. The session stays on the proxy.
@@ -187,6 +183,7 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
             "sampling": {**sampling, **self.options.get("sampling", {})},
             "group": f"{self.run}-{group}",
             "tags": [*self.options.get("tags", ()), tag_of(self.run)],
+            "metadata": {**({GROUP_SIZE: size} if size else {}), **self.options.get("metadata", {})},
         }
         for left in range(self.retries, -1, -1):
             done = await self._attempt(client, sample, options)
@@ -196,7 +193,7 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
             log.warning("the rollout failed%s: %s: %s", ", and is played again" if again else "", done.kind, done)
             if not again:
                 break
-            options["metadata"] = {**self.options.get("metadata", {}), "retry_of": done.session}
+            options["metadata"] = {**options["metadata"], RETRY_OF: done.session}
         return done
 
     async def _attempt(self, client: AsyncClient, sample: S, options: SessionOptions) -> T | FailedRollout:

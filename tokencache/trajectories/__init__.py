@@ -7,7 +7,7 @@ All modules compute from records alone: none opens a socket, calls an engine or 
 `links`       links answers that return as text to the turns that sampled them
 `changes`     says what changed in the request of each turn
 `lengths`     limits for the length of sequences; `limiting` leaves out what no trainer should get
-`summaries`   a session in one line, made without its turns; `runs` the figures of a run, made from such lines
+`summaries`   a session in one line, made without its turns; `reports` the figures of a run; `runs` computes them
 `versions`    counts the policy versions of a rollout's tokens
 `placeholders` finds turns whose sampled tokens contain a placeholder of an image
 `formats`     writes a rollout in the format of a trainer; `formats.registry` lists all formats

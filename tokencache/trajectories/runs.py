@@ -1,228 +1,36 @@
-"""The figures of a run: how its rollouts end, what they are worth, how long they are and take, and which policy version sampled them.
+"""Computes the figures of a run (`reports`): how its rollouts end, what they are worth, how long they are and take, and their versions.
 
-A *run* is the sessions with one tag, `run:ID` (`tag_of`). The integrations of trainers set it; `create(tags=["run:ID"])` does the same.
-Everything is computed here from one line for each session (`summaries`), in time that is linear in their number but for sorting.
-
-A rollout is over once its session is finished or sealed. If it is not valid then, it failed: by its outcome, or as `incomplete`. A failed
-rollout is in no distribution and in no pass rate, unless failed ones are asked for. A failed session that was played again
-(`summaries.RETRY_OF`) is counted as `retried`, and not as a rollout.
+Everything comes from one line for each session (`summaries`), in time that is linear in their number but for sorting.
 """
 
 import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import StrEnum
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tokencache.core.outcome import OutcomeKind
+from tokencache.trajectories.reports import (
+    PASSING,
+    RUN_TAG,
+    Distribution,
+    GroupFigures,
+    RolloutPoint,
+    RolloutStage,
+    RunLine,
+    RunMoment,
+    RunReport,
+    VersionUse,
+    tag_of,
+)
 from tokencache.trajectories.summaries import SessionSummary
 from tokencache.trajectories.values import GroupState
 
-RUN_TAG = "run:"
 INCOMPLETE = "incomplete"
 """How a rollout failed whose outcome is `ok`, but of which something is missing."""
-PASSING = 1.0
-"""A rollout passes if its reward is at least this, if nobody says something else."""
-_BINS, _MOMENTS = 20, 40
+_BINS, _MOMENTS, _LEAST = 20, 40, 4
+"""Parts of a distribution, parts of the time of a run, and how many rollouts a part of the time has at least on average."""
 _QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
-
-
-class RolloutStage(StrEnum):
-    """Where a rollout of a run is."""
-
-    RUNNING = "running"
-    """Its session is open."""
-    FAILED = "failed"
-    """It is over, and not valid."""
-    PASSED = "passed"
-    """It is valid, and its reward is high enough."""
-    MISSED = "missed"
-    """It is valid, and its reward is too low."""
-    UNREWARDED = "unrewarded"
-    """It is valid, and has no reward."""
-
-
-class Distribution(msgspec.Struct, frozen=True):
-    """How values are distributed over rollouts.
-
-    Attributes:
-        count: number of values.
-        mean, std: the mean, and the standard deviation of these values (not of a sample).
-        least, p10, median, p90, most: the smallest value, the one that a tenth of all do not exceed, and so on.
-        bins: number of values in each of up to 20 parts of equal width from `least` to `most`.
-    """
-
-    count: int
-    mean: float
-    std: float
-    least: float
-    p10: float
-    median: float
-    p90: float
-    most: float
-    bins: list[int]
-
-
-class RolloutPoint(msgspec.Struct, frozen=True):
-    """One rollout of a run.
-
-    Attributes:
-        stage: a `RolloutStage`.
-        failure: how it failed; `""` if it did not. `detail`: the same in words.
-        at: when it was over, or used last, as Unix time in seconds.
-        seconds: how long it took until then.
-        Others as in `SessionSummary`.
-    """
-
-    session: str
-    stage: RolloutStage
-    failure: str
-    detail: str
-    reward: float | None
-    turns: int
-    tokens: int
-    length: int
-    version: str
-    at: float
-    seconds: float
-    open_calls: int
-
-
-class GroupFigures(msgspec.Struct, frozen=True):
-    """The rollouts of one group; or one rollout that is in no group.
-
-    Attributes:
-        group: its name; `""` if there is none.
-        size: how many rollouts are expected: what metadata say (`group_size`), or what a consumer of the queue asked for; at least as many
-            as there are.
-        rollouts: those that were not played again, the oldest first. `retried`: how many were.
-        valid, failed, running: how many of them are.
-        passed: how many passed. `pass_rate`: their share of the valid ones with a reward, or `None`.
-        reward: the mean over the valid ones, or `None`.
-        waits: what it waits for in the queue, in words (`GroupState`); `""` if it does not wait.
-    """
-
-    group: str
-    size: int
-    rollouts: list[RolloutPoint]
-    retried: int
-    valid: int
-    failed: int
-    running: int
-    passed: int
-    pass_rate: float | None
-    reward: float | None
-    waits: str = ""
-
-
-class VersionUse(msgspec.Struct, frozen=True):
-    """A policy version of a run: how many rollouts that are over it sampled last, and from when to when these ended."""
-
-    version: str
-    rollouts: int
-    first: float
-    last: float
-
-
-class RunMoment(msgspec.Struct, frozen=True):
-    """The rollouts that ended in one of up to 40 equal parts of the time of a run.
-
-    Attributes:
-        start, end: Unix time in seconds.
-        valid: how many valid ones. `failures`: how many failed, by kind.
-        versions: how many by policy version.
-        means: mean of each value that `RunReport.values` has; those without a value are left out.
-    """
-
-    start: float
-    end: float
-    valid: int
-    failures: dict[str, int]
-    versions: dict[str, int]
-    means: dict[str, float]
-
-
-class RunLine(msgspec.Struct, frozen=True):
-    """A run in one line: counts as in `RunReport`, the mean reward of valid rollouts, and the newest version."""
-
-    run: str
-    rollouts: int
-    running: int
-    valid: int
-    failed: int
-    reward: float | None
-    version: str
-    began: float
-    used: float
-
-
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a run, or of all sessions with a tag.
-
-    Attributes:
-        run, tag: what was asked for; `""` if it was not. Without both, all sessions are counted.
-        sessions: number of sessions. `retried`: those that were played again.
-        rollouts: the others. `expected`: rollouts of its groups that have no session yet.
-        running, valid, failed: how many rollouts are. `failures`: how many failed, by kind.
-        unrewarded: valid ones without a reward. `passed`: those whose reward is at least `passing`.
-        pass_rate: share of the valid ones with a reward that passed, or `None`.
-        with_failed: whether `values`, `seconds` and `moments.means` count failed rollouts, too.
-        values: of `reward`, `turns`, `tokens` (sampled) and `length` (of the newest turn, in tokens), over rollouts that are over.
-        seconds: of `all`, from the first to the last moment of a rollout, and of its parts: in `calls`, `between` them (the harness and its
-            tools), and `after` the last one until it was finished. Calls that overlap count each.
-        tokens: sum of sampled tokens of all sessions.
-        versions: the policy versions, in the order in which they ended a rollout first.
-        compared: groups with several valid rewards. `equal`: those of them whose rewards are all equal, so that no advantage remains.
-        began, used: when the first session began, and when one was used last. `now`: when this was computed. Unix time in seconds.
-        moments: what ended when.
-        found: number of groups; a rollout without a group counts as one. `offset`: the first one in `groups`.
-        groups: a page of them, the newest first.
-    """
-
-    run: str = ""
-    tag: str = ""
-    sessions: int
-    retried: int
-    rollouts: int
-    expected: int
-    running: int
-    valid: int
-    failed: int
-    failures: dict[str, int]
-    unrewarded: int
-    passed: int
-    passing: float
-    pass_rate: float | None
-    with_failed: bool
-    values: dict[str, Distribution]
-    seconds: dict[str, Distribution]
-    tokens: int
-    versions: list[VersionUse]
-    compared: int
-    equal: int
-    began: float
-    used: float
-    now: float
-    moments: list[RunMoment]
-    found: int
-    offset: int
-    groups: list[GroupFigures]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures as flat numbers for experiment trackers. Values that are not known are left out."""
-        counts = ("rollouts", "running", "valid", "failed", "retried", "expected", "unrewarded", "passed")
-        found = {f"rollouts/{name}" if name != "rollouts" else "rollouts/all": float(getattr(self, name)) for name in counts}
-        found |= {f"failed/{kind}": float(count) for kind, count in self.failures.items()}
-        found |= {"tokens/sum": float(self.tokens), "groups/compared": float(self.compared), "groups/equal": float(self.equal)}
-        if self.pass_rate is not None:
-            found["reward/pass_rate"] = self.pass_rate
-        parts = {**self.values, **{f"seconds/{name}": one for name, one in self.seconds.items()}}
-        for name, one in parts.items():
-            found |= {f"{name}/{part}": float(getattr(one, part)) for part in ("mean", "std", "least", "median", "p90", "most")}
-        return found
 
 
 class Asked(NamedTuple):
@@ -234,11 +42,6 @@ class Asked(NamedTuple):
     with_failed: bool = False
     offset: int = 0
     limit: int = 100
-
-
-def tag_of(run: str) -> str:
-    """Return the tag of all sessions of a run."""
-    return RUN_TAG + run
 
 
 def runs_of(one: SessionSummary) -> list[str]:
@@ -315,11 +118,16 @@ def report(sessions: Sequence[SessionSummary], asked: Asked, *, now: float, queu
 def _rollouts(sessions: Sequence[SessionSummary]) -> list[SessionSummary]:
     """Return the sessions that were not played again. One that did not fail is never left out."""
     again = {one.retry_of for one in sessions if one.retry_of}
-    return [one for one in sessions if one.session not in again or one.valid or not _is_over(one)]
+    return [one for one in sessions if one.session not in again or not has_failed(one)]
 
 
 def _is_over(one: SessionSummary) -> bool:
     return one.state != "open"
+
+
+def has_failed(one: SessionSummary) -> bool:
+    """Whether a rollout is over, and not valid."""
+    return _is_over(one) and not one.valid
 
 
 def _line(run: str, rollouts: Sequence[SessionSummary]) -> RunLine:
@@ -434,6 +242,8 @@ _SECONDS: dict[str, _Value] = {
     "after": lambda one: max(0.0, _ended(one) - one.used),
 }
 
+_OVER_TIME = {**_VALUES, "seconds": _SECONDS["all"]}
+
 
 def _distributions(values: Mapping[str, _Value], rollouts: Sequence[SessionSummary]) -> dict[str, Distribution]:
     known = {name: [found for one in rollouts if (found := value(one)) is not None] for name, value in values.items()}
@@ -475,8 +285,8 @@ def _moments(over: Sequence[SessionSummary], counted: Sequence[SessionSummary], 
     if not over:
         return []
     start, end = min(map(_ended, over)), max(map(_ended, over))
-    width = (end - start) / _MOMENTS
-    parts = _MOMENTS if width else 1
+    parts = min(_MOMENTS, max(1, len(over) // _LEAST)) if end > start else 1
+    width = (end - start) / parts
 
     def part(one: SessionSummary) -> int:
         return min(int((_ended(one) - start) / width), parts - 1) if width else 0
@@ -494,10 +304,15 @@ def _moments(over: Sequence[SessionSummary], counted: Sequence[SessionSummary], 
             valid=sum(one.valid for one in several),
             failures=_counted(points[one.session].failure for one in several if not one.valid),
             versions=_counted(one.version for one in several if one.version),
-            means={name: one.mean for name, one in _distributions(_VALUES, measured[n]).items()},
+            means=_means(measured[n]),
         )
         for n, several in enumerate(ended)
     ]
+
+
+def _means(rollouts: Sequence[SessionSummary]) -> dict[str, float]:
+    found = {name: [value for one in rollouts if (value := read(one)) is not None] for name, read in _OVER_TIME.items()}
+    return {name: _mean(values) for name, values in found.items() if values}
 
 
 def _counted(kinds: Iterable[Any]) -> dict[str, int]:

@@ -8,14 +8,13 @@ import msgspec
 from tokencache.core.incidents import Incident
 from tokencache.core.outcome import LatestTurn, OutcomeKind
 from tokencache.store.base import SessionInfo
+from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF
 from tokencache.trajectories.rollout import count_incidents, worth_object
 from tokencache.trajectories.versions import spans_of
 
 SESSION_STATES = ("any", "live", "incomplete", "complete", "failed", "incidents", "open", "finished", "sealed")
 SORTS = ("used", "created", "session", "state", "harness", "model", "group", "reward", "turns", "tokens")
 """States by which a list is filtered (`SessionSummary.is_in`), and members by which it is sorted."""
-GROUP_SIZE, RETRY_OF = "group_size", "retry_of"
-"""Members of a session's metadata: how many rollouts its group shall have, and the session that it plays again because that one failed."""
 
 
 class SessionSummary(msgspec.Struct, frozen=True):

@@ -1,12 +1,14 @@
 """The pictures of docs/viewer.md: `python -m tests.api.viewer.screenshots` makes them anew, in docs/images."""
 
 import asyncio
+import itertools
+import time
 from pathlib import Path
 
 from playwright.async_api import async_playwright
 
 from tests.api.viewer.conftest import UI, chromium
-from tests.api.viewer.scenes import EPISODES, GROUP, crowd, group, lively, long
+from tests.api.viewer.scenes import EPISODES, GROUP, RUN, crowd, group, lively, long, run
 from tests.proxy.kit import proxied
 from tokencache.testing import SimulatedEngine
 
@@ -33,7 +35,8 @@ async def pictures(rig, browser):
     forgiven = next(turn["id"] for turn in response["turns"] if turn["forgiven"])
     drifts = ".drifts"
     await shot("sessions", "")
-    await shot("group", f"#/group/{GROUP}", ready=".parting")
+    await shot("group", f"#/group/{GROUP}", ready=".answers")
+    await shot("run", f"#/run/{RUN}", ready=".chart")
     await shot("phone", f"#/session/rollout-7/sequence/{by_start['root']}", "dark", ready=".message", size={"width": 390, "height": 700})
     await shot("session", "#/session/rollout-7", ready=".turn-row")
     await shot("forgiven", f"#/session/rollout-7/turn/{forgiven}", ready=".pair", under="aside h3")
@@ -44,9 +47,14 @@ async def pictures(rig, browser):
 
 async def main():
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig, async_playwright() as driver:
+        rig.store._clock.now = itertools.accumulate(itertools.cycle((3.0, 9.0, 1.0, 14.0)), initial=time.time() - 3600).__next__
+        await run(rig.store)
+        rig.store._clock.now = time.time
         await crowd(rig.store, 300)
         await long(rig.store)
         await group(rig)
+        for name in ("math-17-b", "math-17-c", "math-17-d", "math-17-none"):
+            await rig.store.finish(name)
         await lively(rig)
         browser = await driver.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         await pictures(rig, browser)

@@ -19,6 +19,7 @@ from tokencache.core.lineage import lineages
 from tokencache.core.turn import Turn
 from tokencache.recent import RecentBySize
 from tokencache.store.base import Store
+from tokencache.trajectories.runs import distribution, has_failed
 from tokencache.trajectories.summaries import SessionSummary
 
 MAX_MEMBERS = 64
@@ -26,6 +27,8 @@ MAX_MEMBERS = 64
 _CACHED_BYTES = 64 * 2**20
 _MOST_CHARACTERS = 4000
 """Characters of a last answer that are shown, from its end: the verdict is often there."""
+_VALUES = ("reward", "trainable", "length", "turns")
+"""Members whose distribution over the sessions that did not fail is shown."""
 _BEFORE, _AFTER = 8, 16
 """Tokens that are shown before and after a parting."""
 
@@ -117,10 +120,12 @@ class GroupComparison:
             members = {member.summary.session: member for member in read if member is not None}
             parting = await asyncio.to_thread(find_parting, {name: member.layout.packed for name, member in members.items()})
             left_out = [summary for summary in summaries if summary.session not in members]
-            advantages = _advantages(summaries)
+            advantages, counted = _advantages(summaries), [one.object() for one in members.values() if not has_failed(one.summary)]
+            values = {name: [one[name] for one in counted if one[name] is not None] for name in _VALUES}
             return {
                 "found": len(summaries),
                 "members": [{**member.object(), "advantage": advantages.get(name)} for name, member in members.items()],
+                "values": {name: distribution(several) for name, several in values.items() if several},
                 "not_compared": left_out[:MAX_MEMBERS],
                 "shared": min((member.tokens for member in members.values()), default=0) if parting is None else parting.at,
                 "parting": await self._parting(parting, members),

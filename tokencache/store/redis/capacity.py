@@ -93,11 +93,11 @@ class CapacityWatch:
         if evicting:
             self._warn(f"SESSIONS MAY BE LOST: {evicting}. {_ADVICE}")
         self.full = next(filter(None, map(self._over, memory)), "")
-        self.usage = self._usage(memory)
         if self._max_sessions and not self.full:
             await self._count(primaries)
             if self._sessions >= self._max_sessions:
                 self.full = f"there are {self._sessions} sessions, and --max-sessions is {self._max_sessions}"
+        self.usage = self._usage(memory)
         return evicting
 
     async def _try_to_check(self) -> None:

@@ -35,15 +35,14 @@ export class GroupPage {
     if (now === this.shown) return;
     this.shown = now;
     const members = [...found.members].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || (a.session < b.session ? -1 : 1));
-    const rewards = members.map((one) => one.reward).filter((value) => value !== null);
-    const lengths = members.map((one) => one.length);
+    const rewarded = members.filter((one) => one.reward !== null).length;
     this.root.replaceChildren(
       h("div", { class: "bar" }, h("h1", {}, readable(this.name)), copier(this.name, "the group's name"), h("span", { class: "muted" }, many(found.found, "session"), found.waits ? `: ${readable(found.waits.replace(`group ${this.name}: `, ""))}` : "")),
       h("dl", { class: "tiles" },
-        tile("reward", ...spread(rewards), `${count(rewards.length)} of ${many(members.length, "session")} rewarded`),
-        tile("trainable tokens", ...spread(members.map((one) => one.trainable))),
-        tile("length, in tokens", ...spread(lengths)),
-        tile("turns", ...spread(members.map((one) => one.turns))),
+        tile("reward", ...spread(found.values.reward), `${count(rewarded)} of ${many(members.length, "session")} rewarded`),
+        tile("trainable tokens", ...spread(found.values.trainable)),
+        tile("length, in tokens", ...spread(found.values.length)),
+        tile("turns", ...spread(found.values.turns)),
         tile("shared at the beginning", count(found.shared), found.parting ? "tokens" : "tokens: the sequences are equal")),
       members.length || found.not_compared.length ? table(members, found.not_compared) : "",
       found.not_compared.length ? note(`Not compared: ${many(found.found - members.length, "session")} without turns, with damaged records, or beyond the 64 that were used last: ${found.not_compared.map((one) => readable(one.session)).join(", ")}.`) : "",
@@ -61,12 +60,9 @@ export class GroupPage {
 
 const tile = (name, value, ...more) => h("div", { data: { tile: name } }, h("dt", {}, name), h("dd", {}, value, more.map((one) => h("small", {}, one))));
 
-/** The mean, and the standard deviation with the smallest and the largest value. */
-function spread(values) {
-  if (!values.length) return ["–"];
-  const mean = values.reduce((a, b) => a + b, 0) / values.length;
-  const deviation = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / values.length);
-  return [reward(mean), `± ${reward(deviation)}, from ${reward(Math.min(...values))} to ${reward(Math.max(...values))}`];
+/** The mean of the sessions that did not fail, and the standard deviation with the smallest and the largest value. */
+function spread(one) {
+  return one ? [reward(one.mean), `± ${reward(one.std)}, from ${reward(one.least)} to ${reward(one.most)}`] : ["–"];
 }
 
 /** An advantage, with its sign; empty if there is none. */

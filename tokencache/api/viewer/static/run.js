@@ -3,7 +3,7 @@
 
 import { get } from "./api.js";
 import { crumbs } from "./crumbs.js";
-import { copier, h, note, say } from "./dom.js";
+import { copier, h, note, s, say } from "./dom.js";
 import { ago, count, many, moment, readable, reward, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 import { term } from "./sessions.js";
@@ -172,10 +172,10 @@ function charts(found) {
   const end = found.moments.at(-1).end;
   const across = (at) => (end > start ? (100 * (at - start)) / (end - start) : 50);
   const values = Object.entries(VALUES).filter(([name]) => found.values[name]).map(([name, title]) =>
-    scatter(title, found.values[name], name === "reward" ? reward : whole, points.filter((one) => one[name] !== null), (one) => one[name], across));
+    scatter(title, found.values[name], name === "reward" ? reward : whole, points.filter((one) => one[name] !== null), (one) => one[name], across, means(found, name, across)));
   return [
     h("div", { class: "charts" }, ended(found, start, end), values,
-      found.seconds.all ? scatter("time", found.seconds.all, span, points, (one) => one.seconds, across) : "",
+      found.seconds.all ? scatter("time", found.seconds.all, span, points, (one) => one.seconds, across, means(found, "seconds", across)) : "",
       found.versions.length ? versions(found, points, across) : ""),
     h("p", { class: "note ends" }, h("span", {}, moment(start)), h("span", {}, moment(end))),
     found.seconds.all ? phases(found) : "",
@@ -187,7 +187,10 @@ const chart = (title, more, high, low, plot, side = "") =>
     h("figcaption", {}, h("b", {}, title), h("small", {}, more)),
     h("div", { class: "plot" }, h("span", { class: "high" }, high), h("span", { class: "low" }, low), plot, side));
 
-function scatter(title, one, write, points, value, across) {
+/** The mean of a value in each part of the time of the whole run: `[where, mean]`. */
+const means = (found, name, across) => found.moments.filter((one) => one.means[name] !== undefined).map((one) => [across((one.start + one.end) / 2), one.means[name]]);
+
+function scatter(title, one, write, points, value, across, line) {
   const height = (y) => (one.most > one.least ? (100 * (y - one.least)) / (one.most - one.least) : 50);
   const most = Math.max(...one.bins);
   const bins = one.bins.map((n) => {
@@ -196,7 +199,9 @@ function scatter(title, one, write, points, value, across) {
     return bar;
   });
   return chart(title, `mean ${write(one.mean)} ± ${write(one.std)}, median ${write(one.median)}`, write(one.most), one.most > one.least ? write(one.least) : "",
-    h("div", { class: "dots" }, points.map((point) => dot(point, across(point.at), height(value(point))))),
+    h("div", { class: "dots" },
+      line.length > 1 ? s("svg", { class: "line", viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, s("polyline", { points: line.map(([x, y]) => `${x},${100 - height(y)}`).join(" ") })) : null,
+      points.map((point) => dot(point, across(point.at), height(value(point))))),
     h("div", { class: "bins", role: "img", "aria-label": `${count(one.count)} rollouts; a tenth below ${write(one.p10)}, a tenth above ${write(one.p90)}` }, bins));
 }
 
@@ -230,7 +235,15 @@ function versions(found, points, across) {
   const names = found.versions.map((one) => one.version);
   const height = (name) => (names.length > 1 ? (100 * names.indexOf(name)) / (names.length - 1) : 50);
   return chart("policy version", many(names.length, "version"), readable(names.at(-1)), names.length > 1 ? readable(names[0]) : "",
-    h("div", { class: "dots" }, points.filter((one) => names.includes(one.version)).map((one) => dot(one, across(one.at), height(one.version)))));
+    h("div", { class: "dots" }, found.versions.map((one) => used(across(one.first), across(one.last), height(one.version))),
+      points.filter((one) => names.includes(one.version)).map((one) => dot(one, across(one.at), height(one.version)))));
+}
+
+/** A line from the first to the last rollout of a policy version. */
+function used(from, until, y) {
+  const made = h("i", { class: "used" });
+  Object.assign(made.style, { left: `${from}%`, width: `${until - from}%`, bottom: `${y}%` });
+  return made;
 }
 
 function phases(found) {

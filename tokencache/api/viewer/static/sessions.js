@@ -60,7 +60,7 @@ export class SessionsPage {
     this.signal = signal;
     lists("sessions");
     this.filter = h("input", {
-      type: "search", id: "filter", placeholder: "name, group:…, outcome:…, reward:>0   /", "aria-label": `Filter sessions by name, or by ${FILTERS.map((one) => `${one}:`).join(" ")}`,
+      type: "search", id: "filter", placeholder: "name, outcome:…, reward:>0   /", "aria-label": `Filter sessions by name, or by ${FILTERS.map((one) => `${one}:`).join(" ")}`,
       title: `${FILTERS.map((one) => `${one}:`).join(" ")}\nNumbers: reward:1, turns:>3, tokens:100..200, reward:none`, "aria-describedby": "wrong",
       spellcheck: "false", oninput: () => this.again(),
     });
