@@ -13,6 +13,9 @@ Any other exception is a bug: 500, with a traceback in the log.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+OK = 200
+"""Status code of a reply. A number: to look up a member of an enum enters a function (Python 3.11), and calls compare it often."""
+
 NOT_NOW = frozenset({429, 503})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 

@@ -4,7 +4,6 @@ The engine's own rendering is the reference for every other renderer. `/tokenize
 """
 
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
@@ -13,6 +12,7 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.upstream import EngineClient
+from tokencache.errors import OK
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({400, 422})
@@ -83,7 +83,7 @@ class EngineRenderer:
             answer = await self._engine.query(self.route, body)
         except Exception as why:
             raise RenderError(str(why)) from why
-        if answer.status != HTTPStatus.OK:
+        if answer.status != OK:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
