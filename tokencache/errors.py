@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 
+OK = 200
+"""Status code of a reply. A number: to look up a member of an enum enters a function (Python 3.11), and calls compare it often."""
+
 NOT_NOW = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 

@@ -140,8 +140,9 @@ class IgnoresShared(MemoryStore):
         while at is not None:
             line.append(at)
             at = held.turn(at).base
+        tokens = await self.tokens(session, line)
         for name in reversed(line):
-            packed += held.tokens[name].delta + held.tokens[name].completion
+            packed += tokens[name].delta + tokens[name].completion
         return Prefix(packed, held.turn(turn).completion_tokens)
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
+from tokencache.core import ids
 from tokencache.core.incidents import Incident
 from tokencache.core.messages import Message
 from tokencache.core.turn import Tokens, Turn
-from tokencache.store.encoding import Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
+from tokencache.store.encoding import HEADER, Piece, pack, pack_keys, pack_tokens, unpack, unpack_tokens
 
 TURN = Turn(
     id="0123456789abcdef",
@@ -37,6 +38,24 @@ def test_tokens_of_earlier_releases_are_read():
     turn = Turn(id="b", call="k", match="root", base="a", shared=2, prompt_tokens=3, completion_tokens=1)
     assert pack_tokens(turn, Tokens(b"1234", b"5678")) == written
     assert unpack_tokens(written, b"f") == Piece("a", 2, 3, 1, Tokens(b"1234", b"5678", b"f"))
+
+
+@pytest.mark.parametrize(("token", "size"), [(0, 3), (151_935, 3), (2**24 - 1, 3), (2**24, 4), (2**31 - 1, 4), (-1, 4), (-(2**31), 4)])
+@pytest.mark.parametrize("in_delta", [True, False])
+def test_an_id_takes_three_bytes_if_all_of_its_turn_do(token, size, in_delta):
+    turn = Turn(id="b", call="k", match="root", base="a", prompt_tokens=2, completion_tokens=2)
+    tokens = [ids.pack([token, 258]), ids.pack([513, 65_536])][:: 1 if in_delta else -1]
+    written = pack_tokens(turn, Tokens(*tokens))
+    assert len(written) == HEADER.size + 1 + 4 * size
+    assert unpack_tokens(written).tokens == Tokens(*tokens)
+
+
+def test_readers_of_the_earlier_form_refuse_three_bytes():
+    """They take what the header says for the length of the delta, of which too little is there."""
+    turn = Turn(id="b", call="k", match="root", base="a", prompt_tokens=1, completion_tokens=1)
+    written = pack_tokens(turn, Tokens(ids.pack([1]), ids.pack([2])))
+    *_, delta = HEADER.unpack_from(written)
+    assert delta > len(written)
 
 
 @pytest.mark.parametrize("data", [b"", b"z", b"m", b"j", b"zzzz", b"x123", b"m\xc1", b"m\x81\xa4kind\x01", pack(TURN)[:-10]])

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -49,6 +48,7 @@ READ_BUFFER = 256 * 1024
 FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
 """Seconds before a request is repeated by `Upstream.query`."""
 _RETRIES = 3
+_TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
 MOST_ANSWER = 256 * 2**20
 """Bytes of an answer to one of the proxy's own requests."""
 _LARGE = 2**20
@@ -164,7 +164,7 @@ class _Connection(ResponseHandler):
     async def read(self) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
         """Read the head of an answer. The connection is not kept after one that servers often close it after."""
         message, payload = await super().read()
-        if message.code == HTTPStatus.TOO_MANY_REQUESTS or message.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if message.code == _TOO_MANY_REQUESTS or message.code >= _SERVER_ERROR:
             self.force_close()
         return message, payload
 

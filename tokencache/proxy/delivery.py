@@ -23,7 +23,7 @@ from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
-from tokencache.errors import EngineError
+from tokencache.errors import OK, EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.facts import BegunCall
@@ -226,6 +226,7 @@ class StreamDelivery(ReplyDelivery):
                 assert writer is not None  # noqa: S101 - only a response that has ended has none
                 async for events in parts:
                     shown = self._read_events(events)
+                    del events  # see `Stream.__aiter__`
                     if shown and not self._orphaned:
                         self._silent = False
                         await writer.write(shown)
@@ -325,7 +326,8 @@ class StreamDelivery(ReplyDelivery):
         """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
         if self._shown.state is ShownState.NOTHING:
             self._shown.advance(ShownEvent.SHOW)
-            return b"".join([self._encode(*chunk) for chunk in self._pending])
+            pending, self._pending = self._pending, []  # the echo of the prompt is in one
+            return b"".join([self._encode(*chunk) for chunk in pending])
         return b""
 
     def _finish(self) -> None:
@@ -353,7 +355,7 @@ def delivery_of(
     dispatch.begin_reply(reply, answer)
     planned, chat, streams = dispatch.planned, call.chat, False
     source: WholeSource | Stream
-    if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
+    if answer.status != OK or answer.content_type != EVENT_STREAM:
         source = Body(answer, reply, chat, dispatch, response.holding)
         streams = dispatch.sender.streams and not planned.whole
     elif planned.continues is None:

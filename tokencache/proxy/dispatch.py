@@ -17,7 +17,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from http import HTTPStatus
 from typing import TYPE_CHECKING, NamedTuple
 
 import aiohttp
@@ -41,7 +40,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, EngineError, WeightsUpdatingError
+from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -278,7 +277,7 @@ class Dispatch:
         log.debug("session %s call %s: the engine answered: %s", call.session, call.id, words[:300].decode(errors="replace"))
         self.planned = planned = planned.rendered(Reason.ENGINE_REFUSED_IDS)
         answer = await self._post(planned, None, chat)
-        if answer.status == HTTPStatus.OK:  # so the ids were the cause: the vocabulary may have changed since the probe
+        if answer.status == OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             planned.engine.doubt("it refused the ids that it was sent")
         return answer
 
@@ -294,7 +293,7 @@ class Dispatch:
         if not continuation.has_room(model.capability.max_model_len if model is not None else 0):
             return None
         answer = await self.accepted(continuation)
-        if answer.status != HTTPStatus.OK or answer.content_type != EVENT_STREAM:
+        if answer.status != OK or answer.content_type != EVENT_STREAM:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
             raise ContinuationError(f"the engine answered {answer.status}: {words}")

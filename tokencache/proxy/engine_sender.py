@@ -20,7 +20,7 @@ from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
-from tokencache.errors import NOT_NOW, is_error
+from tokencache.errors import NOT_NOW, OK, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -38,7 +38,7 @@ class EngineSender:
     """Posts the requests of one call.
 
     Attributes:
-        request: the request that was posted last; without a path before the first.
+        request: the request that was posted last, without its body; without a path before the first.
         posted: its id.
         streams: whether it asks for a stream if the client requested one.
         proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
@@ -126,7 +126,7 @@ class EngineSender:
             log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", call.session, call.id)
             name = name.whole(exact.ids)
             answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, prompt=name))
-        if answer.status == HTTPStatus.OK and name.is_proven(answer.headers):
+        if answer.status == OK and name.is_proven(answer.headers):
             if exact is not None:
                 self._note_proven(engine, exact, name)
             return answer
@@ -140,7 +140,7 @@ class EngineSender:
 
     async def _problem(self, answer: aiohttp.ClientResponse) -> str:
         """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
-        if answer.status == HTTPStatus.OK:
+        if answer.status == OK:
             problem = "the hash in the engine's answer is not that of the prompt"
             self._call.note(IncidentKind.PREFIX_DIFFERS, problem)
             return problem
@@ -164,13 +164,13 @@ class EngineSender:
         if held and is_error(answer.status) and answer.status not in NOT_NOW:
             answer.close()
             answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, names=with_pixels(target.names)))
-            if answer.status == HTTPStatus.OK:
+            if answer.status == OK:
                 call, words = self._call, "session %s call %s: the engine did not have %d images; they were sent again"
                 log.info(words, call.session, call.id, len(held))
                 metrics.IMAGES.labels("missed").inc(len(held))
                 self._images.missed(url)
                 held = []
-        if answer.status == HTTPStatus.OK:
+        if answer.status == OK:
             self._images.answered(url, target.names, named=bool(held))
             metrics.IMAGES.labels("named").inc(len(held))
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
@@ -179,12 +179,13 @@ class EngineSender:
     async def _write_and_post(
         self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target
     ) -> aiohttp.ClientResponse:
-        self.request = await self._write(planned, exact, chat, target)
+        request = await self._write(planned, exact, chat, target)
+        self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
         self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
         self._posts += 1
         headers = with_request_id(self._exchange.headers, self._call.id, self._posts)
         self.posted = headers[REQUEST_ID]
-        return await planned.engine.upstream.send("POST", self.request.path, headers=headers, body=self.request.body)
+        return await planned.engine.upstream.send("POST", request.path, headers=headers, body=request.body)
 
     async def _write(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
         """Write a request, with the salt."""

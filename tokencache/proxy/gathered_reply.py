@@ -6,7 +6,7 @@ whole reply: the deltas of a stream may divide it otherwise.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -56,8 +56,8 @@ class Gathered(WholeSource):
         try:
             async with contextlib.aclosing(aiter(self._stream)) as parts:
                 async for events in parts:
-                    for event in events:
-                        self._add(event)
+                    self._add(events)
+                    del events  # see `Stream.__aiter__`
         except MemoryFullError as why:  # what was read is recorded
             self._call.note(IncidentKind.REPLY_NOT_READ, str(why))
             self.end = End(EndKind.BROKEN, str(why), TurnMark.UPSTREAM_BROKE, error=why)
@@ -88,7 +88,11 @@ class Gathered(WholeSource):
             return refusal(reply.error_code, reply.error)._replace(body=b'{"error":%s}' % reply.error)
         return End(EndKind.ABORTED, ENDED_EARLY, incident=IncidentKind.UPSTREAM_BROKE)
 
-    def _add(self, event: bytes) -> None:
+    def _add(self, events: Iterable[bytes]) -> None:
+        for event in events:
+            self._add_event(event)
+
+    def _add_event(self, event: bytes) -> None:
         self._holding.take("reply", len(event))
         chunk = self._stream.read(event)
         if not chunk or chunk == DONE:

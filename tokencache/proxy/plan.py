@@ -70,8 +70,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         match: how the history relates to recorded turns. It is recorded with the turn, like `reason`, `parent`, `origin`, `anchors` and
             `applied_rules`.
-        prompt: the exact packed ids; `None` if the engine renders.
-        fragment: the same ids as a JSON fragment.
+        prefix: the exact packed ids up to `tail`; `None` if the engine renders. A turn's own are those of the prefix cache, so that a long
+            stream holds no copy.
+        tail: the packed ids after them.
+        fragment: all these ids as a JSON fragment.
         whole: whether these are the whole prompt; otherwise they end with the last reply, and the engine adds the tail.
         last_reply: the last reply in the prompt.
         parent: the id of the turn that this one continues.
@@ -84,7 +86,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     match: MatchKind
     reason: str = ""
-    prompt: bytes | None = None
+    prefix: bytes | None = None
+    tail: bytes = b""
     fragment: ids.Fragment | None = None
     whole: bool = True
     last_reply: LastReply | None = None
@@ -99,11 +102,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     client_places: tuple[int, ...] = ()
 
     @property
+    def prompt(self) -> bytes | None:
+        """The exact packed ids, joined; `None` if the engine renders."""
+        return None if self.prefix is None else self.prefix + self.tail
+
+    @property
     def exact(self) -> ExactPrompt | None:
         """The exact prompt for a driver; `None` if the engine renders."""
-        if self.prompt is None or self.fragment is None or self.last_reply is None:
+        if self.prefix is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(self.prompt, self.fragment, self.last_reply, self.basis.media, self.sampled)
+        return ExactPrompt(self.prefix + self.tail, self.fragment, self.last_reply, self.basis.media, self.sampled)
 
     def rendered(self, reason: str) -> "Plan":
         """Return the plan of a call that the engine renders in place of this one, for a `reason`."""

@@ -104,7 +104,8 @@ class Planner:
         except (StoreError, EngineError, KeyError, ValueError) as why:
             log.warning("session %s: the next prompt is not planned: %s", session, type(why).__name__)
             return None
-        return (plan.prompt, model) if plan.prompt is not None and plan.whole else None
+        prompt = plan.prompt
+        return (prompt, model) if prompt is not None and plan.whole else None
 
     async def count_tokens(self, session: str, call: ChatCall) -> int:
         """Count the tokens of the prompt that a call would have.
@@ -216,13 +217,14 @@ class _Planning:
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        if plan.prompt is None or plan.last_reply is None:
+        prompt = plan.prompt
+        if prompt is None or plan.last_reply is None:
             return plan
-        if 0 < self._context.model.capability.max_model_len <= ids.count(plan.prompt):
+        if 0 < self._context.model.capability.max_model_len <= ids.count(prompt):
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
         if reason := self._context.model.driver.cannot_supply(self._context.call, plan.last_reply):
             return Plan(match="plain", reason=reason)
-        changed = (await self._context.model.earlier_thoughts(self._context.call.fields)).changed(plan.prompt, plan.last_reply.end)
+        changed = (await self._context.model.earlier_thoughts(self._context.call.fields)).changed(prompt, plan.last_reply.end)
         if changed and is_unlike(self._context.call, changed):
             return Plan(match="plain", reason=Reason.EARLIER_THOUGHT)
         return msgspec.structs.replace(plan, changed=changed) if changed else plan
@@ -251,7 +253,7 @@ class _Planning:
         return Plan(
             match="resplice",
             reason=Reason.CLIENT_IDS,
-            prompt=proven.ids,
+            prefix=proven.ids,
             fragment=ids.Fragment(proven.ids),
             last_reply=LastReply(proven.places[-1], proven.start, proven.end),
             client_places=proven.places,
@@ -426,7 +428,8 @@ class _Planning:
         return Plan(
             match=found.kind,
             reason=reason,
-            prompt=base + added,
+            prefix=base,
+            tail=added,
             fragment=cached.fragment.extended(added),
             whole=self._context.model.capability.tokenizes,
             last_reply=last_reply,
@@ -443,7 +446,7 @@ class _Planning:
         return Plan(
             match="resplice",
             reason=reason,
-            prompt=prompt,
+            prefix=prompt,
             fragment=ids.Fragment(prompt),
             last_reply=last_reply,
             origin=parent.id,

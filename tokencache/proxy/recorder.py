@@ -158,9 +158,10 @@ def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     if echoed is None:
         return None
     fragment = as_fragment(echo, echoed) if echo else whole.fragment
-    if plan.prompt is None or echoed == plan.prompt or (not plan.whole and echoed.startswith(plan.prompt)):
+    planned = plan.prompt
+    if planned is None or echoed == planned or (not plan.whole and echoed.startswith(planned)):
         return _with_media(facts, UsedPrompt(echoed, fragment, plan))
-    return UsedPrompt(echoed, fragment, plan.rendered(Reason.ENGINE_DISAGREES), _difference(plan.prompt, plan, echoed))
+    return UsedPrompt(echoed, fragment, plan.rendered(Reason.ENGINE_DISAGREES), _difference(planned, plan, echoed))
 
 
 def own_prompt(facts: CallFacts, choice: Choice) -> UsedPrompt | None:

@@ -14,7 +14,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
-from http import HTTPStatus
 from typing import NamedTuple
 
 import aiohttp
@@ -29,7 +28,7 @@ from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
-from tokencache.errors import EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.errors import OK, EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
 from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.facts import BegunCall, EndedPiece
@@ -137,7 +136,7 @@ class Body(WholeSource):
         except (aiohttp.ClientError, TimeoutError) as why:
             self.end = End(EndKind.BROKEN, f"{type(why).__name__}: {why}", incident=IncidentKind.UPSTREAM_BROKE)
             return b""
-        if answer.status != HTTPStatus.OK:
+        if answer.status != OK:
             self.end = self._no_reply(answer.status, body)
             return b""
         parse = self._dispatch.sender.request.parse
@@ -212,7 +211,10 @@ class Stream(ReplySource):
         try:
             with StreamProtocol(self._answer, self.settle) as stream:
                 while data := await stream.next():
-                    yield self._splitter.feed(data)
+                    arrived = self._splitter.feed(data)
+                    del data  # what this frame names, it keeps until the next event: the echo of a prompt, for as long as the stream
+                    yield arrived
+                    del arrived
         except (aiohttp.ClientError, ConnectionResetError, TimeoutError) as why:
             lost = f"{type(why).__name__}: {why}"
         self.end = self._ending(lost)

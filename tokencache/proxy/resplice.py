@@ -63,7 +63,7 @@ class Resplice:
         plan = Plan(
             match="resplice",
             reason=found.reason,
-            prompt=prompt,
+            prefix=prompt,
             fragment=ids.Fragment(prompt),
             last_reply=LastReply(last.place, last.start, last.end, _logprobs_from(last.offset, stored[last.turn.id].logprobs)),
             origin=last.turn.id,

@@ -7,8 +7,9 @@ The first byte of a record selects the encoding of the rest:
 * `j`: JSON, deflated, for values that MessagePack cannot represent (lone surrogates and integers of more than 64 bits; requests contain
   both).
 
-For Redis and files, tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the
-lengths, without the turn's record.
+Tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the lengths, without the turn's
+record. An id takes three bytes (`ids.narrowed`), or four if one of the turn's does not fit. Three are marked in the header by a length with
+which readers before that form refuse the tokens as cut off.
 """
 
 import json
@@ -20,13 +21,16 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from isal import isal_zlib
 
+from tokencache.core import ids
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import Entry
 
 R = TypeVar("R")
 
 HEADER = struct.Struct("<HIIII")
-"""Length of the base's name, `shared`, prompt tokens, completion tokens, length of the delta. The base's name follows."""
+"""Length of the base's name, `shared`, prompt tokens, completion tokens, length of the delta (plus `_NARROW`). The base's name follows."""
+_NARROW = 1 << 31
+"""Added to the length if ids are narrow."""
 
 _DICTIONARY = (
     b"\xa6engine\xa8engine-disagrees\xabno-logprobs\xa7aborted\xaeupstream-broke\xa5media\xa8resplice\xaecontext-edited\xa5plain"
@@ -79,9 +83,12 @@ def unpack(packed: bytes, kind: type[R]) -> R:
 
 def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
     """Encode a turn's ids. Its log probabilities are stored separately, unchanged."""
-    base = text(turn.base or "")
-    header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, len(tokens.delta))
-    return b"".join((header, base, tokens.delta, tokens.completion))
+    base, delta, completion, mark = text(turn.base or ""), tokens.delta, tokens.completion, 0
+    narrow, narrow_completion = ids.narrowed(delta), ids.narrowed(completion)
+    if narrow is not None and narrow_completion is not None:
+        delta, completion, mark = narrow, narrow_completion, _NARROW
+    header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, len(delta) + mark)
+    return b"".join((header, base, delta, completion))
 
 
 def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
@@ -93,11 +100,13 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
     if len(packed) < HEADER.size:
         raise ValueError("the header is incomplete")
     named, shared, prompt_tokens, completion_tokens, size = HEADER.unpack_from(packed)
-    start = HEADER.size + named
+    narrow, start, size = size >= _NARROW, HEADER.size + named, size % _NARROW
     if len(packed) < start + size:
         raise ValueError("ids are missing")
-    base = untext(packed[HEADER.size : start]) or None
-    return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(packed[start : start + size], packed[start + size :], logprobs))
+    base, delta, completion = untext(packed[HEADER.size : start]) or None, packed[start : start + size], packed[start + size :]
+    if narrow:
+        delta, completion = ids.widened(delta), ids.widened(completion)
+    return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(delta, completion, logprobs))
 
 
 def unpack_prefix(turn: str, line_of_bases: Iterable[bytes]) -> Prefix:

@@ -7,7 +7,7 @@ import heapq
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -17,7 +17,7 @@ from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
 from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
-from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
+from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.recent import Expiring
 from tokencache.store import pruning
@@ -44,7 +44,7 @@ from tokencache.store.base import (
     StoreUsage,
 )
 from tokencache.store.clock import NOT_USED, ClockWatch, monotonic, system_time
-from tokencache.store.encoding import milliseconds_of, pack, text, unpack, untext
+from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.memory_queue import MemoryQueue
 
 
@@ -61,7 +61,7 @@ class _Session:
         self.rewards: deque[bytes] = deque(maxlen=REWARDS_KEPT)
         self.rewarded = 0
         self.turns: dict[str, bytes] = {}
-        self.tokens: dict[str, Tokens] = {}
+        self.tokens: dict[str, tuple[bytes, bytes]] = {}  # ids (`pack_tokens`), log probabilities
         self.contexts: dict[str, bytes] = {}
         self.index: dict[bytes, list[str]] = {}
         self.continued: set[str] = set()
@@ -83,13 +83,21 @@ class _Session:
     def add(self, entry: Entry) -> None:
         turn, tokens = entry.turn, entry.tokens
         self.turns[turn.id] = packed = pack(turn)
-        self.tokens[turn.id], self.contexts[turn.id], self._latest = tokens, entry.context, turn
-        self.bytes += sum(map(len, (packed, tokens.delta, tokens.completion, tokens.logprobs, entry.context, *entry.keys)))
+        self.tokens[turn.id] = packed_tokens = pack_tokens(turn, tokens), tokens.logprobs
+        self.contexts[turn.id], self._latest = entry.context, turn
+        self.bytes += sum(map(len, (packed, *packed_tokens, entry.context, *entry.keys)))
         self.sampled += turn.completion_tokens
         for key in entry.keys:
             self.index.setdefault(key, []).append(turn.id)
         if turn.parent is not None:
             self.continued.add(turn.parent)
+
+    def line(self, turn: str) -> Iterator[bytes]:
+        """The ids of a turn, of its base, and so on."""
+        name: str | None = turn
+        while name is not None:
+            yield self.tokens[name][0]
+            name = self.turn(name).base
 
     def join(self, call: str, fingerprint: bytes, join: Join) -> OpenCall | None:
         """Find an open call with this fingerprint that may be joined, and mark it as wanted. A call that is open joins none."""
@@ -264,14 +272,7 @@ class MemoryStore(MemoryQueue):
         return [held.hits(key) if held else [] for key in keys]
 
     async def prefix(self, session: str, turn: str) -> Prefix:
-        held = self._sessions[session]
-        line: dict[str, tuple[Turn, Tokens]] = {}
-        at: str | None = turn
-        while at is not None:
-            record = held.turn(at)
-            line[at] = (record, held.tokens[at])
-            at = record.base
-        return rebuild_prefix(line, turn)
+        return unpack_prefix(turn, self._sessions[session].line(turn))
 
     async def commit(
         self,
@@ -331,7 +332,7 @@ class MemoryStore(MemoryQueue):
 
     async def tokens(self, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
         held = self._sessions[session]
-        return {turn: held.tokens[turn] for turn in turns}
+        return {turn: unpack_tokens(*held.tokens[turn]).tokens for turn in turns}
 
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
         held = self._sessions[session]

@@ -310,7 +310,7 @@ class Spliced:
             reply_at = LastReply(len(before.call.raw_messages), len(before.prompt), ids.count(prefix))
             plan = Plan(
                 match="continue",
-                prompt=prompt,
+                prefix=prompt,
                 fragment=ids.Fragment(prompt),
                 last_reply=reply_at,
                 parent=before.turn.id,

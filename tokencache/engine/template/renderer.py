@@ -13,7 +13,7 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.upstream import EngineClient
-from tokencache.errors import NOT_NOW, EngineError
+from tokencache.errors import NOT_NOW, OK, EngineError
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
@@ -84,7 +84,7 @@ class EngineRenderer:
             answer = await self._engine.query(self.route, body)
         except Exception as why:
             raise RenderError(str(why)) from why
-        if answer.status != HTTPStatus.OK:
+        if answer.status != OK:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:

@@ -59,7 +59,7 @@ Every operation except listing and a forced seal is one script or command and on
 time), and writes everything or nothing. An operation that gets no reply in time raises `StoreError`.
 
 Measured (Redis 6.2.14, `MEMORY USAGE … SAMPLES 0`, 200 turns of 200 new prompt and 200 completion tokens, 800 characters of text each way,
-float32 log probabilities, two keys): 10.3 bytes for each token, of which 4 are its id, 2 its share of log probabilities and 1.2 the
+float32 log probabilities, two keys): 9.7 bytes for each token, of which 3 are its id, 2 its share of log probabilities and 1.2 the
 messages. `pytest tests/store/test_redis_size.py -s` measures it again.
 """
 

@@ -1,6 +1,7 @@
 """The Redis store: each operation is a script or a command."""
 
 import hashlib
+import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -213,7 +214,7 @@ class RedisStore:
     ) -> BeginResult:
         args: list[Argument] = [
             self._ttl,
-            secrets.token_hex(8),
+            os.urandom(8).hex(),
             int(bool(self._capacity.full)),
             _JOIN_CODES[join],
             fingerprint,
@@ -527,7 +528,7 @@ class RedisStore:
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
-        tail: list[Argument] = [secrets.token_hex(4), *packed]
+        tail: list[Argument] = [os.urandom(4).hex(), *packed]
         ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, shared=True))
         if ended != 1:
             raise (TurnLostError if ended else SessionGoneError)(session)
