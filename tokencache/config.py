@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from rapidfuzz import process
 
-from tokencache.core.budget import Budget
 from tokencache.core.rules import RULES
+from tokencache.core.session import Budget
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.probe import Requirement

@@ -9,7 +9,7 @@ from tests.commands.test_commands import Shell, record
 from tests.proxy.kit import proxied, user
 from tokencache.client import AsyncClient
 from tokencache.commands.rewards import RewardFileError, RewardValues, read_reward
-from tokencache.core.budget import Budget
+from tokencache.core.session import Budget
 
 
 @pytest.fixture

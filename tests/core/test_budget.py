@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokencache.core.budget import Budget
+from tokencache.core.session import Budget
 
 
 @pytest.mark.parametrize(

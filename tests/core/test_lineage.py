@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
-from tokencache.core import ids, invariants
+from tests.support import invariants
+from tokencache.core import ids
 from tokencache.core.lineage import lineages, sequences
 from tokencache.core.media import PlacedMedia
 from tokencache.core.turn import Tokens, Turn, rebuild_prefix

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.core.settings import FEW, MANY
 from tests.core.world import HABITS, WrongMatchError, play
-from tokencache.core import evidence, invariants
+from tests.support import invariants
+from tokencache.core import evidence
 from tokencache.core import match as matching
 from tokencache.core.chain import aborted_key, aborted_turn_keys, build_conversation, chain_key, lookup_keys, position_key, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes

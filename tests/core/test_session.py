@@ -5,8 +5,7 @@ import math
 import msgspec
 import pytest
 
-from tokencache.core.budget import Budget
-from tokencache.core.session import MAX_METADATA, LabelChanges, Labels, Reward, SessionSettings
+from tokencache.core.session import MAX_METADATA, Budget, LabelChanges, Labels, Reward, SessionSettings
 
 FULL = SessionSettings("codex", {"gpt-*": "ü"}, {"temperature": 1.0, "top_p": None}, Budget(calls=3), "me", "follow", 2e9, 60.0)
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokencache.core import evidence, ids, invariants, verdict
+from tests.support import invariants
+from tokencache.core import evidence, ids, verdict
 from tokencache.core import match as matching
 from tokencache.core.chain import Conversation, aborted_turn_keys, build_conversation, lookup_keys, position_key, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes

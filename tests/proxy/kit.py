@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 
 from tests.proxy.probed import probed_once
+from tests.support import invariants
 from tokencache import metrics
 from tokencache.config import Settings
-from tokencache.core import invariants
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine

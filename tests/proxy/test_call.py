@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.waiting import PATIENCE
-from tokencache.core.budget import Budget
+from tokencache.core.session import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import read_chat
 from tokencache.proxy.call import CallAttempt, CallRequest

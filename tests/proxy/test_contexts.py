@@ -13,8 +13,9 @@ from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
+from tokencache.proxy.kv_salt import NO_SALT
 from tokencache.proxy.plan import Plan
-from tokencache.proxy.policy_version import UNREAD
+from tokencache.proxy.policy_version import UNREPORTED, VersionReading
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
@@ -74,7 +75,7 @@ def test_of_images_only_references_are_stored_with_the_messages():
     reply = Reply()
     choice = {"message": {"content": "A cat."}, "finish_reason": "stop", "token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
     reply.add(json.dumps({"choices": [choice], "prompt_token_ids": [1, 2]}).encode())
-    planned = PlannedCall(engine=None, model=None, plan=Plan(match="plain", reason=call.plain), weights=UNREAD)
+    planned = PlannedCall(engine=None, model=None, plan=Plan(match="plain", reason=call.plain), weights=VersionReading(UNREPORTED, NO_SALT))
     begun = BegunCall(id="c", session="s", chat=call, started=0.0)
     facts = CallFacts(call=begun, epoch="l", planned=planned, reply=reply, judged=judge_reply(reply), ended=1.0)
     recorded = turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000))

@@ -9,8 +9,9 @@ from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
+from tokencache.proxy.kv_salt import NO_SALT
 from tokencache.proxy.plan import Plan
-from tokencache.proxy.policy_version import UNREAD
+from tokencache.proxy.policy_version import UNREPORTED, VersionReading
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
@@ -34,7 +35,7 @@ def test_the_same_facts_give_the_same_turns():
     facts = CallFacts(
         call=BegunCall(id="c", session="s", chat=chat, started=0.0),
         epoch="e",
-        planned=PlannedCall(engine=None, model=None, plan=Plan(match="root"), weights=UNREAD),
+        planned=PlannedCall(engine=None, model=None, plan=Plan(match="root"), weights=VersionReading(UNREPORTED, NO_SALT)),
         reply=reply,
         judged=judge_reply(reply),
         ended=1.0,

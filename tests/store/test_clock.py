@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.store.machine import machine_of
 from tests.support.profiles import examples
 from tokencache import metrics
-from tokencache.core.budget import Budget
-from tokencache.core.session import Labels, SessionSettings
+from tokencache.core.session import Budget, Labels, SessionSettings
 from tokencache.store.base import Binding, SessionDeletedError
 from tokencache.store.clock import ClockWatch
 from tokencache.store.file import FileStore

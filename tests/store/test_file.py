@@ -18,9 +18,9 @@ import pytest
 
 from tests.store.conformance import build, check_replicas, record
 from tests.store.machine import machine_of
+from tests.support.invariants import audit
 from tests.support.waiting import PATIENCE
 from tokencache.core.incidents import Incident
-from tokencache.core.invariants import audit
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.store import StoreOptions, open_store

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from tests.store.conformance import build
 from tests.store.conftest import OTHERS
+from tests.support.invariants import audit
 from tests.support.profiles import examples
 from tokencache.core.incidents import Incident
-from tokencache.core.invariants import audit
 from tokencache.core.lineage import sequences
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from tests.support import invariants
 from tests.trajectories.rollouts import ROLLOUTS, SESSIONS, linear, text, torn, turn_of
-from tokencache.core import ids, invariants
+from tokencache.core import ids
 
 
 @pytest.mark.parametrize("name", SESSIONS)

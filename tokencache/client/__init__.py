@@ -48,7 +48,7 @@ from tokencache.client.errors import (
     WrongServerError,
 )
 from tokencache.client.sync_client import Client, Delivery, Session
-from tokencache.core.budget import Budget
+from tokencache.core.session import Budget
 from tokencache.trajectories.values import (
     DeliveryState,
     EngineState,

@@ -17,8 +17,7 @@ from tokencache.client.access import Access, access_to, check_directory, launch_
 from tokencache.client.errors import ClientError, InvalidUrlError, TooManyReadyError
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
 from tokencache.client.session_operations import written
-from tokencache.core.budget import Budget
-from tokencache.core.session import History, NewSession
+from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.values import EngineState, SessionState
 

@@ -18,7 +18,6 @@
 `weights`       policy versions, and what the trainer announced about the weights
 `forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
-`budget`        limits of a session
 `lineage`       the turns of a session as sequences for a trainer
 `drift`         where plain renderings differ from what was sent, and why
 `session`       a session's state, settings, labels and rewards
@@ -26,7 +25,6 @@
 `outcome`       how a rollout ended: well, or by which kind of failure
 `finish`        the reasons with which an engine ends a reply
 `reasons`       the reasons why a turn does not simply continue another
-`invariants`    checks what must always hold
 ==============  =====================================================================================================
 
 Read `messages`, `chain`, `verdict` and `match` in this order to follow a call. Nothing here imports asyncio, aiohttp, redis or

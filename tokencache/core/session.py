@@ -1,6 +1,9 @@
-"""Defines what belongs to a session besides its turns: its state, its settings, its labels and its rewards.
+"""Defines what belongs to a session besides its turns: its state, its settings with their limits, its labels and its rewards.
 
 Every value is checked when it is made, so a request that is decoded into one of these types is valid, or msgspec reports what is wrong.
+
+A limit of the budget is checked when a call begins, never during a call: a reply that is cut at the limit is no longer a sample of the
+policy. So calls that are in progress may exceed it.
 """
 
 import math
@@ -11,8 +14,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 import xxhash
 from msgspec import UNSET, Meta, UnsetType
-
-from tokencache.core.budget import Budget
 
 MAX_GROUP = 200
 """Characters of a group's name."""
@@ -43,6 +44,40 @@ class SessionStage(StrEnum):
 
 History = Literal["supply", "follow"]
 """Whether earlier replies keep their thinking in the prompt, or only what the chat template shows of them."""
+
+
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` means not set."""
+
+    calls: _Count | None = None
+    tokens: _Count | None = None
+    seconds: _Seconds | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any limit is set."""
+        return bool(self.calls or self.tokens or self.seconds)
+
+    def over(self, other: "Budget") -> "Budget":
+        """Return this budget, with the other's limits where this one has `None`."""
+        mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        return Budget(**{name: limit if limit is not None else others[name] for name, limit in mine.items()})
+
+    def spent(self, *, calls: int, tokens: int, seconds: float) -> str:
+        """Describe the limit that is used up; `""` if another call is allowed.
+
+        `calls` includes the new call. `tokens` are the sampled tokens of the recorded turns. `seconds` have passed since the first call.
+        """
+        if self.calls and calls > self.calls:
+            return f"{self.calls} calls"
+        if self.tokens and tokens >= self.tokens:
+            return f"{self.tokens} tokens ({tokens} were sampled)"
+        if self.seconds and seconds >= self.seconds:
+            return f"{self.seconds:g} seconds ({seconds:.1f} have passed)"
+        return ""
 
 
 class SessionSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

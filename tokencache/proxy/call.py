@@ -23,10 +23,10 @@ import msgspec
 from aiohttp import web
 
 from tokencache import metrics
-from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.reasons import Reason
+from tokencache.core.session import Budget
 from tokencache.core.turn import Turn, TurnMark
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.figures import judge_reply

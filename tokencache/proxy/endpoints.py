@@ -17,11 +17,10 @@ from aiohttp import web
 
 from tokencache import metrics
 from tokencache.core import ids
-from tokencache.core.budget import Budget
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import ToolNames
-from tokencache.core.session import History, SessionSettings
+from tokencache.core.session import Budget, History, SessionSettings
 from tokencache.dialects import gym_request
 from tokencache.dialects.base import CallReader, Dialect, DialectRequest, DirectReply, ParsedCall, ServedModel, TokenCount
 from tokencache.dialects.chat.incremental import IncrementalParser

@@ -163,10 +163,6 @@ class VersionReading:
         return before.source == VersionSource.TRAINER and before.update > 0 and after.state.harmless_since(before.update)
 
 
-UNREAD = VersionReading(UNREPORTED, NO_SALT)
-"""The readings of a request that was not sent."""
-
-
 def joined(pieces: Sequence[tuple[PieceVersions, int]]) -> PieceVersions:
     """Join the versions of the pieces of one reply; each with its number of tokens.
 

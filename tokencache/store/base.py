@@ -24,12 +24,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident
 from tokencache.core.match import Hit
 from tokencache.core.media import StoredMedium
 from tokencache.core.outcome import LatestTurn, Outcome
-from tokencache.core.session import History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
+from tokencache.core.session import Budget, History, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.errors import TokencacheError

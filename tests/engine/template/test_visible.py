@@ -14,10 +14,11 @@ from tests.engine.template.matrix import SYSTEMS, TALKS, KindStack, says, user, 
 from tests.engine.template.more_kinds import ALL_KINDS, MORE_KINDS
 from tests.engine.template.shapes import TOOLS, result
 from tests.engine.template.template_lab import KINDS, UNASKED, sources
+from tests.support import invariants
 from tests.system.adversary.engine import Engine, RefusedError, Speech
 from tests.trajectories.rollouts import of_forest
 from tokencache.batching.forest import build_forest
-from tokencache.core import ids, invariants
+from tokencache.core import ids
 from tokencache.engine.template import visible
 from tokencache.engine.template.visible import ShownPart, VisibleReplies
 from tokencache.proxy.ledger import Ledger

@@ -3,10 +3,9 @@
 import asyncio
 
 from tests.store.conformance.support import LONG, build, info_of, name_of, open_calls, raises, record, same, true
-from tokencache.core.budget import Budget
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.outcome import LatestTurn, Outcome
-from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings, SessionStage
+from tokencache.core.session import REWARDS_KEPT, Budget, LabelChanges, Labels, Reward, SessionSettings, SessionStage
 from tokencache.store.base import (
     OutcomeConflictError,
     SealOutcome,

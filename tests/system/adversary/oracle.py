@@ -26,11 +26,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.engine.template.template_lab import UNASKED
+from tests.support import invariants
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
 from tests.system.adversary.words import DRAWN, arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
-from tokencache.core import invariants
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -39,9 +39,10 @@ from tokencache.engine.reply import Reply
 from tokencache.engine.template.boundary import stop_candidates
 from tokencache.engine.upstream import Upstream
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall
+from tokencache.proxy.kv_salt import NO_SALT
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner, keys_wanted
-from tokencache.proxy.policy_version import UNREAD
+from tokencache.proxy.policy_version import UNREPORTED, VersionReading
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import turns_of
 from tokencache.store.memory import MemoryStore
@@ -235,7 +236,7 @@ class Stack:
 
     def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: bool) -> CallFacts:
         thinking = self.engine.thinking_marks() if budget_of(call.chat.fields) is not None else None
-        planned = PlannedCall(engine=self, model=model, plan=plan, weights=UNREAD, thinking=thinking)  # type: ignore[arg-type]
+        planned = PlannedCall(engine=self, model=model, plan=plan, weights=VersionReading(UNREPORTED, NO_SALT), thinking=thinking)  # type: ignore[arg-type]
         judged, mark = judge_reply(heard, broken_off=broken), TurnMark.ABORTED if broken else ""
         if judged.whole:
             for choice in heard.choices.values():

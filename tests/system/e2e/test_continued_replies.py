@@ -18,9 +18,10 @@ from test_weight_updates import get_json as post
 from test_weight_updates import sampled
 from typer.testing import CliRunner
 
+from tests.support import invariants
 from tests.support.waiting import until
 from tokencache.cli import app
-from tokencache.core import ids, invariants
+from tokencache.core import ids
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import build_tokenizer
 

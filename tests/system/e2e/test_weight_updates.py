@@ -10,7 +10,7 @@ import pytest
 from conftest import proxying
 from rig.server import LIMIT_S
 
-from tokencache.core import invariants
+from tests.support import invariants
 from tokencache.store.memory import MemoryStore
 
 MODES = ("abort", "wait", "keep")

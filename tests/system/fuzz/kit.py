@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import h11
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, echo, results, user
+from tests.support import invariants
 from tests.support.waiting import PATIENCE, until
-from tokencache.core import invariants
 
 if TYPE_CHECKING:
     from tests.proxy.kit import Rig

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from tests.support import invariants
 from tests.support.material import SHARED, needs
-from tokencache.core import ids, invariants
+from tokencache.core import ids
 from tokencache.core.chain import lookup_keys, turn_keys
 from tokencache.core.match import Hit, match
 from tokencache.core.turn import Tokens, Turn, hash_ids

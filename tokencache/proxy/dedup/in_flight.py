@@ -26,9 +26,9 @@ from aiohttp import web
 from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.backoff import delays
-from tokencache.core.budget import Budget
 from tokencache.core.chain import request_key
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.session import Budget
 from tokencache.core.turn import Turn
 from tokencache.dialects.members import UNRECORDED
 from tokencache.errors import TokencacheError

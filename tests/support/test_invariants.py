@@ -7,7 +7,8 @@ import pytest
 
 from tests.core.forest import Forest, grow, line
 from tests.core.world import decode, play
-from tokencache.core import ids, invariants
+from tests.support import invariants
+from tokencache.core import ids
 from tokencache.core.lineage import sequences
 from tokencache.core.turn import Anchor, Tokens
 
