@@ -1,6 +1,9 @@
 """Defines what belongs to a session besides its turns: its state, its settings with their limits, its labels and its rewards.
 
 Every value is checked when it is made, so a request that is decoded into one of these types is valid, or msgspec reports what is wrong.
+
+A limit of the budget is checked when a call begins, never during a call: a reply that is cut at the limit is no longer a sample of the
+policy. So calls that are in progress may exceed it.
 """
 
 import math
