@@ -32,7 +32,16 @@ from tokencache.core.session import LabelChanges
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import LIMITS, POLICIES
-from tokencache.trajectories.values import DeliveryState, EngineState, QueueState, RewardState, SessionState, Trajectory, WeightsInfo
+from tokencache.trajectories.values import (
+    Conditions,
+    DeliveryState,
+    EngineState,
+    QueueState,
+    RewardState,
+    SessionState,
+    Trajectory,
+    WeightsInfo,
+)
 
 BASE = "/tokencache/v1"
 _SESSION = BASE + "/sessions/{session}"
@@ -386,6 +395,13 @@ OPERATIONS = (
         "List the engines.",
         _object(engines={"type": "array", "items": EngineState}),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
+    ),
+    Operation(
+        "getConditions",
+        "GET",
+        BASE + "/conditions",
+        "Say under which conditions the process that answers records now: versions, settings, adapters and engines.",
+        Conditions,
     ),
     Operation(
         "addEngine",

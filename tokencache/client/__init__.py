@@ -50,6 +50,7 @@ from tokencache.client.errors import (
 from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.budget import Budget
 from tokencache.trajectories.values import (
+    Conditions,
     DeliveryState,
     EngineState,
     EngineWeightsInfo,
@@ -77,6 +78,7 @@ __all__ = [
     "Budget",
     "Client",
     "ClientError",
+    "Conditions",
     "Delivery",
     "DeliveryExpiredError",
     "DeliveryState",
