@@ -48,6 +48,8 @@ class ProvingSource:
 
 def prove(entries: Sequence[Any]) -> list[Any]:
     """Return the entries (`TokenEntry`), with a parent for each unresolved one whose prompt proves it."""
+    if all(entry.parent_resolution != gym.ParentResolutionStatus.UNRESOLVED for entry in entries):
+        return list(entries)
     generated = {entry.model_call_id for entry in entries if entry.generation_token_ids}
     sequences = {call: ids.pack(tokens) for call, tokens in cumulative(entries).items() if call in generated}
     proven = []
@@ -70,7 +72,7 @@ def cumulative(entries: Sequence[Any]) -> dict[str, list[int]]:
     for entry in entries:
         line: dict[str, Any] = {}
         at = entry
-        while at is not None and at.model_call_id not in {**line, **sequences}:
+        while at is not None and at.model_call_id not in line and at.model_call_id not in sequences:
             line[at.model_call_id] = at
             at = by_call.get(at.parent_call_id) if at.prompt_is_delta else None
         for call, each in reversed(line.items()):
