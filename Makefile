@@ -148,7 +148,7 @@ e2e-versions: $(STAMP) ## test older vLLMs with and without the plugin, VLLM_VER
 e2e-nemo: $(STAMP) ## test NVIDIA's nemo-gym with the proxy in each position, on a real vLLM: three minutes
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
-	$(E2E) $(PYTEST_E2E) tests/system/e2e/test_nemo_gym.py
+	$(E2E) $(PYTEST_E2E) tests/system/e2e/test_nemo_gym.py tests/system/e2e/test_nemo_gym_capture.py tests/system/e2e/test_switchyard.py
 	$(NEMO_GYM_TESTS)
 
 e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, too)

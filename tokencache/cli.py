@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from tokencache import __version__, logs
+from tokencache.adapters.load import AdapterError
 from tokencache.commands.audit import audit_exports
 from tokencache.commands.convert import convert_file
 from tokencache.commands.drift import report_drift
@@ -37,6 +38,7 @@ from tokencache.commands.weights import weights_app
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
 from tokencache.engine.template.local import quieten
 from tokencache.errors import extra_missing
+from tokencache.server.dry_run import rehearse
 from tokencache.server.serve import run
 from tokencache.server.workers import WorkerError, supervise
 from tokencache.store.base import StoreError
@@ -123,7 +125,16 @@ _Config = Annotated[
 ]
 
 
-def serve(*, config: _Config = None, **options: Any) -> None:
+_DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print what would be started and what the probe of the engines finds, and exit: with 0, or the error that a start would give.",
+    ),
+]
+
+
+def serve(*, config: _Config = None, dry_run: _DryRun = False, **options: Any) -> None:
     """Start the proxy. Point harnesses at it instead of at the engine.
 
     Name the session in the header X-Tokencache-Session, in the base URL
@@ -149,8 +160,11 @@ def serve(*, config: _Config = None, **options: Any) -> None:
     if settings.tokenizer is not None:
         quieten()
     try:
-        uvloop.run(run(settings) if settings.workers == 1 else supervise(settings))
-    except (OSError, StoreError, ValueError, WorkerError) as why:
+        if dry_run:
+            typer.echo("\n".join(uvloop.run(rehearse(settings))))
+        else:
+            uvloop.run(run(settings) if settings.workers == 1 else supervise(settings))
+    except (AdapterError, OSError, StoreError, ValueError, WorkerError) as why:
         typer.secho(f"tokencache: {why}", fg="red", err=True)
         raise typer.Exit(1) from None
 

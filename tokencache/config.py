@@ -1,7 +1,9 @@
 """Settings of `tokencache serve`. Each field is an option, an environment variable and a key of the configuration file."""
 
+import hashlib
 import ipaddress
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +27,13 @@ from tokencache.proxy.sessions import SessionSources
 
 PREFIX = "TOKENCACHE_"
 """Prefix of every environment variable."""
+
+
+_KEYS = {"upstream_key", "admin_key"}
+"""Settings whose values are shown to nobody."""
+_PLACES = {"upstream", "host", "port", "store", "derender", "tokenizer", "adapters", "experts", "workers", "log_level", "log_format"}
+"""Settings that say where something is or how it is logged; records are the same elsewhere."""
+_USER = re.compile(r"//.*@")
 
 
 class SettingsError(ValueError):
@@ -299,6 +308,18 @@ class Settings(BaseSettings):
             lines = [f"{name!r} in {file} is not a setting. Did you mean {nearest!r}?" for name, nearest in unknown.items()]
             raise SettingsError("\n".join(lines))
         return found
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, as JSON values: without keys, and URLs without user and password."""
+        changed = self.model_dump(mode="json", exclude_defaults=True, exclude=_KEYS)
+        return {name: _USER.sub("//", value) if isinstance(value, str) else value for name, value in changed.items()}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the settings on which records may depend: all but keys and places."""
+        values = self.model_dump(mode="json", exclude=_KEYS | _PLACES)
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def budget(self) -> Budget:

@@ -2,8 +2,11 @@
 
 import asyncio
 import gzip
+import hashlib
+import json
 import random
 from array import array
+from collections import Counter
 
 import msgspec
 import pyarrow as pa
@@ -12,7 +15,7 @@ import pytest
 
 from tests.core.forest import Forest, grow
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
-from tokencache.client import NotFoundError, UnfinishedError
+from tokencache.client import Conditions, NotFoundError, UnfinishedError
 from tokencache.client.errors import ClientError
 from tokencache.commands import files, parquet
 from tokencache.commands.export import Export
@@ -222,6 +225,9 @@ def test_parquet_of_another_format_is_refused(tmp_path):
 # many sessions
 
 
+CONDITIONS = Conditions(version="9", python="3", settings={"history": "follow"}, settings_digest="d", adapters={"pi": "a"}, engines=[])
+
+
 class Proxy:
     """A fake client: sessions by name, and the operations on them, in order."""
 
@@ -232,9 +238,15 @@ class Proxy:
         self.sealed = set()
         self.fetching = self.most = 0
         self.failing = ""
+        self.older = False
 
     def session(self, name):
         return _Session(self, name)
+
+    async def conditions(self):
+        if self.older:
+            raise NotFoundError("there is no such route", status=404)
+        return CONDITIONS
 
 
 class _Session:
@@ -263,8 +275,9 @@ class _Session:
     async def state(self):
         await self._do("state")
         made = self.proxy.rollouts[self.name]
-        state = msgspec.defstruct("State", ["complete", "open_calls", "sealed"])
-        return state(made.complete, ["c"] if self.name in self.proxy.open else [], self.name in self.proxy.sealed)
+        state = msgspec.defstruct("State", ["complete", "open_calls", "sealed", "harness", "model"])
+        open_calls = ["c"] if self.name in self.proxy.open else []
+        return state(made.complete, open_calls, self.name in self.proxy.sealed, "pi" if self.name == "lost" else "", "m")
 
     async def fetch_json(self, form, *, drift):
         self.proxy.fetching += 1
@@ -369,3 +382,44 @@ async def test_a_session_that_someone_else_deleted_counts_as_deleted(tmp_path, m
     export = await exported(proxy, tmp_path / "a.jsonl", ["linear", "choices"], delete=True)
     assert export.whole
     assert export.deleted == ["linear", "choices"]
+
+
+def manifest_of(path):
+    return json.loads(path.with_name(path.name + ".manifest.json").read_text())
+
+
+async def test_the_manifest_says_what_the_file_holds_and_under_which_conditions(tmp_path):
+    path, names = tmp_path / "a.jsonl", [*NAMES, "never-was"]
+    export = await exported(Proxy(*NAMES), path, names, complete_only=True, file=path)
+    found = manifest_of(path)
+    content = path.read_bytes()
+    rollouts = [json.loads(line) for line in content.splitlines()]
+    assert found["file"] == {"name": "a.jsonl", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert (found["format"], found["options"]["complete_only"]) == ("native", True)
+    assert found["rows"] == sum(len(rollout["sequences"]) for rollout in rollouts)
+    gone = {"incomplete": [], "failed": ["empty"], "left_out": ["lost"], "gone": ["never-was"]}
+    assert found["sessions"] == {"requested": len(names), "exported": len(export.exported)} | gone
+    for name in ("turns", "trainable_tokens", "masked_tokens"):
+        assert found["figures"][name] == sum(rollout["figures"][name] for rollout in rollouts) > 0
+    matches = Counter()
+    for rollout in rollouts:
+        matches.update(rollout["figures"]["matches"])
+    assert found["figures"]["matches"] == matches
+    assert (found["figures"]["harnesses"], found["figures"]["models"]) == ({"unknown": 7}, {"m": 7})
+    assert found["proxy"] == json.loads(msgspec.json.encode(CONDITIONS))
+
+
+async def test_an_older_proxy_has_no_conditions(tmp_path):
+    path, proxy = tmp_path / "a.jsonl", Proxy("linear")
+    proxy.older = True
+    await exported(proxy, path, ["linear"], file=path)
+    assert manifest_of(path)["proxy"] is None
+
+
+async def test_nothing_is_deleted_before_the_manifest_is_written(tmp_path):
+    path, proxy = tmp_path / "a.jsonl", Proxy("linear")
+    path.with_name("a.jsonl.manifest.json.part").mkdir()
+    with pytest.raises(OSError, match="manifest"):
+        await exported(proxy, path, ["linear"], file=path, delete=True)
+    assert path.exists()
+    assert "delete" not in {deed for deed, _ in proxy.deeds}

@@ -11,6 +11,7 @@
 `demand`        what consumers could take from it, from what they asked for
 `media`         handlers for the images and other media of a session
 `weights`       handlers for the weights of the engines
+`conditions`    says under which conditions the proxy records
 `engines`       handlers that add, drain and remove engines
 `viewer`        handlers and pages of the viewer
 `auth`          the check of the admin key

@@ -35,6 +35,7 @@ from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import (
+    Conditions,
     DeliveryState,
     EngineState,
     Link,
@@ -399,6 +400,13 @@ OPERATIONS = (
         "List the engines.",
         _object(engines={"type": "array", "items": EngineState}),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
+    ),
+    Operation(
+        "getConditions",
+        "GET",
+        BASE + "/conditions",
+        "Say under which conditions the process that answers records now: versions, settings, adapters and engines.",
+        Conditions,
     ),
     Operation(
         "addEngine",

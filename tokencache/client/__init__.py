@@ -51,6 +51,7 @@ from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.session import Budget
 from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
+    Conditions,
     DeliveryState,
     EngineState,
     EngineWeightsInfo,
@@ -79,6 +80,7 @@ __all__ = [
     "Budget",
     "Client",
     "ClientError",
+    "Conditions",
     "Delivery",
     "DeliveryExpiredError",
     "DeliveryState",

@@ -20,7 +20,7 @@ from tokencache.client.session_operations import written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
-from tokencache.trajectories.values import EngineState, SessionState
+from tokencache.trajectories.values import Conditions, EngineState, SessionState
 
 _PAGE = 500
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
@@ -195,6 +195,11 @@ def report(
 def engines(_proxy: ProxyAddress) -> Steps[list[EngineState]]:
     """List the engines of the proxy."""
     return (yield from call(Request("GET", f"{BASE}/engines"), _Engines)).engines
+
+
+def conditions(_proxy: ProxyAddress) -> Steps[Conditions]:
+    """Return the conditions under which the proxy records now."""
+    return (yield from call(Request("GET", f"{BASE}/conditions"), Conditions))
 
 
 def add_engine(_proxy: ProxyAddress, url: str) -> Steps[EngineState]:

@@ -7,6 +7,7 @@
 `rewards`    reads a reward from a file
 `show`       `tokencache show`: print one session as a tree
 `export`     `tokencache export`: write many sessions into one file
+`manifest`   writes how an export was made
 `convert`    `tokencache convert`: write a file of native rollouts in another format
 `media`      `tokencache media`: write the images of sessions to files
 `verify`     `tokencache verify`: check exported files or sessions

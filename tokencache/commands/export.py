@@ -1,4 +1,4 @@
-"""`tokencache export`: writes many sessions into one file, in order.
+"""`tokencache export`: writes many sessions into one file, in order, and a manifest beside it (`manifest`).
 
 A few sessions are fetched at a time. The file gets its name only when it is complete. Sessions are deleted only after the file is on
 the disk, and only if they cannot change any more: they were sealed before they were fetched and had no open call. Sessions that could not
@@ -18,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tokencache.client import AsyncClient, Client, ClientError, NotFoundError, SessionState, UnfinishedError
-from tokencache.commands import files
+from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, SessionState, UnfinishedError
+from tokencache.commands import files, manifest
 from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
 from tokencache.commands.media import write_media
@@ -37,24 +37,21 @@ CONCURRENCY = 4
 
 _EXIT_INTERRUPTED = 130
 _NAMES_SHOWN = 5
+_REPORTS = frozenset({"overlong", "stale", "placeholders"})
+"""Members of the figures that say what was left out."""
 
 
 class FetchedRollout(msgspec.Struct, frozen=True):
-    """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `tokens`: number of tokens of its sequences.
-
-    `overlong`, `stale`: what the limits of length and lag did; `None` without limits. `placeholders`: see `Export`. `failed`: whether it
-    ended with a failure.
-    """
+    """A fetched rollout. `final`: whether it was sealed without open calls before the fetch. `failed`: whether it ended with a failure."""
 
     session: str
     rollout: bytes
     complete: bool
     final: bool
-    tokens: int
-    overlong: OverlongFigures | None
-    stale: StaleFigures | None
-    placeholders: int
     failed: bool
+    figures: "_Figures"
+    harness: str
+    model: str
 
 
 class Export(msgspec.Struct, kw_only=True):
@@ -76,6 +73,7 @@ class Export(msgspec.Struct, kw_only=True):
         lengths: limits for sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened. `stale`,
             `unknown_lag`: number of sequences that were left out because they lag too much, or because their lag is not known.
             `placeholders`: number of sequences that were left out because the model sampled placeholders of images.
+        file: the file, if it gets a manifest. `figures`: sums of the figures of what was written, and its sessions by harness and model.
     """
 
     names: Sequence[str]
@@ -107,6 +105,8 @@ class Export(msgspec.Struct, kw_only=True):
     size: int = 0
     whole: bool = False
     partial: Path | None = None
+    file: Path | None = None
+    figures: dict[str, Any] = {}
 
     async def run(self, client: AsyncClient, sink: Sink, step: Callable[[], None]) -> None:
         """Export. `step` is called after each session.
@@ -117,6 +117,7 @@ class Export(msgspec.Struct, kw_only=True):
             OSError: the file cannot be written.
         """
         final: list[str] = []
+        conditions = await _conditions(client) if self.file is not None else None
         try:
             async with aclosing(self._fetch_all(client)) as fetched:
                 async for name, rollout in fetched:
@@ -130,6 +131,8 @@ class Export(msgspec.Struct, kw_only=True):
         except BaseException:  # also KeyboardInterrupt and cancellation
             self.partial = sink.leave()
             raise
+        if self.file is not None:
+            manifest.write(self.file, conditions, self.contents(sink.rows))
         for name in final if self.delete else ():
             with suppress(NotFoundError):  # someone else deleted it
                 if self.media is None and await client.session(name).media():
@@ -148,17 +151,41 @@ class Export(msgspec.Struct, kw_only=True):
             self.incomplete.append(fetched.session)
         if fetched.failed:
             self.failed.append(fetched.session)
-        self.tokens += fetched.tokens
-        if fetched.overlong is not None:
-            self.dropped += fetched.overlong.dropped
-            self.cut += fetched.overlong.cut
-            self.masked += fetched.overlong.masked
-        if fetched.stale is not None:
-            self.stale += fetched.stale.dropped
-            self.unknown_lag += fetched.stale.unknown
-        self.placeholders += fetched.placeholders
+        figures = fetched.figures
+        self.tokens += figures.trainable_tokens + figures.masked_tokens
+        if figures.overlong is not None:
+            self.dropped += figures.overlong.dropped
+            self.cut += figures.overlong.cut
+            self.masked += figures.overlong.masked
+        if figures.stale is not None:
+            self.stale += figures.stale.dropped
+            self.unknown_lag += figures.stale.unknown
+        if figures.placeholders is not None:
+            self.placeholders += figures.placeholders.dropped
         self.size += len(fetched.rollout)
+        sums = {name: value for name, value in msgspec.to_builtins(figures).items() if name not in _REPORTS}
+        manifest.add_up(self.figures, {**sums, "harnesses": {fetched.harness or "unknown": 1}, "models": {fetched.model or "unknown": 1}})
         return True
+
+    def contents(self, rows: int) -> dict[str, Any]:
+        """Describe for the manifest what was exported and what was left out; `rows` is the number of rows of the file."""
+        options = {"drift": self.drift, "complete_only": self.complete_only, "valid_only": self.valid_only, **self.lengths}
+        left_out = ("dropped", "cut", "masked", "stale", "unknown_lag", "placeholders")
+        return {
+            "format": self.format,
+            "rows": rows,
+            "options": options,
+            "sessions": {
+                "requested": len(self.names),
+                "exported": len(self.exported),
+                "incomplete": self.incomplete,
+                "failed": self.failed,
+                "left_out": self.skipped,
+                "gone": self.gone,
+            },
+            "sequences_left_out": {name: getattr(self, name) for name in left_out},
+            "figures": self.figures,
+        }
 
     async def _fetch_all(self, client: AsyncClient) -> AsyncGenerator[tuple[str, FetchedRollout | None], None]:
         """Fetch all sessions, several at a time, and yield them in order; `None` for one that is gone."""
@@ -195,15 +222,28 @@ class Export(msgspec.Struct, kw_only=True):
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
         failed = (summary.outcome or summary.info.tokencache.outcome) != OutcomeKind.OK
-        tokens = figures.trainable_tokens + figures.masked_tokens
         final = state.sealed and not state.open_calls
-        placeholders = figures.placeholders.dropped if figures.placeholders is not None else 0
-        return FetchedRollout(name, rollout, complete, final, tokens, figures.overlong, figures.stale, placeholders, failed)
+        return FetchedRollout(name, rollout, complete, final, failed, figures, state.harness, state.model)
+
+
+async def _conditions(client: AsyncClient) -> Conditions | None:
+    """Return the conditions of the proxy; `None` if it is older than the route."""
+    with suppress(NotFoundError):
+        return await client.conditions()
+    return None
 
 
 class _Figures(msgspec.Struct, frozen=True):
+    calls: int = 0
+    turns: int = 0
+    sequences: int = 0
     trainable_tokens: int = 0
     masked_tokens: int = 0
+    untrainable_tokens: int = 0
+    matches: dict[str, int] = {}
+    forgiven: dict[str, int] = {}
+    incidents: dict[str, int] = {}
+    versions: dict[str, int] = {}
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
     placeholders: PlaceholderFigures | None = None
@@ -277,6 +317,9 @@ def export_sessions(
     The file gets its name when it is complete. If the export is interrupted,
     FILE.part holds what was fetched, and nothing is deleted.
 
+    FILE.manifest.json says how the file was made: versions, settings,
+    engines, figures, and what was left out.
+
     tokencache export --all --to rollouts.jsonl
 
     tokencache export --pattern 'run7-*' --format trl --to run7.parquet --delete
@@ -305,6 +348,7 @@ def export_sessions(
             complete_only=complete_only,
             valid_only=valid_only,
             media=media,
+            file=Path(to) if to != "-" else None,
         )
         sink = files.create(to, wanted, overwrite=overwrite)
     except (ClientError, HarnessError, FileError, OSError) as error:

@@ -228,5 +228,14 @@ async def _identity(model: Model, *, alone: bool) -> EngineIdentity:
     found = {name: value for name, value in msgspec.structs.asdict(model.capability).items() if name not in _NOT_IDENTIFYING}
     if alone or not model.capability.tokenizes:
         return EngineIdentity(found, "")
-    packed = await model.renderer.render(model.capability.model, _SAMPLE, PLAIN_ARGS, generation=True)
-    return EngineIdentity(found, xxhash.xxh3_128_hexdigest(packed))
+    return EngineIdentity(found, await sample_rendering(model))
+
+
+async def sample_rendering(model: Model) -> str:
+    """Hash the token ids of a sample conversation: it differs between templates, and between tokenizers.
+
+    Raises:
+        EngineError: the engine cannot be reached.
+        RenderError: the engine cannot render.
+    """
+    return xxhash.xxh3_128_hexdigest(await model.renderer.render(model.capability.model, _SAMPLE, PLAIN_ARGS, generation=True))

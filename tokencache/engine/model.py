@@ -290,9 +290,14 @@ class Engine:
         self.error = "not probed yet"
 
     @property
+    def models(self) -> list[Model]:
+        """The models that were probed so far, one for each requested name."""
+        return [status.model for status in self._statuses.values() if status.model is not None]
+
+    @property
     def capabilities(self) -> list[Capability]:
-        """The probe's findings so far, one for each requested name of a model."""
-        return [status.model.capability for status in self._statuses.values() if status.model is not None]
+        """The probe's findings for `models`."""
+        return [model.capability for model in self.models]
 
     @property
     def state(self) -> ProbeState:

@@ -3,6 +3,7 @@
 ==============  =====================================================================================================
 `app`           makes the parts of the proxy and wires them together
 `routing`       decides what serves a request
+`dry_run`       describes what would be started, and ends
 `serve`         runs the application on a socket; what `tokencache serve` does in one process
 `workers`       runs it in several processes on one port
 `listener`      accepts connections, as many as file descriptors allow

@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
+from tokencache.api.conditions import add_conditions_route
 from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.gauges import Gauges
 from tokencache.api.media import add_media_routes
@@ -95,7 +96,8 @@ class Proxy:
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
-        self.profiles = HarnessProfiles(load_all(own_adapters), names_in(settings.rules_off))
+        self.adapters = load_all(own_adapters)
+        self.profiles = HarnessProfiles(self.adapters, names_in(settings.rules_off))
         sources = SessionSources.read(names_in(settings.session_from))
         own_headers = {settings.session_header, *sources.headers, HARNESS_HEADER, "Content-Length", "Accept-Encoding", "Host", "Expect"}
         options = EndpointOptions(
@@ -175,6 +177,7 @@ class Proxy:
         add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights, listing, self._gauges)
         add_run_routes(app, self._auth, listing, self._gauges)
         add_engine_routes(app, self._auth, self.membership, self.pool)
+        add_conditions_route(app, self._auth, self.pool, self.adapters, settings=self.settings.shown, digest=self.settings.digest)
         add_weight_routes(app, self._auth, self.weights, self.pool)
         most, queue, weights = self.settings.max_ready, self._queue, self.weights
         add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most)
@@ -183,7 +186,13 @@ class Proxy:
         app.router.add_route("*", "/{path:.*}", self._router.route)
         return app
 
-    async def _running(self, _app: web.Application) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Open the store, and probe the engines while the context is open. Nothing in it acts on sessions.
+
+        Raises:
+            StoreError: the store cannot be opened.
+        """
         async with contextlib.AsyncExitStack() as opened:  # closes in reverse order what is open, also if a later step fails
             if self._spans is not None:
                 opened.push_async_callback(self._spans.close)
@@ -196,6 +205,11 @@ class Proxy:
             if self._media is not None:
                 opened.push_async_callback(self._media.close)
             await opened.enter_async_context(self.pool.open())
+            yield
+
+    async def _running(self, _app: web.Application) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as opened:
+            await opened.enter_async_context(self.connected())
             await opened.enter_async_context(self.membership.following())
             await opened.enter_async_context(self.weights.following())
             await opened.enter_async_context(self._calls.heartbeats())

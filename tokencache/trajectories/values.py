@@ -20,6 +20,7 @@ from tokencache.store.base import OpenCall
 __all__ = [
     "Anchor",
     "Announced",
+    "Conditions",
     "DeliveryState",
     "Drift",
     "DriftFigures",
@@ -585,6 +586,27 @@ class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     consumers: dict[str, int]
     invalid: int = 0
     groups: list[GroupState] = []
+
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """The conditions under which a proxy records now.
+
+    Attributes:
+        version, python: of tokencache, and of its Python.
+        settings: those that differ from their defaults, without keys and passwords.
+        settings_digest: SHA-256 of all settings on which records may depend. Keys, addresses, places and logging are left out.
+        adapters: SHA-256 of the adapter of each harness.
+        engines: each with `url`, `serves`, `error`, `weight_label` and `models`: what the probe found for each model (`docs/engines.md`),
+            and its `rendering`: a hash of the token ids of a sample conversation, which differs between templates and between tokenizers;
+            `""` if it cannot be rendered.
+    """
+
+    version: str
+    python: str
+    settings: dict[str, Any]
+    settings_digest: str
+    adapters: dict[str, str]
+    engines: list[dict[str, Any]]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,6 +111,7 @@ async def gym_servers(folder, servers, *, agent=True, environment=None, **settin
     variables = os.environ | {
         "NEMO_GYM_CONFIG_DICT": json.dumps(head | {"model_call_capture_dir": str(folder / "calls")} | settings | instances),
         "NEMO_GYM_EXTRA_ROOTS": str(SEARCH_DIR),
+        "PYTHONPATH": str(Path(__file__).parent / "gym_site"),
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
     }

