@@ -146,6 +146,8 @@ class SampledTurn:
     """What its harness is known to make of it."""
     ends: tuple[int, ...] = ()
     """Of a reply that its client left: the numbers of characters of its text up to the end of each call that the client received."""
+    stop: str = ""
+    """The stop string at which it ended."""
 
     @property
     def thought(self) -> str:

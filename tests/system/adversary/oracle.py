@@ -148,6 +148,7 @@ class Oracle:
             called.continues,
             kept,
             called.generation.ends[1:] if called.generation.label == "abort" else (),
+            called.generation.stop,
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -304,8 +305,9 @@ class Oracle:
             return
         entry, given, written = entries[span.place], self.turns[span.turn], entries
         with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
-        if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
-            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
+        words = entry.words if with_words else given.stop  # it may also be another turn's reply with the stop string at which that ended
+        if words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
+            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
             if not self._began_there(given, entries[: span.place + 1], scope):

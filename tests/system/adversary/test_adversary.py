@@ -489,6 +489,17 @@ async def test_the_position_does_not_choose_between_replies_that_a_harness_may_u
     assert (tally.counts["owed"], tally.counts["missed"], tally.counts["false"]) == (owed, 0, 0)
 
 
+@pytest.mark.parametrize(("before", "found"), [("Hurry.", set()), (ASK["content"], {"false"})])
+async def test_a_message_of_the_client_s_may_be_a_reply_with_its_stop_string(monkeypatch, before, found):
+    """If all evidence says so. The matcher believes all messages before a reply alike."""
+    monkeypatch.setattr(match._Finder, "_after_same_message", lambda self, i, genuine: genuine)
+    talk, asked = Judged(stop=["</search>"]), Entry({"role": "user", "content": before})
+    await talk.ask({"content": "Yes.</search>"}, Entry({"role": "user", "content": "Hurry."}))
+    await talk.ask({"content": "Done."}, Entry(ASK), asked, Entry({"role": "assistant", "content": "Yes.</search>"}), Entry(ASK))
+    assert [span.place for span in talk.oracle.turns[1].spans] == [2]
+    assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize(
     ("change", "found"),
