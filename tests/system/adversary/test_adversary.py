@@ -474,8 +474,14 @@ async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_sta
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
-@pytest.mark.parametrize(("arguments", "owed"), [("{}", 0), ('{"n": 1}', 1), ("not JSON", 0)])
-async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(arguments, owed):
+@pytest.mark.parametrize(
+    ("sent", "arguments", "owed"),
+    [
+        *[("{}", "{}", 0), ("{}", '{"n": 1}', 1), ("{}", "not JSON", 0)],
+        *[('{"n": 1}', '{"n": 1, "m', 0), ('{"n": 1}', '{"n": 2, "m', 1), ('{"n": ["\\""]}', '{"n": ["\\"', 0)],
+    ],
+)
+async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(sent, arguments, owed):
     """Ids that count do not either. What is in doubt need not be recognized."""
     talk = Judged()
     ask, tally = talk.ask, talk.tally
@@ -483,10 +489,34 @@ async def test_the_position_does_not_choose_between_replies_that_a_harness_may_u
     async def called(text, name, arguments):
         return await ask({"content": text, "tool_calls": [{**CALL, "function": {"name": name, "arguments": arguments}}]}, Entry(ASK))
 
-    looked = await called(None, "bash", "{}")
+    looked = await called(None, "bash", sent)
     await called("No.", "Bash", arguments)
     await ask({"content": "Done."}, Entry(ASK), looked, Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}))
     assert (tally.counts["owed"], tally.counts["missed"], tally.counts["false"]) == (owed, 0, 0)
+
+
+@pytest.mark.parametrize(("message", "owed"), [({"content": None}, 1), ({}, 0)])
+async def test_a_message_of_the_client_s_own_without_content_is_not_one_with_null(message, owed):
+    """Nothing but its position identifies an empty reply."""
+    talk = Judged()
+    own, result = {"role": "assistant", "tool_calls": [CALL]}, Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
+    done = await talk.ask({"content": ""}, Entry(ASK), Entry({**own, "content": None}), result)
+    await talk.ask({"content": "Yes."}, Entry(ASK), Entry({**own, **message}), result, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("other", "owed"), [("OK</search>", 1), ("No.", 2)])
+async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_another_message(other, owed):
+    """An edit may have made one message of the other."""
+    talk, hurry = Judged(stop=["</search>"]), Entry({"role": "user", "content": "Hurry."})
+    looked = await talk.ask({"content": None, "tool_calls": [{**CALL, "id": DRAWN_ID}]}, Entry(ASK))
+    result = Entry({"role": "tool", "tool_call_id": DRAWN_ID, "content": "a.txt"})
+    await talk.ask({"content": other}, Entry(ASK), looked, result, Entry(ASK))
+    done = await talk.ask({"content": "OK"}, hurry)
+    talk.tally.counts.clear()
+    system = Entry({"role": "system", "content": "Answer."})
+    await talk.ask({"content": "Yes."}, system, Entry(ASK), looked, result, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
 @pytest.mark.parametrize(("before", "found"), [("Hurry.", set()), (ASK["content"], {"false"})])
