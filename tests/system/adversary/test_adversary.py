@@ -402,6 +402,7 @@ async def test_a_copy_has_no_tokens_if_the_reply_itself_can_be_identified(monkey
     second = await talk.ask({"content": "Yes."}, hurry, Entry(ASK)) if twice else own
     monkeypatch.setattr(match._Finder, "in_place", lambda *_: [])
     monkeypatch.setattr(match._Finder, "elsewhere", lambda self, i: elsewhere(self, i) if i > 1 else match._Claim(i, ()))
+    monkeypatch.setattr(match, "_claimed_by_others", lambda *_: set())
     more = [Entry(ASK), second, hurry] if both else []
     entries = Entry({"role": "user", "content": asked}), replace(first, owed=False), *more, Entry(ASK), own, Entry(ASK)
     await talk.ask({"content": "Done."}, *entries)
