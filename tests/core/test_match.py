@@ -817,6 +817,37 @@ def test_a_reply_that_is_text_in_the_prompt_is_in_no_other_place(said, again):
         assert (found.parent, found.anchors) == (parent, () if copied else ((6, Hit(one)),))
 
 
+@pytest.mark.parametrize("named", ["handle", "token ids", "position", "id", "nothing"])
+def test_a_reply_that_another_message_is_though_changed_is_not_its_copy(named):
+    """The harness changed the reply, so that it is not recognized; another message says just what the model said, or has the same calls."""
+    index = _Index(Leniency(off=frozenset({"whitespace"}), harness_rules=frozenset({"text-dropped"})))
+    said = _calling(C1, text="I look.") if named == "id" else OK
+    one = index.add(msgspec.structs.replace(_turn("a", said), handle="a" * 32), U1)
+    changed, copy = {"id": (_calling(C1, text="No."), _calling(C1)), "position": (Message("assistant", "OK\n"), OK)}.get(
+        named, (Message("assistant", "No."), OK)
+    )
+    handles, echoed = {1: one.handle} if named == "handle" else {}, {1: _ids(one)} if named == "token ids" else {}
+    found = index.match(U1, changed, U1, copy, U2, handles=handles, echoed=echoed)
+    assert found.anchors == (((3, Hit(one)),) if named == "nothing" else ())
+
+
+def test_a_whole_reply_with_its_id_is_not_the_copy_of_a_changed_one():
+    index, changed = _Index(), _calling(C1, text="No.")
+    one = index.add(_turn("a", _calling(C1, text="I look.")), U1)
+    assert index.match(S1, U1, changed, U1, one.served, U2).anchors == ((4, Hit(one)),)
+    index.add(_turn("b", OK), U3, changed, U2)
+    assert index.match(U3, changed, U2, OK, U1, one.served, U2).anchors == ((5, Hit(one)),), "the changed one is text in a prompt"
+
+
+def test_a_rewritten_reply_in_its_position_is_not_it_if_the_whole_reply_is_another_message_with_its_handle():
+    index = _Index(CLAUDE)
+    one = index.add(msgspec.structs.replace(_turn("a", _bash("functions.bash:0", "cd /w && ls")), handle="a" * 32), U1)
+    rewritten = _bash("functions.bash:0", "ls")
+    assert index.match(U1, rewritten, U2).parent == one
+    found = index.match(U1, rewritten, U2, one.served, U2, handles={3: one.handle})
+    assert (found.parent, found.anchors) == (None, ((3, Hit(one)),))
+
+
 def test_a_reply_without_its_text_is_not_in_its_position_if_the_whole_reply_is_another_message():
     """A harness that drops the text does not send it. An exact copy in its position cannot be told from the reply."""
     index = _Index(Leniency(harness_rules=frozenset({"text-dropped"})))

@@ -176,8 +176,10 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     conversation = finder.conversation
     placed = evidence.placed_replies(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
     inside = {reply.turn.id for reply in placed} | ({parent[1].hit.turn.id} if parent is not None else set())
-    if parent is not None and claims:
-        inside |= _shown_as_text(finder, claims, parent[0], {reply.place for reply in placed})
+    if claims and any(claim.candidates for claim in claims):
+        until = parent[0] if parent is not None else 0
+        as_text = {i for i in conversation.replies() if i < until} - {reply.place for reply in placed}
+        inside |= _claimed_by_others(finder, claims, as_text | {claim.place for claim in claims if not claim.candidates})
     anchors, reasons = _settle(finder, claims, inside, parent)
     rules = {rule for _, found in anchors for rule in found.verdict.rules}
     hits = tuple((place, found.hit) for place, found in anchors)
@@ -200,23 +202,28 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     return Match(kind, reasons[-1] if reasons else "", found.hit.turn, i + 1, (), applied_rules, found.delivered, added, unsure)
 
 
-def _shown_as_text(finder: "_Finder", claims: Sequence[_Claim], until: int, placed: Collection[int]) -> set[str]:
-    """Return the claimed turns that a reply before the place `until` may be, too, which the parent's prompt has as text.
+def _claimed_by_others(finder: "_Finder", claims: Sequence[_Claim], others: Collection[int]) -> set[str]:
+    """Return the claimed turns that one of these `others` may be, too: replies that are not recognized, or text in the parent's prompt.
 
-    A harness that has the same message twice copied it. Nothing shows that the second one is the model's.
+    A harness that has the same message twice copied it, and may have changed either. Nothing shows that the second one is the model's. But
+    the whole reply, with its handle or an id that looks random, is not the copy of a changed one.
     """
     conversation = finder.conversation
-    as_text = [i for i in conversation.replies() if i < until and i not in placed]
-    names = {call.id for i in as_text for call in conversation.messages[i].calls[:1]}
-    names |= set(map(bare_id, names))
-    words = {(reply_key(conversation.digests[i], conversation.model_key), finder.message_before(i)) for i in as_text}
+    names: dict[str, set[int]] = {}
+    for i in others:
+        for name in finder.names(i):
+            names.setdefault(name, set()).add(i)
+    words = {(reply_key(conversation.digests[i], conversation.model_key), finder.message_before(i)) for i in others}
 
-    def may_be_text(claim: _Claim, turn: Turn) -> bool:
-        if any(is_unique(call.id) and not names.isdisjoint({call.id, bare_id(call.id)}) for call in turn.served.calls[:1]):
-            return True
-        return (claim.after_message or claim.in_order) and (_served_key(turn, conversation), _message_before(turn)) in words
+    def may_be_another(claim: _Claim, found: _Found) -> bool:
+        turn, unnamed = found.hit.turn, claim.after_message or claim.in_order
+        places = {i for name in _names(turn) for i in names.get(name, ())}
+        if not unnamed:
+            return bool(places) and (found.verdict.kind == "rewritten" or any(finder.is_whole(i, turn) for i in places))
+        by_tokens = any(returned.names(turn) for i in others if (returned := finder.echoed.get(i)) is not None)
+        return bool(places) or by_tokens or (_served_key(turn, conversation), _message_before(turn)) in words
 
-    return {found.hit.turn.id for claim in claims for found in claim.candidates if may_be_text(claim, found.hit.turn)}
+    return {found.hit.turn.id for claim in claims for found in claim.candidates if may_be_another(claim, found)}
 
 
 def _settle(
@@ -383,11 +390,19 @@ class _Finder(NamedTuple):
         return chosen
 
     def _is_whole_elsewhere(self, i: int, turn: Turn) -> bool:
-        """Whether another message is this reply as it was served, by an id that looks random. Then the harness did not rewrite it."""
-        names = [call.id for call in turn.served.calls[:1] if is_unique(call.id)]
-        others = [message for place, message in enumerate(self.conversation.messages) if place != i and message.calls]
-        others = [message for message in others if any(keeps_id(name, message.calls[0].id) for name in names)]
-        return any(judge(turn.served, message, self.leniency).kind in {"same", "equivalent"} for message in others)
+        """Whether another message is this reply as it was served, by its handle or a random id. Then the harness did not rewrite it."""
+        names = _names(turn)
+        others = [place for place in self.conversation.replies() if place != i and not names.isdisjoint(self.names(place))]
+        return any(self.is_whole(place, turn) for place in others)
+
+    def names(self, i: int) -> set[str]:
+        """Return what may show whose reply a message is: the letters and digits of its first call's id, and its handle."""
+        return {*(bare_id(call.id) for call in self.conversation.messages[i].calls[:1]), self.handles.get(i, "")}
+
+    def is_whole(self, i: int, turn: Turn) -> bool:
+        """Whether a message is a turn's reply as it was served, apart from canonical rules; those that are switched off count, too."""
+        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
+        return judge(turn.served, self.conversation.messages[i], leniency).kind in {"same", "equivalent"}
 
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.
@@ -581,6 +596,11 @@ class _Finder(NamedTuple):
 def _is_beginning_alone(turn: Turn) -> bool:
     """Whether a client asked for the rest of a message, and there was none."""
     return bool(turn.begun) and not turn.served_text and not turn.served.calls
+
+
+def _names(turn: Turn) -> set[str]:
+    """Return what shows that a message is this turn's reply, like `_Finder.names`: a handle, and an id only if it looks random."""
+    return {*(bare_id(call.id) for call in turn.served.calls[:1] if is_unique(call.id)), turn.handle} - {""}
 
 
 def _message_before(turn: Turn) -> bytes:

@@ -63,12 +63,13 @@ class Entry:
     def exact(self) -> str:
         """The message as the client wrote it, apart from what no template can show.
 
-        A single text part is the same as a string, and arguments are compared by value (rule `args-json`).
+        A single text part is the same as a string, and arguments are compared by value (rule `args-json`). A member that is null is not the
+        same as none.
         """
         calls, content = self.message.get("tool_calls") or (), self.message.get("content")
         functions = [{**call["function"], "arguments": arguments_of(call["function"]["arguments"])} for call in calls]
-        text = content[0]["text"] if isinstance(content, list) and len(content) == 1 else content
-        return json.dumps([self.message | {"content": text, "tool_calls": [call["id"] for call in calls]}, functions], sort_keys=True)
+        text = {"content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else {}
+        return json.dumps([self.message | text | {"tool_calls": [call["id"] for call in calls]}, functions], sort_keys=True)
 
     @functools.cached_property
     def loose(self) -> tuple[Any, ...]:
@@ -146,6 +147,8 @@ class SampledTurn:
     """What its harness is known to make of it."""
     ends: tuple[int, ...] = ()
     """Of a reply that its client left: the numbers of characters of its text up to the end of each call that the client received."""
+    stop: str = ""
+    """The stop string at which it ended."""
 
     @property
     def thought(self) -> str:

@@ -148,6 +148,7 @@ class Oracle:
             called.continues,
             kept,
             called.generation.ends[1:] if called.generation.label == "abort" else (),
+            called.generation.stop,
         )
         self.turns[number] = said
         self.numbers[called.turn.id] = number
@@ -304,8 +305,9 @@ class Oracle:
             return
         entry, given, written = entries[span.place], self.turns[span.turn], entries
         with_words = bool(entry.words) and (entry.is_kept or entry.words == entry.stop)
-        if with_words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
-            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(entry.words)})
+        words = entry.words if with_words else given.stop  # it may also be another turn's reply with the stop string at which that ended
+        if words and not given.is_said_by(entry):  # without these, it may be a copy that stands in the place of another turn's reply
+            entry = replace(entry, message={**entry.message, "content": text_of(entry.message).removesuffix(words)})
             entries = [*entries[: span.place], entry, *entries[span.place + 1 :]]
         if not given.is_said_by(entry):
             if not self._began_there(given, entries[: span.place + 1], scope):
@@ -519,15 +521,18 @@ class Oracle:
         if own in by_handle and self._alone(own, by_handle):
             return "handle"
         after_same = [said for said in self.turns.values() if said.entries[-1].exact == entries[place - 1].exact]
+        since = _since(entries[:place])
+        there = [said for said in self.turns.values() if said.last is not None and said.last == previous]
+        there = [said for said in there if len(_since(said.entries)) == len(since)]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)
             or self._may_be_understood(entry, after_same, own)
             or self._may_have_words(entry, after_same, own)
+            or (own not in there and self._may_be_understood(entry, there, own))  # an edit may have made one message of the other
         ):
             return ""
         if own in beside and self._alone(own, beside):
             return "neighbour"
-        since = _since(entries[:place])
         # The reply before a turn is unknown where it was not recognised: it may have been this one.
         led = [said for said in beside if previous is not None and said.last in {previous, None} and _since(said.entries) == since]
         return "previous reply and all since" if own in led and own.last is not None and self._alone(own, led) else ""

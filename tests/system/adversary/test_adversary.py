@@ -403,6 +403,7 @@ async def test_a_copy_has_no_tokens_if_the_reply_itself_can_be_identified(monkey
     second = await talk.ask({"content": "Yes."}, hurry, Entry(ASK)) if twice else own
     monkeypatch.setattr(match._Finder, "in_place", lambda *_: [])
     monkeypatch.setattr(match._Finder, "elsewhere", lambda self, i: elsewhere(self, i) if i > 1 else match._Claim(i, ()))
+    monkeypatch.setattr(match, "_claimed_by_others", lambda *_: set())
     more = [Entry(ASK), second, hurry] if both else []
     entries = Entry({"role": "user", "content": asked}), replace(first, owed=False), *more, Entry(ASK), own, Entry(ASK)
     await talk.ask({"content": "Done."}, *entries)
@@ -475,8 +476,14 @@ async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_sta
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
-@pytest.mark.parametrize(("arguments", "owed"), [("{}", 0), ('{"n": 1}', 1), ("not JSON", 0)])
-async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(arguments, owed):
+@pytest.mark.parametrize(
+    ("sent", "arguments", "owed"),
+    [
+        *[("{}", "{}", 0), ("{}", '{"n": 1}', 1), ("{}", "not JSON", 0)],
+        *[('{"n": 1}', '{"n": 1, "m', 0), ('{"n": 1}', '{"n": 2, "m', 1), ('{"n": ["\\""]}', '{"n": ["\\"', 0)],
+    ],
+)
+async def test_the_position_does_not_choose_between_replies_that_a_harness_may_understand_alike(sent, arguments, owed):
     """Ids that count do not either. What is in doubt need not be recognized."""
     talk = Judged()
     ask, tally = talk.ask, talk.tally
@@ -484,10 +491,45 @@ async def test_the_position_does_not_choose_between_replies_that_a_harness_may_u
     async def called(text, name, arguments):
         return await ask({"content": text, "tool_calls": [{**CALL, "function": {"name": name, "arguments": arguments}}]}, Entry(ASK))
 
-    looked = await called(None, "bash", "{}")
+    looked = await called(None, "bash", sent)
     await called("No.", "Bash", arguments)
     await ask({"content": "Done."}, Entry(ASK), looked, Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"}))
     assert (tally.counts["owed"], tally.counts["missed"], tally.counts["false"]) == (owed, 0, 0)
+
+
+@pytest.mark.parametrize(("message", "owed"), [({"content": None}, 1), ({}, 0)])
+async def test_a_message_of_the_client_s_own_without_content_is_not_one_with_null(message, owed):
+    """Nothing but its position identifies an empty reply."""
+    talk = Judged()
+    own, result = {"role": "assistant", "tool_calls": [CALL]}, Entry({"role": "tool", "tool_call_id": CALL["id"], "content": "a.txt"})
+    done = await talk.ask({"content": ""}, Entry(ASK), Entry({**own, "content": None}), result)
+    await talk.ask({"content": "Yes."}, Entry(ASK), Entry({**own, **message}), result, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("other", "owed"), [("OK</search>", 1), ("No.", 2)])
+async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_another_message(other, owed):
+    """An edit may have made one message of the other."""
+    talk, hurry = Judged(stop=["</search>"]), Entry({"role": "user", "content": "Hurry."})
+    looked = await talk.ask({"content": None, "tool_calls": [{**CALL, "id": DRAWN_ID}]}, Entry(ASK))
+    result = Entry({"role": "tool", "tool_call_id": DRAWN_ID, "content": "a.txt"})
+    await talk.ask({"content": other}, Entry(ASK), looked, result, Entry(ASK))
+    done = await talk.ask({"content": "OK"}, hurry)
+    talk.tally.counts.clear()
+    system = Entry({"role": "system", "content": "Answer."})
+    await talk.ask({"content": "Yes."}, system, Entry(ASK), looked, result, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("before", "found"), [("Hurry.", set()), (ASK["content"], {"false"})])
+async def test_a_message_of_the_client_s_may_be_a_reply_with_its_stop_string(monkeypatch, before, found):
+    """If all evidence says so. The matcher believes all messages before a reply alike."""
+    monkeypatch.setattr(match._Finder, "_after_same_message", lambda self, i, genuine: genuine)
+    talk, asked = Judged(stop=["</search>"]), Entry({"role": "user", "content": before})
+    await talk.ask({"content": "Yes.</search>"}, Entry({"role": "user", "content": "Hurry."}))
+    await talk.ask({"content": "Done."}, Entry(ASK), asked, Entry({"role": "assistant", "content": "Yes.</search>"}), Entry(ASK))
+    assert [span.place for span in talk.oracle.turns[1].spans] == [2]
+    assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
 
 
 @pytest.mark.parametrize("copied", [False, True])

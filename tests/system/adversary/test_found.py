@@ -245,6 +245,19 @@ async def test_a_call_may_be_that_of_another_reply_in_its_position_without_its_t
     assert (called.plan.match, called.plan.reason) == ("plain", "ambiguous-reply")
 
 
+async def test_calls_alone_are_no_reply_if_another_message_has_them_in_another_form():
+    """A harness dropped the text and wrote the arguments anew; later it repeated the call, as it was issued."""
+    talk = Talk("Qwen2.5", user("Look."))
+    await talk.ask("Yes.", "chatcmpl-tool-11112222")
+    (call,) = talk.history.pop()["tool_calls"]
+    for one in ({**call, "function": {**call["function"], "arguments": "{ }"}}, call):
+        talk.hear({"role": "assistant", "content": "", "tool_calls": [one]}, result(call["id"]), user("And?"))
+    talk.history[0] = user("Look there.")
+    body, leniency = json.dumps({"model": "m", "messages": talk.history}).encode(), Leniency(harness_rules=frozenset({"text-dropped"}))
+    called = await talk.stack.call("s", body, {"role": "assistant", "content": "Done."}, leniency=leniency)
+    assert (called.plan.match, called.turn.anchors) == ("plain", ())
+
+
 async def test_the_mode_of_another_conversation_does_not_open_a_last_message():
     """Nemotron Nano 2 writes it behind the generation prompt, whose mode a message before decides."""
     stack = Stack("Nemotron Nano v2", seed=3)

@@ -243,11 +243,38 @@ def with_objects_as_arguments(message: Message, _: Collection[str]) -> Message:
     return {**message, "tool_calls": list(map(one, message["tool_calls"]))} if message.get("tool_calls") else message
 
 
+def closed(text: str) -> str:
+    """Arguments that were cut off, without their incomplete end, and closed; others as they are."""
+    for end in range(len(text), 0, -1) if arguments_of(text).startswith("no JSON") else ():
+        completed = text[:end] + _closing(text[:end])
+        if arguments_of(completed).startswith("{"):
+            return completed
+    return text
+
+
+def _closing(text: str) -> str:
+    """What closes the open string, lists and objects of a text."""
+    quote, closing = "", ""
+    for part in re.finditer(r'"(?:[^"\\]|\\.)*("?)|[][{}]', text, re.DOTALL):
+        quote = '"' if part[0].startswith('"') and not part[1] else ""
+        closing = closing[1:] if part[0] in "}]" else {"{": "}", "[": "]"}.get(part[0], "") + closing
+    return quote + closing
+
+
+def with_closed_arguments(message: Message, _: Collection[str]) -> Message:
+    """Arguments that were cut off, closed (Pi, LangChain, Qwen Code)."""
+
+    def one(call: Message) -> Message:
+        return {**call, "function": {**call["function"], "arguments": closed(call["function"]["arguments"])}}
+
+    return {**message, "tool_calls": list(map(one, message["tool_calls"]))} if message.get("tool_calls") else message
+
+
 def understood_forms(reply: Message) -> list[Message]:
     """What harnesses may make of a reply, by one or several changes, with tools named in lower case: CrewAI drops texts and mends names."""
     tools = [call["function"]["name"].lower() for call in reply.get("tool_calls") or ()]
     forms = [reply]
-    for change in (with_mended_names, without_repeated_calls, without_text, with_objects_as_arguments):
+    for change in (with_mended_names, without_repeated_calls, without_text, with_closed_arguments, with_objects_as_arguments):
         forms += [change(form, tools) for form in forms]
     return forms[1:]
 
