@@ -4,11 +4,11 @@
 import { get } from "./api.js";
 import { crumbs } from "./crumbs.js";
 import { copier, h, note, s, say } from "./dom.js";
-import { ago, count, many, moment, readable, reward, share, span } from "./format.js";
+import { count, many, moment, readable, reward, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 import { term } from "./sessions.js";
 
-const GROUPS = 100;
+const GROUPS = 200; // a rollout without a group counts as one
 const STAGES = {
   passed: "passed",
   missed: "did not pass",
@@ -78,7 +78,7 @@ export class RunPage {
     const asked = this.asked;
     const found = await get("runs/report", { ...(this.name ? { [this.kind]: this.name } : {}), ...asked, limit: GROUPS, recent: true }, this.signal);
     if (asked !== this.asked) return; // something was chosen meanwhile
-    this.facts.textContent = `${many(found.sessions, "session")}, began ${moment(found.began)}, last used ${ago(found.now - found.used)} ago`;
+    this.facts.textContent = `${many(found.sessions, "session")}, began ${moment(found.began)}, last used ${moment(found.used)}`;
     const now = JSON.stringify({ ...found, now: 0 });
     if (now === this.shown) return;
     this.shown = now;
@@ -100,7 +100,7 @@ export class RunPage {
     if (found.found <= GROUPS && !found.offset) return "";
     return h("div", { class: "pager" },
       h("button", { type: "button", disabled: !found.offset, onclick: () => this.again({ offset: Math.max(0, found.offset - GROUPS) }) }, "‹ newer"),
-      h("span", {}, `groups ${count(found.offset + 1)}–${count(last)} of ${count(found.found)}: these rollouts are shown, and the figures are of all`),
+      h("span", {}, `${found.groups.some((one) => one.group) ? "groups" : "rollouts"} ${count(found.offset + 1)}–${count(last)} of ${count(found.found)} are shown; the figures are of all`),
       h("button", { type: "button", disabled: last >= found.found, onclick: () => this.again({ offset: found.offset + GROUPS }) }, "older ›"));
   }
 
