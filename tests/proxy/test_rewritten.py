@@ -236,6 +236,16 @@ async def test_a_message_of_the_harness_in_place_of_a_reply_is_not_called_rewrit
         assert (turn["match"], turn["reason"]) == ("plain", "unrecognised-reply")
 
 
+async def test_a_reply_that_is_like_a_recorded_one_elsewhere_is_not_called_rewritten():
+    """It may be one that the store has lost: the agent says nearly the same again after the same words."""
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        asked = [user("EPISODE:long")]
+        said = echo(await rig.say("s", asked))
+        again = said | {"content": said["content"].replace("ten", "eleven")}
+        await rig.say("s", [user("Hello."), {"role": "assistant", "content": "Hi."}, *asked, again, user("go on")])
+        assert (await rig.turns())[-1]["reason"] == "unrecognised-reply"
+
+
 async def test_a_reply_of_another_session_is_not_called_rewritten():
     async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         asked = [user("EPISODE:long")]

@@ -3,11 +3,12 @@
 The label is never evidence: it is given after the match, and changes only its reason. An edited reply and one of another session
 need different remedies, so the reasons `rewritten-reply` and `unrecognised-reply` should not be confused.
 
-A message is an edited reply if a recorded turn was sampled in its place, or after the same message, or has the id of one of its calls; and
+A message is an edited reply if a recorded turn was sampled in its place, or after as many messages of which the last one is the same, or
+has the id of its first call; and
 
 - it has most of the words of that turn's reply, in any order; or
 - its text is a part of the reply's text, or the reverse; or
-- it has that place or follows that message, and has the ids of all calls.
+- it is in that place, and has the ids of all calls.
 
 The numbers of turns, calls and characters that are compared are limited, and each comparison is linear in them.
 """
@@ -38,7 +39,7 @@ def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
     place = next(conversation.replies(), None)
     if place is None:
         return False
-    here = _Place(conversation.messages[place], conversation.chain[place], preceding_hash(conversation, place))
+    here = _Place(place, conversation.messages[place], conversation.chain[place], preceding_hash(conversation, place))
     candidates = [*islice(filter(here.may_be, reversed(turns)), _CANDIDATES)]
     if any(digest(turn.served) == conversation.digests[place] for turn in candidates):
         return False
@@ -46,19 +47,22 @@ def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
 
 
 class _Place(NamedTuple):
-    """A reply in a conversation, the chain of the messages before it, and their `evidence.preceding_hash`."""
+    """A reply in a conversation: its place, the chain of the messages before it, and their `evidence.preceding_hash`."""
 
+    place: int
     echoed: Message
     chain: bytes
     before: bytes
 
     def may_be(self, turn: Turn) -> bool:
-        """Whether a turn was sampled here or after the same message, or has the id of the first call."""
+        """Whether a turn was sampled here, or has the id of the first call."""
         return self.is_here(turn) or any(_has_call(turn.served, call) for call in self.echoed.calls[:1])
 
     def is_here(self, turn: Turn) -> bool:
+        """Whether a turn was sampled here, or after as many messages of which the last one is the same."""
         before = split_preceding_hash(self.before).message
-        return turn.position_key == self.chain or (bool(before) and split_preceding_hash(turn.before).message == before)
+        after_same = bool(before) and turn.messages == self.place and split_preceding_hash(turn.before).message == before
+        return turn.position_key == self.chain or after_same
 
     def resembles(self, turn: Turn) -> bool:
         """Whether the message is the reply of a turn with changes."""
