@@ -1,10 +1,9 @@
 """Packs token ids and log probabilities as bytes, and compares and joins packed ids.
 
 A prompt of 32,000 tokens as a list of Python ints takes a millisecond to build and half a megabyte of memory; as bytes it is one `memcpy`
-(docs/performance.md). So ids have three forms, and become a list only where code reads single tokens:
+(docs/performance.md). So ids have two forms, and become a list only where code reads single tokens:
 
 - *packed*: 4 bytes per token, int32, little endian. This form is stored, compared, sliced and joined.
-- *narrow*: 3 bytes per token, for stores: the ids of all vocabularies today have less than 24 bits.
 - *fragment*: the inside of a JSON array, `b"1,2,3"`, without brackets. This form is sent to an engine that has no shorter one. The fragment
   of a long history (`Fragment`) is kept in pieces, to which each turn adds. The hundreds of kilobytes before it are copied only when they
   are sent.
@@ -21,7 +20,6 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 ID_BYTES = 4
-NARROW_BYTES = 3
 _MAX_PIECES = 32
 """Maximum number of pieces; more are joined into one. Each turn adds one."""
 _JSON_GROWTH = 2
@@ -55,23 +53,6 @@ def unpack(packed: bytes) -> list[int]:
 def count(packed: bytes) -> int:
     """Count the tokens in packed ids."""
     return len(packed) // ID_BYTES
-
-
-def narrowed(packed: bytes) -> bytes | None:
-    """Return packed ids with three bytes for each token, the lower ones; `None` if one is below 0 or needs more than 24 bits."""
-    tokens = len(packed) // ID_BYTES
-    if packed[3::ID_BYTES].count(0) < tokens:
-        return None
-    narrow = bytearray(tokens * NARROW_BYTES)
-    narrow[::NARROW_BYTES], narrow[1::NARROW_BYTES], narrow[2::NARROW_BYTES] = packed[::ID_BYTES], packed[1::ID_BYTES], packed[2::ID_BYTES]
-    return bytes(narrow)
-
-
-def widened(narrow: bytes) -> bytes:
-    """Return the packed ids of which `narrowed` made this."""
-    packed = bytearray(len(narrow) // NARROW_BYTES * ID_BYTES)
-    packed[::ID_BYTES], packed[1::ID_BYTES], packed[2::ID_BYTES] = narrow[::NARROW_BYTES], narrow[1::NARROW_BYTES], narrow[2::NARROW_BYTES]
-    return bytes(packed)
 
 
 def head(packed: bytes, n: int) -> bytes:

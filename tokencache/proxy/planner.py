@@ -217,8 +217,7 @@ class _Planning:
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        prompt = plan.prompt
-        if prompt is None or plan.last_reply is None:
+        if (prompt := plan.prompt) is None or plan.last_reply is None:
             return plan
         if 0 < self._context.model.capability.max_model_len <= ids.count(prompt):
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
@@ -441,8 +440,7 @@ class _Planning:
 
     async def _shortened(self, parent: Turn, found: Match, prompt: bytes, last_reply: LastReply, reason: str) -> Plan:
         """Plan a prompt in which the last reply is shorter than it was sampled: cut by its client, or without its stop id."""
-        kept = last_reply.end
-        last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, kept)
+        last = PlacedReply(found.at - 1, parent, parent.prompt_tokens, last_reply.end)
         return Plan(
             match="resplice",
             reason=reason,
@@ -452,8 +450,8 @@ class _Planning:
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._context.placed_replies(parent)], last.anchor),
             applied_rules=found.applied_rules,
-            basis=Basis(parent, kept),
-            sampled=self._context.sampled(ids.head(prompt, kept), parent),
+            basis=Basis(parent, last.end),
+            sampled=self._context.sampled(ids.head(prompt, last.end), parent),
         )
 
     async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:

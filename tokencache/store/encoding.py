@@ -8,7 +8,7 @@ The first byte of a record selects the encoding of the rest:
   both).
 
 Tokens are raw bytes after a header. From the header a script can find a turn's base, and a reader can check the lengths, without the turn's
-record. An id takes three bytes (`ids.narrowed`), or four if one of the turn's does not fit. Three are marked in the header by a length with
+record. An id takes three bytes (the lower ones), or four if one of the turn's does not fit. Three are marked in the header by a length with
 which readers before that form refuse the tokens as cut off.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from isal import isal_zlib
 
-from tokencache.core import ids
+from tokencache.core.ids import ID_BYTES
 from tokencache.core.turn import Prefix, Tokens, Turn, rebuild_prefix
 from tokencache.store.base import Entry
 
@@ -30,7 +30,8 @@ R = TypeVar("R")
 HEADER = struct.Struct("<HIIII")
 """Length of the base's name, `shared`, prompt tokens, completion tokens, length of the delta (plus `_NARROW`). The base's name follows."""
 _NARROW = 1 << 31
-"""Added to the length if ids are narrow."""
+"""Added to the length if ids have only `_NARROW_BYTES`: those of all vocabularies today have less than 24 bits."""
+_NARROW_BYTES = 3
 
 _DICTIONARY = (
     b"\xa6engine\xa8engine-disagrees\xabno-logprobs\xa7aborted\xaeupstream-broke\xa5media\xa8resplice\xaecontext-edited\xa5plain"
@@ -83,12 +84,11 @@ def unpack(packed: bytes, kind: type[R]) -> R:
 
 def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
     """Encode a turn's ids. Its log probabilities are stored separately, unchanged."""
-    base, delta, completion, mark = text(turn.base or ""), tokens.delta, tokens.completion, 0
-    narrow, narrow_completion = ids.narrowed(delta), ids.narrowed(completion)
-    if narrow is not None and narrow_completion is not None:
-        delta, completion, mark = narrow, narrow_completion, _NARROW
-    header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, len(delta) + mark)
-    return b"".join((header, base, delta, completion))
+    base, size, packed = text(turn.base or ""), len(tokens.delta), tokens.delta + tokens.completion
+    if (narrow := _narrowed(packed)) is not None:
+        size, packed = size // ID_BYTES * _NARROW_BYTES + _NARROW, narrow
+    header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, size)
+    return b"".join((header, base, packed))
 
 
 def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
@@ -103,10 +103,29 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
     narrow, start, size = size >= _NARROW, HEADER.size + named, size % _NARROW
     if len(packed) < start + size:
         raise ValueError("ids are missing")
-    base, delta, completion = untext(packed[HEADER.size : start]) or None, packed[start : start + size], packed[start + size :]
+    base, stored = untext(packed[HEADER.size : start]) or None, packed[start:]
     if narrow:
-        delta, completion = ids.widened(delta), ids.widened(completion)
-    return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(delta, completion, logprobs))
+        size, stored = size // _NARROW_BYTES * ID_BYTES, _widened(stored)
+    return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(stored[:size], stored[size:], logprobs))
+
+
+def _narrowed(packed: bytes) -> bytes | None:
+    """Return packed ids with three bytes for each token; `None` if one is below 0 or needs more than 24 bits."""
+    tokens = len(packed) // ID_BYTES
+    if packed[3::ID_BYTES].count(0) < tokens:
+        return None
+    narrow = bytearray(tokens * _NARROW_BYTES)
+    for place in range(_NARROW_BYTES):
+        narrow[place::_NARROW_BYTES] = packed[place::ID_BYTES]
+    return bytes(narrow)
+
+
+def _widened(narrow: bytes) -> bytes:
+    """Return the packed ids of which `_narrowed` made this."""
+    packed = bytearray(len(narrow) // _NARROW_BYTES * ID_BYTES)
+    for place in range(_NARROW_BYTES):
+        packed[place::ID_BYTES] = narrow[place::_NARROW_BYTES]
+    return bytes(packed)
 
 
 def unpack_prefix(turn: str, line_of_bases: Iterable[bytes]) -> Prefix:
