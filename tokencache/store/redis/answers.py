@@ -69,6 +69,15 @@ def _or_number(form: Form, *allowed: int) -> Form:
     return f"{form[0]}, or {words}", lambda answer: is_number(answer) or form[1](answer)
 
 
+def _of_its_call(form: Form) -> Form:
+    words, fits = form
+
+    def fits_with_name(answer: Any) -> bool:
+        return isinstance(answer, list) and [*map(type, answer[:1])] == [bytes] and len(answer[1:]) == 1 and fits(answer[1])
+
+    return f"the name of the call, and {words}", fits_with_name
+
+
 _BEGUN, _STATE = 5, 17
 """Lengths of the fixed parts of the answers of BEGIN and SESSION."""
 _STRING: Form = "a string", _is_string
@@ -87,12 +96,14 @@ FORMS: dict[str, Form] = {
     scripts.SET_ONCE: (f"{SECRET_BYTES} bytes", lambda answer: _is_string(answer) and len(answer) == SECRET_BYTES),
     scripts.DEFINE: _or_number(_ONE_STRING, scripts.CREATED, scripts.JOINED, scripts.EXISTS, scripts.NO_CAPACITY),
     scripts.SETTINGS: _MAY_BE_EMPTY,
-    scripts.BEGIN: _or_number(("a call that began", _is_begun), scripts.SEALED, scripts.DELETED, scripts.FULL, scripts.FINISHED),
+    scripts.BEGIN: _of_its_call(
+        _or_number(("a call that began", _is_begun), scripts.SEALED, scripts.DELETED, scripts.FULL, scripts.FINISHED)
+    ),
     scripts.MARK_ORPHANED: _YES_NO,
     scripts.MARK_WANTED: _YES_NO,
     scripts.FIND: ("pairs of a number and a string", _are_hits),
     scripts.PREFIX: _STRINGS,
-    scripts.COMMIT: _number(0, 1, 2),
+    scripts.COMMIT: _of_its_call(_number(0, 1, 2)),
     scripts.ADD_INCIDENTS: _YES_NO,
     scripts.SESSION: (
         "an empty list, or the state of a session",

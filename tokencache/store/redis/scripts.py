@@ -8,6 +8,22 @@ starts with a write that is never refused, because it must work when memory is s
 scripts do not depend on the server's version: they run on Redis 6.2 or newer and on Valkey.
 """
 
+
+def _naming_its_call(argument: int, script: str) -> str:
+    """Make a script answer with the name of its call, which is `ARGV[argument]`, and its answer.
+
+    It runs over a connection on which answers are matched by their order (`shared`). The name shows that this one is the call's.
+    """
+    return f"""
+local function run()
+{script}
+end
+local answer = run()
+if type(answer) == 'table' and answer.err then return answer end
+return {{ARGV[{argument}], answer}}
+"""
+
+
 # Parts that several scripts share.
 
 SESSION_KEY = """
@@ -124,7 +140,8 @@ end
 SEALED, DELETED, FULL, FINISHED = 0, 1, 2, 3
 """Replies of BEGIN when it opens nothing."""
 
-BEGIN = (
+BEGIN = _naming_its_call(
+    7,
     SESSION_KEY
     + OPEN_CALLS
     + LOOK_UP
@@ -165,7 +182,7 @@ end
 redis.call('PEXPIRE', session, ARGV[1])
 local age = string.format('%.6f', tonumber(time) - tonumber(created))
 return look_up({epoch, begun, tonumber(state[4] or 0), age, found}, 9, true)
-"""
+""",
 )
 
 MARK_ORPHANED = (
@@ -199,7 +216,8 @@ return 1
 """
 )
 
-COMMIT = (
+COMMIT = _naming_its_call(
+    3,
     SESSION_KEY
     + OPEN_CALLS
     + INCIDENTS
@@ -249,7 +267,7 @@ if entries == 0 and #ARGV > at then note(ARGV[5]) end
 add_incidents(at + 1)
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
+""",
 )
 
 ADD_INCIDENTS = (

@@ -51,7 +51,7 @@ from tokencache.store.base import (
 )
 from tokencache.store.encoding import milliseconds_of, pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.redis import fields, queue_scripts, scripts
-from tokencache.store.redis.answers import check
+from tokencache.store.redis.answers import WrongAnswerError, check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
 from tokencache.store.redis.fields import decoding, document_field, media_field, turn_field
@@ -223,7 +223,7 @@ class RedisStore:
             settings,
             *pack_keys(keys),
         ]
-        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, shared=True))
+        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=text(call)))
         if isinstance(reply, int):
             raise {
                 scripts.SEALED: SessionSealedError(session),
@@ -529,7 +529,7 @@ class RedisStore:
         keys = [self._keys.session(session)]
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
         tail: list[Argument] = [os.urandom(4).hex(), *packed]
-        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, shared=True))
+        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, call=text(call)))
         if ended != 1:
             raise (TurnLostError if ended else SessionGoneError)(session)
 
@@ -542,10 +542,16 @@ class RedisStore:
     async def _script(self, operation: str, script: str, keys: Sequence[bytes], *args: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._send(script, keys, *args), repeatable=repeatable)
 
-    async def _send(self, script: str, keys: Sequence[bytes], *args: Argument, shared: bool = False) -> Any:
-        run = self._backend.run_shared if shared else self._backend.run
+    async def _send(self, script: str, keys: Sequence[bytes], *args: Argument, call: bytes | None = None) -> Any:
+        """Run a script. The two of a call, which is named then, share a connection: the answer must name the call, too."""
+        run = self._backend.run if call is None else self._backend.run_shared
         try:
             answer = await run("EVALSHA", HASHES[script], len(keys), *keys, *args)
         except exceptions.NoScriptError:
             answer = await run("EVAL", script, len(keys), *keys, *args)
-        return check(script, answer)
+        answer = check(script, answer)
+        if call is None:
+            return answer
+        if answer[0] != call:
+            raise WrongAnswerError("the server answered another call")
+        return answer[1]
