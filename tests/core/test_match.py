@@ -831,6 +831,15 @@ def test_a_reply_that_another_message_is_though_changed_is_not_its_copy(named):
     assert found.anchors == (((3, Hit(one)),) if named == "nothing" else ())
 
 
+def test_a_copy_before_a_reply_that_is_in_doubt_is_in_doubt_as_well():
+    """After the copy, the reply may be another one with the same words, which followed it after another message: then that was edited."""
+    index = _Index()
+    one = index.add(_turn("a", OK), U2)
+    assert index.match(S1, U2, OK, U2, OK, U3).anchors == ()
+    index.add(_turn("b", OK), U2, OK, U1, parent=one)
+    assert index.match(S1, U2, OK, U2, OK, U3).anchors == ()
+
+
 def test_a_whole_reply_with_its_id_is_not_the_copy_of_a_changed_one():
     index, changed = _Index(), _calling(C1, text="No.")
     one = index.add(_turn("a", _calling(C1, text="I look.")), U1)

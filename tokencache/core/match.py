@@ -232,26 +232,26 @@ def _settle(
     """Choose one turn for each claim, in the order of the history; each turn is used in one place only.
 
     Several places may claim turns with equal tokens. If there are at least as many turns as places, it does not matter which place gets
-    which turn. Turns that are already in the parent's prefix (`inside`) are not counted. A claim that is given up is not evidence for later
-    claims, so those are narrowed again.
+    which turn. A place whose claim is in doubt counts, a turn that is already in the parent's prefix (`inside`) does not. A claim that is
+    given up is not evidence for later claims, so those are narrowed again.
 
     Returns:
         The anchors, and the reasons of the claims that were given up.
     """
     given_up: set[int] = set()
     while True:
-        certain, reasons = _narrow_claims(finder, claims, given_up, parent)
+        narrowed, certain, reasons = _narrow_claims(finder, claims, given_up, parent)
         settled: list[tuple[int, _Found]] = []
         taken = set(inside)
         before = len(given_up)
-        names = {place: {found.hit.turn.id for found in candidates} for place, candidates in certain}
+        names = {place: {found.hit.turn.id for found in candidates} for place, candidates in narrowed.items()}
         claimed_by: dict[str, list[int]] = {}
         for place, own in names.items():
             for name in own:
                 claimed_by.setdefault(name, []).append(place)
-        for place, candidates in certain:
+        for place in certain:
             rivals = {rival for name in names[place] for rival in claimed_by[name]}
-            free = [found for found in candidates if found.hit.turn.id not in taken]
+            free = [found for found in narrowed[place] if found.hit.turn.id not in taken]
             if not free or len(rivals) > len(set().union(*(names[rival] for rival in rivals)) - inside):
                 given_up.add(place)
                 continue
@@ -263,9 +263,14 @@ def _settle(
 
 def _narrow_claims(
     finder: "_Finder", claims: Sequence[_Claim], given_up: set[int], parent: tuple[int, _Found] | None
-) -> tuple[list[tuple[int, tuple[_Found, ...]]], list[str]]:
-    """Narrow each claim to turns with equal tokens, by what precedes it; return those claims, and reasons for the others."""
-    certain: list[tuple[int, tuple[_Found, ...]]] = []
+) -> tuple[dict[int, tuple[_Found, ...]], list[int], list[str]]:
+    """Narrow each claim to turns with equal tokens, by what precedes it.
+
+    Returns:
+        The place of each claim, with what is left of its candidates; the places where they are certain; and reasons for the others.
+    """
+    narrowed: dict[int, tuple[_Found, ...]] = {}
+    certain: list[int] = []
     reasons: list[str] = []
     last = parent[1].hit.turn if parent is not None else None
     for claim in claims:
@@ -276,11 +281,12 @@ def _narrow_claims(
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
         is_certain = is_certain and not (here.led_to(claim.rivals) and (claim.in_order or not here.led_to(_turns(candidates))))
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
+        narrowed[claim.place] = candidates
         if is_certain:
-            certain.append((claim.place, candidates))
+            certain.append(claim.place)
         else:
             reasons.append(claim.reason or Reason.AMBIGUOUS_REPLY)
-    return certain, reasons
+    return narrowed, certain, reasons
 
 
 class _Surroundings(NamedTuple):

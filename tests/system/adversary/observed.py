@@ -88,9 +88,9 @@ class Entry:
             return False
         if not self.added:
             return says(self.message, self.kept)
-        words = self.words.strip()
         before = {"content": text_of(self.message).removesuffix(self.words)}, {"content": text_of(self.kept).removesuffix(self.added)}
-        return bool(words) and words.startswith(self.stop.strip()) and says(self.message | before[0], self.kept | before[1])
+        with_words = bool(self.words.strip()) and self.words.startswith(self.stop.rstrip())
+        return with_words and says(self.message | before[0], self.kept | before[1])
 
     @functools.cached_property
     def words(self) -> str:
@@ -101,6 +101,13 @@ class Entry:
             return text_of(self.message)
         said, now = shown(self.kept).removesuffix(self.added), shown(self.message)
         return now.removeprefix(said) if now.startswith(said) else ""
+
+    @functools.cached_property
+    def without_stop(self) -> tuple[Any, ...]:
+        """The message in normalised form, without the stop string that the harness wrote back: it is the same reply."""
+        if not self.words or self.words != self.stop:
+            return self.loose
+        return meaning(self.message | {"content": text_of(self.message).removesuffix(self.words)})
 
     @property
     def is_reply(self) -> bool:

@@ -30,7 +30,7 @@ from tests.support import invariants
 from tests.system.adversary.engine import RefusedError
 from tests.system.adversary.observed import Entry, Finding, SampledTurn, Span, Tally
 from tests.system.adversary.template_reading import reading_of
-from tests.system.adversary.words import DRAWN, arguments_of, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
+from tests.system.adversary.words import DRAWN, arguments_of, bare, call_ids, meaning, safe, shown, text_of, understood_forms, without_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -418,7 +418,7 @@ class Oracle:
         def same(place: int, was: Entry, one: Entry) -> bool:
             if was is one or (was.exact == one.exact and (was.handle == one.handle or place in supplied)):
                 return True
-            same_words = was.words.strip() == one.words.strip()
+            same_words = was.loose == one.loose
             return (
                 place in supplied and supplied[place] == self.truth(one) and call_ids(was.message) == call_ids(one.message) and same_words
             )
@@ -477,7 +477,8 @@ class Oracle:
         settled = 0
         for said in near:
             n = len(said.entries) - said.continues
-            same_context = said.scope == scope and said.loose[:n] == tuple(entry.loose for entry in entries[:n])
+            before = [entry.without_stop for entry in said.entries[:n]]
+            same_context = said.scope == scope and before == [entry.without_stop for entry in entries[:n]]
             if n < len(entries) and same_context and self._is_echo(entries[n], said):
                 settled = max(settled, n)
         return settled
@@ -563,7 +564,8 @@ class Oracle:
         understood = set(map(meaning, understood_forms(own.reply)))
         others = [i for i, entry in enumerate(entries) if i != place and entry.is_reply]
         others = [i for i in others if self._is_echo(entries[i], own) or entries[i].loose in understood]
-        if any(entries[i].turn == own.number for i in others):
+        names = tuple(map(bare, call_ids(own.reply))) if any(map(DRAWN.search, own.names)) else None
+        if any(entries[i].turn == own.number or tuple(map(bare, call_ids(entries[i].message))) == names for i in others):
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
 

@@ -21,9 +21,10 @@ from tests.system.adversary.oracle import Oracle
 from tests.system.adversary.run import CALLS, replay, run
 from tests.system.adversary.stack import Stack
 from tests.system.adversary.template_reading import ReplyOpening, reading_of
-from tests.system.adversary.words import HARMLESS, arguments_of, says, with_mended_names, without_repeated_calls, without_text
+from tests.system.adversary.words import HARMLESS, arguments_of, bare, says, with_mended_names, without_repeated_calls, without_text
 from tokencache.core import ids, match, verdict
 from tokencache.core.messages import digest, split_think
+from tokencache.core.rules import Leniency
 from tokencache.dialects.chat import vocabulary
 from tokencache.engine.drivers.base import LastReply
 from tokencache.engine.model import Model
@@ -435,12 +436,12 @@ async def test_a_message_of_the_harness_s_may_begin_with_a_reply_that_was_sample
 class Judged:
     """A session whose calls are planned by the product, and judged."""
 
-    def __init__(self, **limits):
+    def __init__(self, *rules, **limits):
         self.stack, self.tally, self.limits = Stack("Qwen2.5", seed=3), Tally(), limits
-        self.oracle = Oracle(self.stack, 0, self.tally)
+        self.oracle, self.leniency = Oracle(self.stack, 0, self.tally), Leniency(harness_rules=frozenset(rules))
 
     async def ask(self, reply, *entries):
-        called = await self.stack.call("s", dialects.write("chat", entries, [], {}, self.limits), reply)
+        called = await self.stack.call("s", dialects.write("chat", entries, [], {}, self.limits), reply, leniency=self.leniency)
         number = self.oracle.judge(called, entries, scope="")
         return Entry(dialects.served("chat", called.answer)[0], number)
 
@@ -459,10 +460,24 @@ async def test_after_words_of_the_client_s_the_position_counts_as_long_as_these_
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
-@pytest.mark.parametrize(("arguments", "owed"), [('{"cmd": "ls"}', 1), ('{"cmd":"ls"}', 0)])
-async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_stay_verbatim(arguments, owed):
+@pytest.mark.parametrize(("blanks", "owed"), [("", 1), (" ", 0)])
+async def test_after_a_stop_string_the_position_counts_as_long_as_no_blanks_precede_it(blanks, owed):
     """Nothing but its position identifies an empty reply."""
-    talk = Judged()
+    talk = Judged(stop=["</search>"])
+    searched = replace(written(await talk.ask({"content": "I search</search>"}, Entry(ASK)), "</search>"), stop="</search>", owed=False)
+    done = await talk.ask({"content": ""}, Entry(ASK), searched, Entry(ASK))
+    talk.tally.counts.clear()
+    again = replace(searched, message={**searched.message, "content": f"I search{blanks}</search>"})
+    await talk.ask({"content": "Yes."}, Entry(ASK), again, Entry(ASK), done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "owed"), [(None, '{"cmd": "ls"}', 1), (None, '{"cmd":"ls"}', 0), ("I look.", '{"cmd": "ls"}', 0)]
+)
+async def test_after_a_dropped_text_the_position_counts_as_long_as_only_verbatim_calls_are_sent(text, arguments, owed):
+    """Nothing but its position identifies an empty reply."""
+    talk = Judged("text-dropped")
     ask, tally = talk.ask, talk.tally
 
     call = {**CALL, "id": DRAWN_ID}
@@ -471,8 +486,9 @@ async def test_after_a_dropped_text_the_position_counts_as_long_as_the_calls_sta
     result = Entry({"role": "tool", "tool_call_id": call["id"], "content": "a.txt"})
     done = await ask({"content": ""}, Entry(ASK), looked, result)
     again = {**call, "function": {**call["function"], "arguments": arguments}}
+    sent = {**looked.message, "tool_calls": [again], "content": text}
     tally.counts.clear()
-    await ask({"content": "Yes."}, Entry(ASK), replace(looked, message={**looked.message, "tool_calls": [again]}), result, done, Entry(ASK))
+    await ask({"content": "Yes."}, Entry(ASK), replace(looked, message=sent), result, done, Entry(ASK))
     assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
 
 
@@ -518,6 +534,19 @@ async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_a
     talk.tally.counts.clear()
     system = Entry({"role": "system", "content": "Answer."})
     await talk.ask({"content": "Yes."}, system, Entry(ASK), looked, result, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("copied", "owed"), [(False, 1), (True, 0)])
+async def test_of_two_messages_with_the_letters_and_digits_of_one_id_neither_is_owed(copied, owed):
+    talk, name = Judged(), bare(DRAWN_ID)
+    looked = await talk.ask({"content": None, "tool_calls": [{**CALL, "id": DRAWN_ID}]}, Entry(ASK))
+    looked = replace(looked, message={**looked.message, "tool_calls": [{**CALL, "id": name}]})
+    result = Entry({"role": "tool", "tool_call_id": name, "content": "a.txt"})
+    more = [replace(looked, turn=None), result] if copied else []
+    talk.tally.counts.clear()
+    system = Entry({"role": "system", "content": "Answer."})
+    await talk.ask({"content": "Yes."}, system, Entry(ASK), looked, result, *more, Entry(ASK))
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
@@ -600,6 +629,29 @@ async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reaso
     assert (tally.counts["not placed"], tally.counts["missed"]) == (1, 0)
     searched = replace(written(searched, " a.txt"), owed=False)
     await ask(reason, "Done.", *history, searched, Entry(ASK), after=first if goes_on else None)
+    assert tally.counts["missed"] == missed
+
+
+@pytest.mark.parametrize(("said", "missed"), [("I search", 0), ("I seek", 1)])
+async def test_before_a_reply_without_its_stop_string_no_reply_is_owed_twice(said, missed):
+    """The reply is the same; the one before was text in the prompt of the turn that is continued."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(reason, text, *entries, after=None):
+        async def planned(*_):
+            return Plan(match="plain", reason=reason, basis=Basis(after)), await stack.model()
+
+        stack._planner = SimpleNamespace(plan=planned)
+        called = await stack.call("s", dialects.write("chat", entries, [], {}, {"stop": ["</search>"]}), {"content": text})
+        return called.turn, Entry(dialects.served("chat", called.answer)[0], oracle.judge(called, entries, scope=""))
+
+    _, looked = await ask("root", "I look.", Entry(ASK))
+    _, searched = await ask("opener-unknown", "I search</search>", Entry(ASK), looked, Entry(ASK))
+    searched = replace(searched, owed=False, stop="</search>")
+    last, done = await ask("opener-unknown", "Done.", Entry(ASK), looked, Entry(ASK), written(searched, "</search>"), Entry(ASK))
+    now = replace(searched, message={**searched.message, "content": said})
+    await ask("foreign-reply", "Yes.", Entry(ASK), looked, Entry(ASK), now, Entry(ASK), replace(done, owed=False), Entry(ASK), after=last)
     assert tally.counts["missed"] == missed
 
 
