@@ -25,12 +25,12 @@ async def test_versions_settings_adapters_and_engines():
     assert len(model["rendering"]) == 32
 
 
-async def test_another_template_has_another_rendering():
+async def test_another_template_has_another_rendering(monkeypatch):
     renderings = set()
     for template in ("", "{# other #}{{ messages[0].content }}<|im_end|>"):
         engine = SimulatedEngine(episodes=EPISODES)
         if template:
-            engine.tokenizer.chat_template = template
+            monkeypatch.setattr(engine.tokenizer, "chat_template", template)  # all engines of this process share the tokenizer
         async with proxied(engine) as rig:
             await rig.proxy.engine.model()
             (found,) = (await conditions(rig))["engines"]
