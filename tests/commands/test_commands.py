@@ -108,7 +108,10 @@ async def test_a_wrong_proxy_is_named(shell, command):
     [
         (("show", "nope"), "there is no session 'nope'"),
         (("finish", "nope", "--json"), "there is no session 'nope'"),
-        (("seal", "open"), "session open is not finished: finish it first (`tokencache finish open`), or seal it by force (`tokencache seal"),
+        (
+            ("seal", "open"),
+            "session open is not finished: finish it first (`tokencache finish open`), or seal it by force (`",
+        ),
         (("seal", "busy"), "session busy has calls in flight: wait until they end, or seal it by force (`tokencache seal busy --force`"),
         (("finish", "open", "--detail", "x"), "`detail` says what failed: it needs `failed`"),
         (("reward", "open", "--reward-file", "{file}"), "session open has no turn 'nope'; `tokencache show open`"),
