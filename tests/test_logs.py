@@ -192,16 +192,22 @@ async def test_each_call_is_one_line(stream, caplog):
             await answer.read()
         first, second = await rig.turns()
         rig.engine.faults.append(Fault.answer(500, "{}"))
-        await rig.post("s", messages=[user("EPISODE:demo"), user(CANARY)], stream=stream)
+        await rig.post("s", messages=[user("EPISODE:demo"), user(CANARY)], stream=stream, named="mine-8")
     begun, continued, failed = [one for one in caplog.records if one.name == "tokencache.proxy.call"]
     tokens = f"{second['prompt_tokens']} + {second['completion_tokens']} tokens"
     assert begun.getMessage().startswith(f"session s call {first['call']}: root, ")
     assert continued.getMessage().startswith(f"session s call {second['call']}: continue, {tokens}, ")
     assert continued.getMessage().endswith(" ms, tool_calls, request mine-7")
-    assert failed.getMessage().endswith(": engine-refused (the engine answered 500)")
+    assert failed.getMessage().endswith(": engine-refused (the engine answered 500), request mine-8")
+    assert (failed.fields["ended"], failed.fields["status"], failed.fields["request_id"]) == ("engine-refused", 500, "mine-8")
     line = json.loads(JsonFormatter(messages=False).format(continued))
     assert (line["level"], line["session"], line["call"], line["match"]) == ("info", "s", second["call"], "continue")
     assert (line["completion_tokens"], line["request_id"], line["ended"]) == (second["completion_tokens"], "mine-7", "tool_calls")
+
+
+async def test_a_refused_request_has_its_id_too():
+    async with proxied() as rig, rig.http.post(rig.url + CHAT, json=[], headers={HEADER: "s", "X-Request-ID": "mine-9"}) as answer:
+        assert (answer.status, answer.headers["X-Request-ID"]) == (400, "mine-9")
 
 
 async def test_a_request_id_that_is_no_plain_word_comes_back_and_is_not_logged(caplog):

@@ -97,11 +97,22 @@ class TestUnknownMembers:
         await rig.say(SESSION, [user("hi")])
         assert (await call(rig, "POST", f"{BASE}/sessions/{SESSION}/seal?force=true", data=body))[0] == 200
 
-    @pytest.mark.parametrize("body", [b"[]", b'"x"', b"5", b"null", b"{", b'{"session": 5}'])
+    @pytest.mark.parametrize("body", [b"[]", b'"x"', b"5", b"null", b"{"])
     async def test_other_wrong_bodies_are_a_400(self, rig, body):
         status, found, _ = await call(rig, "POST", BASE + "/keys", data=body)
         assert (status, found["type"]) == (400, "invalid_request_error")
         assert found["message"].startswith('the body must be {"session"?: "…"|null, "harness"?: "…", ')
+
+    async def test_an_invalid_member_is_named_without_the_others(self, rig):
+        for path, body, words in (
+            ("/keys", {"session": 5}, "`session`: Expected `str | null`, got `int`"),
+            ("/keys", {"budget": {"calls": -1}}, "`budget.calls`: Expected `int` >= 0"),
+            ("/queue/take", {"consumer": "c", "group_size": 4, "min_group": 6, "group_timeout": 5}, "`min_group` 6 is larger than"),
+        ):
+            async with rig.http.post(f"{rig.url}{BASE}{path}", json=body) as answer:
+                message = (await answer.json())["error"]["message"]
+            assert (answer.status in {400, 422}, message.startswith(words), "…" in message) == (True, True, False), message
+        assert "the body must be {" in (await error(rig, "POST", BASE + "/queue/take", json={}))[0]
 
     def test_members_are_found_at_any_depth(self):
         class Inner(msgspec.Struct):

@@ -103,6 +103,35 @@ async def test_a_wrong_proxy_is_named(shell, command):
         assert not result.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("show", "nope"), "there is no session 'nope'"),
+        (("finish", "nope", "--json"), "there is no session 'nope'"),
+        (
+            ("seal", "open"),
+            "session open is not finished: finish it first (`tokencache finish open`), or seal it by force (`",
+        ),
+        (("seal", "busy"), "session busy has calls in flight: wait until they end, or seal it by force (`tokencache seal busy --force`"),
+        (("finish", "open", "--detail", "x"), "`detail` says what failed: it needs `failed`"),
+        (("reward", "open", "--reward-file", "{file}"), "session open has no turn 'nope'; `tokencache show open`"),
+        (("weights", "set", "7", "--engine", "http://e"), "engines: there is no engine http://e; `tokencache weights show` lists them"),
+        (("report", "nope"), "no session is in run 'nope'"),
+        (("sessions", "--proxy", "http://127.0.0.1:1"), "no answer, tried 4 times"),
+    ],
+)
+async def test_errors_name_commands_and_no_routes(shell, tmp_path, monkeypatch, command, words):
+    monkeypatch.setattr("tokencache.client.protocol._FIRST_PAUSE", 0.0)
+    (tmp_path / "reward").write_text('{"turns": {"nope": 1}}')
+    await shell("create", "open")
+    await shell("create", "busy")
+    await shell.rig.store.begin("busy", "k", [], replica="r")
+    await shell("finish", "busy")
+    result = await shell(*(one.format(file=tmp_path / "reward") for one in command), code=1, far="--proxy" not in command)
+    assert f"tokencache: {words}" in result.stderr
+    assert "/v1/sessions" not in result.output
+
+
 async def test_show(shell):
     await record(shell.rig, "demo")
     result = (await shell("show", "demo")).stdout
@@ -428,7 +457,7 @@ async def test_impossible_requests_fail_and_write_nothing(shell, tmp_path, monke
 
 async def test_the_admin_key_is_required():
     async with proxied(admin_key="secret") as rig:
-        assert "401" in (await Shell(rig)("sessions", code=1)).stderr
+        assert "--admin-key" in (await Shell(rig)("sessions", code=1)).stderr
         assert (await Shell(rig, "secret")("sessions")).stdout == "0 sessions\n"
 
 

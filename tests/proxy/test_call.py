@@ -6,6 +6,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from multidict import CIMultiDict
 
 from tests.support.waiting import PATIENCE
 from tokencache.core.session import Budget
@@ -33,7 +34,7 @@ from tokencache.proxy.call_states import (
     may_resample,
 )
 from tokencache.proxy.dispatch import Services
-from tokencache.proxy.response import Response
+from tokencache.proxy.response import Exchange, Response
 from tokencache.store.base import BeginResult
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
@@ -147,7 +148,8 @@ class Store:
 
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
-    response = Response(None, chat, None, None)
+    exchange = Exchange("", CIMultiDict(), None, None, None, 0.0, "", token_ids=False, body=b"")
+    response = Response(None, chat, exchange, None)
     services = Services(None, store, None, None, 0, "continue", None, None)
     return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 

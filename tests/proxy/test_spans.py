@@ -1,5 +1,7 @@
 """Spans of OpenTelemetry, with the real SDK: one for each call, with what a trace needs and no text."""
 
+import asyncio
+import logging
 import subprocess
 import sys
 
@@ -9,6 +11,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.proxy.kit import CHAT, HEADER, echo, proxied, user
+from tests.proxy.test_retries import ASK, RETRY, gate, open_calls, send, wanted
+from tests.support.waiting import until
 from tokencache.config import Settings
 from tokencache.server.app import Proxy
 from tokencache.testing import Fault, SimulatedEngine
@@ -76,6 +80,37 @@ async def test_a_reply_that_breaks_off_is_an_error(exported):
     (span,) = exported()
     assert span.status.status_code is StatusCode.ERROR
     assert span.attributes["error.type"] == span.attributes["tokencache.outcome"] == "upstream-broke"
+
+
+async def test_calls_without_a_turn_have_a_span_and_a_line_too(exported, caplog):
+    caplog.set_level(logging.INFO, "tokencache.proxy.call")
+    async with proxied(SimulatedEngine(episodes=EPISODES), traces=True) as rig:
+        go = gate(rig)
+        first = asyncio.create_task(send(rig, ASK, **RETRY))
+        await until(lambda: open_calls(rig))
+        joined = asyncio.create_task(send(rig, ASK, **RETRY, **{"X-Request-ID": "joined-1"}))
+        await wanted(rig)
+        go.set()
+        assert [(await one)[0] for one in (first, joined)] == [200, 200]
+        assert (await send(rig, ASK, **RETRY))[0] == 200
+        refused = [await send(rig, {**ASK, "required_prefix_token_ids": [1]})]
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/finish"):
+            refused.append(await send(rig, ASK))
+        assert [status for status, _ in refused] == [400, 409]
+    ended = ["answered", "retry-joined", "retry-replayed", "invalid_request_error", "session_finished"]
+    spans = sorted(exported(), key=lambda span: ended.index(span.attributes["tokencache.outcome"]))
+    assert [span.attributes["tokencache.outcome"] for span in spans] == ended
+    assert [span.attributes.get("error.type") for span in spans] == [None] * 3 + ended[3:]
+    assert [span.attributes.get("http.response.status_code") for span in spans] == [None] * 3 + [400, 409]
+    assert len({span.attributes["tokencache.call"] for span in spans}) == 5
+    lines = [one for one in caplog.records if one.name == "tokencache.proxy.call"]
+    assert [one.fields["call"] for one in lines] == [span.attributes["tokencache.call"] for span in spans]
+    assert [one.getMessage().partition(": ")[2] for one in lines[1:]] == [
+        "retry-joined, request joined-1",
+        "retry-replayed",
+        "invalid_request_error (answered with 400)",
+        "session_finished (answered with 409)",
+    ]
 
 
 def test_without_the_setting_nothing_of_it_is_imported():

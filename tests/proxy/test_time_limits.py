@@ -120,8 +120,7 @@ async def test_a_call_in_flight_at_the_deadline_ends_normally(rig):
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"deadline": PASSED}, "`deadline`"),
-        ({"deadline": 0}, "deadline"),
+        *(({"deadline": passed}, f"`deadline` {passed:.0f} is in the past") for passed in (PASSED, 0, -5)),
         ({"deadline": "soon"}, "deadline"),
         ({"silent_for": 0}, "silent_for"),
         ({"silent_for": -1}, "silent_for"),

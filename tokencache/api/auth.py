@@ -41,7 +41,7 @@ class AdminAuth:
             # Offer Basic only if the browser itself opens a page. The viewer's page asks for the key in its own form.
             opened = request.method in _READING and "text/html" in request.headers.get("Accept", "")
             headers = {"WWW-Authenticate": f"{BASIC}, {BEARER}" if opened else BEARER}
-            words = "this needs the admin key: Authorization: Bearer …"
+            words = "this needs the admin key (Authorization: Bearer …; a command takes --admin-key)"
             raise HarnessError(words, status=HTTPStatus.UNAUTHORIZED, kind="authentication_error", headers=headers)
 
         return checked

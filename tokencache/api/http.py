@@ -5,6 +5,7 @@ parameters of their own, such as `?_=1`, so only those that look like misspelled
 """
 
 import math
+import re
 from collections.abc import Collection, Iterator
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +20,10 @@ from tokencache.proxy.request_body import whole_body_of
 
 _SIMILAR, _MISSPELLED = 60, 80
 """Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
+_AT = re.compile(r"(.*) - at `\$\.(.+)`", re.DOTALL)
+"""msgspec's message about an invalid member: what is wrong, and its path."""
+_FORMLESS = ("Expected `object`", "Object missing")
+"""How msgspec's messages begin about a body that is no object or lacks a member."""
 _SHOWN = 80
 _MOST_NAMED = 8
 
@@ -47,7 +52,17 @@ async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPS
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise HarnessError(f"the body must be {_form(inspect.type_info(kind))}: {error}", status=invalid) from None
+        raise HarnessError(_why(error, kind), status=invalid) from None
+
+
+def _why(error: Exception, kind: type[msgspec.Struct]) -> str:
+    """Say why a body is not accepted: which member is invalid, or how a body is written that is no object, or lacks a member."""
+    words = str(error)
+    if found := _AT.fullmatch(words):
+        return f"`{found[2]}`: {found[1]}"
+    if isinstance(error, msgspec.ValidationError) and not words.startswith(_FORMLESS):
+        return words
+    return f"the body must be {_form(inspect.type_info(kind))}: {words}"
 
 
 _SCALARS: dict[type[inspect.Type], str] = {

@@ -97,10 +97,10 @@ class LifecycleRoutes:
             case SealOutcome.MISSING:
                 raise no_session(name)
             case SealOutcome.UNFINISHED:
-                message = f"session {name} is not finished: finish it (POST …/finish), or seal it with ?force=true, which marks what is cut"
+                message = f"session {name} is not finished: finish it first (`tokencache finish {name}`), {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="session_open")
             case SealOutcome.CALLS_IN_FLIGHT:
-                message = f"session {name} has calls in flight: wait until they end, or seal it with ?force=true, which marks what is cut"
+                message = f"session {name} has calls in flight: wait until they end, {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
         self._ledger.changed.notify()
         return json_response(self._state(await self._existing(name)))
@@ -226,8 +226,13 @@ def _refuse_unknown(what: str, given: Mapping[str, float], known: Collection[str
     """
     unknown = [name[:80] for name in given if name not in known]
     if unknown:
-        message = f"session {session} has no {what} {', '.join(map(repr, unknown[:_MOST_NAMED]))}; GET …/trajectories lists them"
+        named = ", ".join(map(repr, unknown[:_MOST_NAMED]))
+        message = f"session {session} has no {what} {named}; `tokencache show {session}` and its trajectories list them"
         raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param=f"{what}s")
+
+
+def _or_force(name: str) -> str:
+    return f"or seal it by force (`tokencache seal {name} --force`, ?force=true), which marks what is cut"
 
 
 def _valid(make: Callable[[], T]) -> T:

@@ -87,7 +87,7 @@ class _WeightsApi:
         found = tuple(url.rstrip("/").removesuffix("/v1") for url in engines)
         for url in found:
             if self._pool.find(url) is None:
-                message = f"engines: there is no engine {url}; GET /tokencache/v1/engines lists them"
+                message = f"engines: there is no engine {url}; `tokencache weights show` lists them (GET /tokencache/v1/engines)"
                 raise HarnessError(message, status=HTTPStatus.NOT_FOUND, param="engines", kind="not_found_error")
         return found
 

@@ -29,7 +29,15 @@ import msgspec
 
 
 class ClientError(Exception):
-    """The base of all exceptions of the client."""
+    """The base of all exceptions of the client.
+
+    Attributes:
+        reason: what went wrong, without the route that was asked: the message of a command, whose user asked for none.
+    """
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
 
 
 class InvalidUrlError(ClientError, ValueError):
@@ -53,8 +61,8 @@ class AnswerError(ClientError):
 
     status = 0
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, status: int | None = None, reason: str = "") -> None:
+        super().__init__(message, reason=reason)
         self.status = self.status if status is None else status
 
 
@@ -194,7 +202,8 @@ def error_of(status: int, body: bytes, request: str) -> AnswerError:
     except msgspec.MsgspecError:
         found = _Error(body[:300].decode(errors="replace") or HTTPStatus(status).phrase)
     kind = _BY_TYPE.get(found.type) or _BY_STATUS.get(status, AnswerError)
-    return kind(f"{request}: {status}: {found.message}", status=status)
+    reason = found.message if status < HTTPStatus.INTERNAL_SERVER_ERROR else f"the proxy answered {status}: {found.message}"
+    return kind(f"{request}: {status}: {found.message}", status=status, reason=reason)
 
 
 def is_foreign(status: int, body: bytes) -> bool:

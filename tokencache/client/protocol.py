@@ -122,8 +122,9 @@ def _send(request: Request) -> Steps[tuple[ServerResponse, int]]:
         yield Pause(pause)
         response, attempts = (yield request), attempts + 1
     if not response.status:
-        reason = response.body.decode(errors="replace")
-        raise UnreachableError(f"{request}: no answer, tried {attempts} times: {reason}. Does `tokencache serve` run at {response.url}?")
+        cause = response.body.decode(errors="replace")
+        reason = f"no answer, tried {attempts} times: {cause}. Does `tokencache serve` run at {response.url}?"
+        raise UnreachableError(f"{request}: {reason}", reason=reason)
     return response, attempts
 
 
@@ -169,10 +170,11 @@ def _read(response: ServerResponse, request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(response.body, type=kind)
     except msgspec.MsgspecError as error:
-        words = f"{request}: status {response.status}, but the body is not a response of tokencache: {error}"
-        if own:
-            raise WrongServerError(f"{words}. It came from {response.url}. {BASE_URL_ADVICE}", status=response.status) from None
-        raise AnswerError(words, status=response.status) from None
+        reason = f"status {response.status}, but the body is not a response of tokencache: {error}"
+        if not own:
+            raise AnswerError(f"{request}: {reason}", status=response.status, reason=reason) from None
+        reason += f". It came from {response.url}. {BASE_URL_ADVICE}"
+        raise WrongServerError(f"{request}: {reason}", status=response.status, reason=reason) from None
 
 
 def _check(response: ServerResponse, request: Request) -> bool:
@@ -185,8 +187,8 @@ def _check(response: ServerResponse, request: Request) -> bool:
     own = request.path.startswith(BASE)
     if own and is_foreign(response.status, response.body):
         words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
-        message = f"{request}: {response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
-        raise WrongServerError(message, status=response.status)
+        reason = f"{response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
+        raise WrongServerError(f"{request}: {reason}", status=response.status, reason=reason)
     if response.status >= HTTPStatus.MULTIPLE_CHOICES:
         raise error_of(response.status, response.body, str(request))
     return own

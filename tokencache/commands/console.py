@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tokencache.client import Client
+from tokencache.client import Client, ClientError
 
 PROXY_URL = "http://127.0.0.1:8100"
 TIMEOUT = 600.0
@@ -50,8 +50,13 @@ def print_json(value: Any) -> None:
 
 def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
     """Print an error and return the exit with code 1 for the caller to raise."""
-    typer.secho(f"{command}: {error}", fg="red", err=True)
+    typer.secho(f"{command}: {said(error)}", fg="red", err=True)
     return typer.Exit(1)
+
+
+def said(error: Exception | str) -> str:
+    """Return the words of an error, without the route of the proxy that was asked: the user of a command asked for none."""
+    return error.reason if isinstance(error, ClientError) else str(error)
 
 
 @contextlib.contextmanager

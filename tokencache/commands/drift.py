@@ -138,7 +138,7 @@ def print_rates(console: Console, rows: Sequence[DriftRates]) -> None:
     if whole.whole_sequences < whole.sequences:
         console.print(
             f"Of {whole.sequences:,} sequences {whole.whole_sequences:,} were measured at every turn. The cost is known only for these. "
-            "Export with ?drift=turns to measure all.",
+            "Export with `--drift turns` to measure all.",
             style="yellow",
         )
 

@@ -236,7 +236,7 @@ def _new_session(adapter: Adapter) -> str:
 
 
 def _failed(error: Exception) -> typer.Exit:
-    typer.secho(f"tokencache: {error}", fg="red", err=True)
+    failed(error)
     return typer.Exit(_NOT_FOUND if isinstance(error, process.ProgramNotFoundError) else 1)
 
 

@@ -15,7 +15,7 @@ import typer
 from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, Session
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, warned
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, said, warned
 from tokencache.commands.options import given, takes
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
 from tokencache.core.session import LabelChanges, NewSession
@@ -213,7 +213,7 @@ def _each(  # noqa: PLR0917 - as the commands pass them
                     act(client.session(name))
                     results.append({"session": name, "done": done})
                 except ClientError as error:
-                    results.append({"session": name, "error": str(error)})
+                    results.append({"session": name, "error": said(error)})
                     failed(error)
     except ClientError as error:
         raise failed(error) from None

@@ -12,7 +12,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tokencache.client import ClientError
 from tokencache.commands import files
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, said, size
 from tokencache.commands.options import given, takes
 from tokencache.commands.rollouts import (
     AtOnceOption,
@@ -84,7 +84,7 @@ def score_rollouts(
         scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(wanted.top), requests_at_once=requests)
         run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume), wanted, console))
     except (ClientError, FileError, JournalError, EngineLostError, OSError) as error:
-        raise failed(f"{error}{_advice(journal, resume=resume)}") from None
+        raise failed(f"{said(error)}{_advice(journal, resume=resume)}") from None
     except KeyboardInterrupt:
         raise failed(f"interrupted{_advice(journal, resume=resume)}") from None
     each = f", {run.size // run.tokens} bytes a token" if run.tokens else ""

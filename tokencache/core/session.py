@@ -202,7 +202,7 @@ class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not UNSET}
 
 
-_Deadline = Annotated[float, Meta(gt=0, le=1e11)]
+_Deadline = Annotated[float, Meta(le=1e11)]
 _Silence = Annotated[float, Meta(gt=0, le=30 * 86400.0)]
 
 

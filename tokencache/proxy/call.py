@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from aiohttp import web
@@ -56,11 +56,15 @@ from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
-from tokencache.proxy.response import Response
+from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import BeginResult, Join, OpenCall
+
+if TYPE_CHECKING:
+    from tokencache.proxy.spans import CallSpans
 
 log = logging.getLogger(__name__)
 
+_INCIDENTS = frozenset(IncidentKind)
 _PLAIN = re.compile(r"[\w.:@/-]{1,128}", re.ASCII)
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
@@ -145,8 +149,10 @@ class CallAttempt:
                 if may_have_sampled(self.engine.state):
                     await self._store(self._write_cancelled_turns())
                 else:
+                    self.report(IncidentKind.CLIENT_GONE)
                     await self.close()
             case HarnessError():
+                self.report(why.kind, status=why.status)
                 await self.close()
             case EngineError():
                 await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
@@ -191,9 +197,11 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        if self._services.spans is not None:
-            self._services.spans.ended(self._call, self._exchange.headers, incidents)
         await self._store(self._ledger.settle(self._begun, self._call.session, self.id, incidents, documents=self._documents))
+
+    def report(self, ended: str, *, status: int = 0, detail: str | None = None) -> None:
+        """Log how the call ended without a turn, and write its span. The arguments are those of `report_end`."""
+        report_end(self._services.spans, self._call, self._exchange.headers, ended, status=status, detail=detail)
 
     @property
     def ended(self) -> bool:
@@ -244,9 +252,8 @@ class CallAttempt:
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None, status: int = 0) -> None:
         """End a call without a turn, and record an incident. Raises the errors of `close`."""
         metrics.CALLS.labels(self._call.chat.dialect, kind).inc()
-        incident = self._call.incident(kind, detail, hole=hole, status=status)
-        _log(self._call, incident)
-        await self.close([incident])
+        self.report(kind, status=status, detail=detail)
+        await self.close([self._call.incident(kind, detail, hole=hole, status=status)])
 
     async def _write_cancelled_turns(self) -> None:
         await self._source.read_for_record()
@@ -385,7 +392,7 @@ class CallAttempt:
         """End the episode with a reply of the proxy, without an engine."""
         metrics.CALLS.labels(self._call.chat.dialect, IncidentKind.BUDGET_SPENT).inc()
         number = self._ledger.count_over_budget(self._call.session)
-        log.info("session %s call %s: %s: %s", self._call.session, self.id, IncidentKind.BUDGET_SPENT, spent)
+        self.report(IncidentKind.BUDGET_SPENT)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
 
@@ -395,6 +402,39 @@ def _log(call: BegunCall, incident: Incident) -> None:
     status = f" (the engine answered {incident.status})" if incident.status else ""
     log.warning("session %s call %s: %s%s", call.session, call.id, incident.kind, status)
     log.debug("session %s call %s: %s: %s", call.session, call.id, incident.kind, incident.detail)
+
+
+def report_end(
+    spans: "CallSpans | None", call: BegunCall, headers: Mapping[str, str], ended: str, *, status: int, detail: str | None
+) -> None:
+    """Log how a call ended without a turn, in one line, and write its span.
+
+    Args:
+        spans: writes the span, if there are spans.
+        call: the call.
+        headers: those of the client.
+        ended: the kind of an incident, or of the error with which the proxy refused it.
+        status: the HTTP status of the engine's answer, or of the refusal; 0 if there was neither.
+        detail: the detail of the incident, if one is recorded. It may quote the client, so it is logged only at debug level.
+    """
+    if spans is not None:
+        spans.ended(call, headers, ended, status)
+    own = headers.get(REQUEST_ID, "")
+    fields = {
+        "session": call.session,
+        "call": call.id,
+        "ms": round(1000 * (time.time() - call.started)),
+        "ended": f"{ended}",
+        "status": status or "",
+        "request_id": own if _PLAIN.fullmatch(own) else "",
+    }
+    answered = f" ({'the engine answered' if ended in _INCIDENTS else 'answered with'} {status})" if status else ""
+    request = f", request {fields['request_id']}" if fields["request_id"] else ""
+    given = {name: value for name, value in fields.items() if value != ""}
+    level = logging.INFO if detail is None else logging.WARNING
+    log.log(level, "session %s call %s: %s%s%s", call.session, call.id, ended, answered, request, extra={"fields": given})
+    if detail is not None:
+        log.debug("session %s call %s: %s: %s", call.session, call.id, ended, detail)
 
 
 def log_call(facts: CallFacts, recorded: Recorded) -> None:

@@ -4,13 +4,13 @@ The names are those of the semantic conventions for generative AI (semantic-conv
 `tokencache.*` for what only this proxy knows. A span begins and ends with its call, and is made when the call has ended. Its parent is the
 span that the client names (`traceparent`, W3C Trace Context). Like the log, it contains no text of a harness, a model or an engine's error.
 
-A duplicate that waits for the reply of another call (`dedup`) samples nothing, and has no span.
+A duplicate that gets the reply of another call (`dedup`) has a span without tokens, because it samples nothing.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tokencache import __version__
-from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.incidents import IncidentKind
 from tokencache.core.turn import TurnMark
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.recorder import Recorded
@@ -30,8 +30,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _FAILURES = frozenset(
     {TurnMark.ABORTED, TurnMark.ENGINE_ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ERROR, TurnMark.INTERNAL_ERROR, "error"}
 )
-
-_ANSWERED = frozenset({IncidentKind.RETRY_JOINED, IncidentKind.RETRY_REPLAYED, IncidentKind.BUDGET_SPENT, "no-turn"})
+_ANSWERED = frozenset({IncidentKind.RETRY_JOINED, IncidentKind.RETRY_REPLAYED, IncidentKind.BUDGET_SPENT})
 
 
 class CallSpans:
@@ -65,11 +64,10 @@ class CallSpans:
             }
         self._write(facts.call, headers, found, failure, facts.ended)
 
-    def ended(self, call: BegunCall, headers: Mapping[str, str], incidents: Sequence[Incident]) -> None:
-        """Write the span of a call that ended without a turn."""
-        kind, status = (incidents[-1].kind, incidents[-1].status) if incidents else ("no-turn", 0)
-        found: dict[str, Any] = {"tokencache.outcome": kind, "http.response.status_code": status or ""}
-        self._write(call, headers, found, "" if kind in _ANSWERED else kind, time.time())
+    def ended(self, call: BegunCall, headers: Mapping[str, str], how: str, status: int) -> None:
+        """Write the span of a call that ended without a turn. `how` and `status` as in `CallAttempt.report`."""
+        found: dict[str, Any] = {"tokencache.outcome": f"{how}", "http.response.status_code": status or ""}
+        self._write(call, headers, found, "" if how in _ANSWERED else how, time.time())
 
     def _write(self, call: BegunCall, headers: Mapping[str, str], found: dict[str, Any], failure: str, ended: float) -> None:
         span = self._tracer.start_span(

@@ -20,6 +20,7 @@ from tokencache.errors import TokencacheError
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import KEPT, body_of
+from tokencache.proxy.response import REQUEST_ID
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.session_url import NamedPath, spellings
@@ -115,7 +116,9 @@ async def send_errors(request: web.Request, handler: Callable[[web.Request], Awa
 
 def _error(request: web.Request, status: int, message: str, kind: str, param: str | None = None) -> web.Response:
     body = request.get(_DIALECT, CHAT_DIALECT).error(status, message, kind, param)
-    headers = (
-        {"x-should-retry": "false"} if status < HTTPStatus.INTERNAL_SERVER_ERROR else None
-    )  # otherwise OpenAI's and Anthropic's SDKs retry a 409
+    headers = {}
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        headers["x-should-retry"] = "false"  # otherwise OpenAI's and Anthropic's SDKs retry a 409
+    if _DIALECT in request and (own := request.headers.get(REQUEST_ID)):
+        headers[REQUEST_ID] = own
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -82,6 +82,29 @@ async def test_killed_before_a_lost_harness_is_noticed(stack, http):
     assert "late-call" in {incident["kind"] for incident in stack.info("lost")["incidents"]}
 
 
+async def test_killed_between_a_failure_and_its_record(stack, http):
+    first, second = stack.proxies
+    agent = Agent("unrecorded", DIALECTS[0], http, [first.url])
+    assert await agent.turn()
+    stack.engine.order_fault(agent.session, kind="hang")
+    asking = asyncio.create_task(agent.turn())
+    await until(stack.engine.faults_happened, "the call to reach the engine")
+    first.freeze()
+    stack.engine.kill()  # the failure, which the frozen replica cannot record
+    first.kill()
+    stack.engine.start().ready()
+    assert await asking is None
+    session = f"{second.url}/tokencache/v1/sessions/{agent.session}"
+    assert ask(f"{session}/finish", {"reward": 0.0, "group": "g"})[1]["valid"] is False
+
+    def taken():
+        return ask(f"{second.url}/tokencache/v1/queue/take", {"consumer": "c", "group": "g"})[1]["deliveries"]
+
+    await until(taken, "the call of the killed replica to be closed")
+    info = stack.info(agent.session)
+    assert (info["valid"], info["complete"], [one["kind"] for one in info["incidents"]]) == (False, False, ["replica-lost"])
+
+
 async def test_killed_between_turns(stack, http):
     first, second = stack.proxies
     agents = [Agent(f"between-{dialect.name}", dialect, http, [first.url]) for dialect in DIALECTS]

@@ -16,6 +16,7 @@ from tests.system.faults.conftest import QUICK
 from tests.system.faults.dialects import DIALECTS
 from tests.system.faults.harness import Agent
 from tests.system.faults.pipe import Pipe
+from tests.system.faults.processes import ask
 from tests.system.faults.stack import Stack
 
 PACE = ("--token-delay", "0.005")
@@ -81,6 +82,23 @@ async def test_calls_while_it_is_dead(started, http):
     assert found.marked == {agent.session: ["store-error"] for agent in agents}, "sessions without calls in that time are complete"
     for agent in agents:
         assert ("continue", UNKNOWN) in labels(stack, agent.session), "turns of that time are not known, and not guessed"
+
+
+async def test_an_engine_that_fails_while_it_is_dead(started, http):
+    stack = started(options=QUICK, redis=LOGGED["always"], engine=PACE)
+    agent = Agent("both", DIALECTS[0], http, stack.urls)
+    assert await agent.turn()
+    stack.engine.order_fault(agent.session, kind="hang")
+    asking = asyncio.create_task(agent.turn())
+    await until(stack.engine.faults_happened, "the call to reach the engine")
+    stack.redis.kill()
+    stack.engine.kill()
+    assert await asking is None
+    stack.redis.start()
+    stack.engine.start()
+    await well(stack)
+    status, state = ask(f"{stack.urls[0]}/tokencache/v1/sessions/{agent.session}/finish", {"reward": 0.0})
+    assert (status, state["outcome"], state["valid"]) == (200, "engine", False)
 
 
 @pytest.mark.whole

@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pydantic
 import pytest
@@ -27,12 +28,16 @@ from tests.support.material import needs
 from tests.support.syntax import parse
 from tests.trajectories.images import of_talk, seeing
 from tests.trajectories.rollouts import ROLLOUTS
+from tokencache.core.outcome import Outcome
+from tokencache.core.session import Reward
 from tokencache.trajectories.formats.skyrl import skyrl
 from tokencache.trajectories.formats.trl import trl
 from tokencache.trajectories.formats.verl import verl
 
 WHEELS = os.environ.get("TOKENCACHE_CONSUMERS")
 pytestmark = needs("wheels of trainers", WHEELS)
+FAILED = msgspec.structs.replace(ROLLOUTS["linear"], outcome=Outcome("sandbox", "no disk"), reward=Reward(1.0))
+SHAPES = {**ROLLOUTS, "failed": FAILED}
 
 
 def source(package, path):
@@ -50,11 +55,11 @@ def cut_out(package, path, *names, **needs):
     return [space[name] for name in names]
 
 
-@pytest.mark.parametrize("shape", ROLLOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_verl(shape):
     names = ("AgentLoopMetrics", "AgentLoopOutput")
     _, output = cut_out("verl", "verl/experimental/agent_loop/agent_loop.py", *names, BaseModel=pydantic.BaseModel)
-    for row in verl(ROLLOUTS[shape])["outputs"]:
+    for row in verl(SHAPES[shape])["outputs"]:
         assert set(row) <= set(output.model_fields)
         made = output(**row)
         assert made.model_dump(include=set(row) - {"metrics"}) == {name: row[name] for name in row if name != "metrics"}
@@ -80,9 +85,9 @@ def skyrl_validator():
     return cut_out(*SKYRL, np=np, logger=logging.getLogger("skyrl"), GeneratorOutput=dict)[0]
 
 
-@pytest.mark.parametrize("shape", [shape for shape, made in ROLLOUTS.items() if made.sequences])
+@pytest.mark.parametrize("shape", [shape for shape, made in SHAPES.items() if made.sequences])
 def test_skyrl(shape):
-    batch = skyrl(ROLLOUTS[shape])["generator_output"]
+    batch = skyrl(SHAPES[shape])["generator_output"]
     (fields,) = cut_out("skyrl", "skyrl/train/generators/base.py", "GeneratorOutput", TrajectoryID=str, torch=SimpleNamespace(Tensor=list))
     assert set(batch) - set(fields.__annotations__) == {"tokencache"}
     rows = len(batch["response_ids"])

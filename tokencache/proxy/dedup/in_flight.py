@@ -33,6 +33,7 @@ from tokencache.core.turn import Turn
 from tokencache.dialects.members import UNRECORDED
 from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening
+from tokencache.proxy.call_states import RecordState
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
 from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, send_again, whole_reply_of
@@ -88,8 +89,9 @@ class CallsInFlight:
             call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
             result = await self._outlive_client(asked, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
             if isinstance(result, Opening):
-                ended = await self._end_of_duplicate(asked, result)
+                ended = await self._end_of_duplicate(asked, call, result)
                 if turns := whole_reply_of(ended.turns, asked.chat.n):
+                    call.report(IncidentKind.RETRY_JOINED)
                     return await self._join(asked, turns)
                 join = join if ended.died else "never"
             elif result is not None:
@@ -120,12 +122,17 @@ class CallsInFlight:
                 if not turns:
                     return await call.run()
                 if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
+                    call.report(IncidentKind.RETRY_REPLAYED)
                     with contextlib.suppress(StoreError):  # the reply is recorded either way
                         await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns))
                     return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
                 metrics.RETRIED_CALLS.labels("sampled").inc()
                 earlier = turns[0].call
                 return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
+        except TokencacheError as why:
+            if call.record.state is RecordState.UNOPENED:  # otherwise the call itself reports it
+                call.report(why.kind, status=why.status)
+            raise
         finally:
             self._calls.pop(call.id, None)
 
@@ -152,7 +159,7 @@ class CallsInFlight:
         detail = f"a repeated call got the recorded reply: repetition no. {number}"
         return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=time.time())]
 
-    async def _end_of_duplicate(self, asked: CallRequest, opening: Opening) -> _Ended:
+    async def _end_of_duplicate(self, asked: CallRequest, call: CallAttempt, opening: Opening) -> _Ended:
         """Wait until the call in flight has ended. Meanwhile mark it in the store as wanted."""
         assert opening.duplicate is not None  # noqa: S101 - the caller looked
         session, duplicate = asked.session, opening.duplicate
@@ -164,6 +171,7 @@ class CallsInFlight:
             log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
             return _Ended(())
         except asyncio.CancelledError:
+            call.report(IncidentKind.CLIENT_GONE)
             self._ledger.detach(asyncio.create_task(self._mark_wanted(session, duplicate.call, given_up=True)))
             raise
         finally:
