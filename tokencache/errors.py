@@ -20,7 +20,7 @@ OK = 200
 NOT_NOW = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
-_SUCCESSES, _REFUSALS, _LOWEST_ERROR = range(200, 300), range(400, 500), HTTPStatus.BAD_REQUEST
+_SUCCESSES, _REFUSALS, _ERRORS = range(200, 300), range(400, 500), range(400, 600)
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -36,7 +36,7 @@ def is_refusal(status: int) -> bool:
 
 def is_error(status: int) -> bool:
     """Whether a status code is that of an error: of the request (4xx) or of the server (5xx)."""
-    return status >= _LOWEST_ERROR
+    return status in _ERRORS
 
 
 def extra_missing(what: str, extra: str, module: str | None) -> str:

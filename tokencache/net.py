@@ -1,14 +1,16 @@
-"""Helpers for connections: TCP keep-alive, and the HTTP headers that are passed on from one connection to the next.
+"""Helpers for connections: TCP keep-alive, and what is passed on between two of them: headers, and texts without an engine's address.
 
 While a reply that is not streamed is sampled, nothing is sent over HTTP for minutes. So TCP probes the other side from time to time. The
 probes keep NAT and load balancers from dropping the connection, and detect a machine that is gone. A slow process does not look dead,
 because its kernel answers the probes.
 """
 
+import re
 import socket
 from collections.abc import Mapping
 
 from multidict import CIMultiDict
+from yarl import URL
 
 _PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 """Linux's tcp(7): seconds of silence before the first probe, seconds between probes, probes without an answer: two minutes in all."""
@@ -41,3 +43,14 @@ def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = fro
     if "Connection" in headers:
         left_out |= {name.strip().lower() for name in headers["Connection"].split(",")}
     return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in left_out])
+
+
+def without_address(text: str, engine: URL) -> str:
+    """Return a text of an engine, such as a header or an error, without the engine's address.
+
+    `http://10.0.0.3:8000/v1` becomes `/v1`, so that a link leads to the same path at the proxy. An address alone becomes `engine`.
+    """
+    host, port = re.escape(engine.host_subcomponent or ""), engine.port
+    default = "?" if engine.is_default_port() else ""
+    link, alone = rf"https?://{host}(?::{port}){default}(?=(/)|(?![\w:-]|\.\w))", rf"{host}:{port}(?!\w)"
+    return re.sub(rf"(?i)(?<![\w.-])(?:{link}|{alone})", lambda found: "" if found[1] else "engine", text)

@@ -13,7 +13,7 @@ from tests.support.pairwise import each, some
 from tokencache.engine.routes import SAMPLES_NOTHING
 from tokencache.errors import UnexpectedAnswerError
 from tokencache.store.base import StoreError
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
 SAMPLED = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "sampled"}, "token_ids": [7, 8, 9]}]}
@@ -152,13 +152,14 @@ def test_no_route_that_samples_is_listed_as_one_that_does_not():
 
 
 REDIRECTS = [101, 301, 302, 303, 304, 307, 308]
+UNKNOWN = [600, 999]
 OTHER_SUCCESSES = [201, 204, 206]
 
 
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        *each([CHAT, "/v1/messages"], [*REDIRECTS, *OTHER_SUCCESSES]),
+        *each([CHAT, "/v1/messages"], [*REDIRECTS, *OTHER_SUCCESSES, *UNKNOWN]),
         *some([("/v1/models", status) for status in REDIRECTS], 1),
     ],
 )
@@ -175,6 +176,33 @@ async def test_an_answer_that_is_no_reply_and_no_error(path, status):
         assert json.loads(text)["error"]["message"] == UnexpectedAnswerError(status).client_message
         assert ("which is a success" in text) == (status in OTHER_SUCCESSES)
         assert (await rig.exported())["complete"] == (status not in {201, 206})  # their body may hold sampled tokens
+
+
+@pytest.mark.parametrize(("path", "route"), [(CHAT, CHAT), ("/v1/messages", CHAT), ("/invocations", "/invocations")])
+@pytest.mark.parametrize("status", [400, 429, 500, 502])
+@pytest.mark.parametrize("kind", ["application/json", "text/html", "text/plain"])
+async def test_an_error_does_not_name_the_engines_address(path, route, status, kind):
+    answers = {}
+    async with before_engine(answers) as (rig, _, upstream):
+        host = upstream.removeprefix("http://")
+        said = f"<p>{upstream} and {host} are down</p>" if kind == "text/html" else f"{upstream} and {host} are down"
+        said = json.dumps({"error": {"message": said, "code": status}}) if kind == "application/json" else said
+        answers[route] = (status, {"Content-Type": kind, "Location": f"{upstream}/x?a=b", "X-Served-By": host}, said)
+        answered, headers, text = await call(rig, path, {**ASK, "max_tokens": 9})
+        assert answered == status
+        assert not [value for value in (text, *headers.values()) if host in value]
+        assert headers.get("Location", "/x?a=b") == "/x?a=b"
+        assert ("engine and engine are down" in text) or kind == "text/html"
+
+
+@pytest.mark.parametrize("after", [0, 3])
+async def test_an_error_in_a_stream_does_not_either(after):
+    engine = SimulatedEngine(episodes=EPISODES, seed=7)
+    async with proxied(engine) as rig:
+        host = rig.up.removeprefix("http://")
+        engine.faults.append(Fault.error_event(after, f"{rig.up}/v1 and {host} are down"))
+        _, chunks = await rig.post("s", messages=ASK["messages"], stream=True)
+        assert chunks[-1]["error"]["message"] == "/v1 and engine are down"
 
 
 @pytest.mark.parametrize("status", [301, 307])

@@ -147,6 +147,8 @@ NOT_FETCHED = {
     "a file": {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
     "blanks": {"type": "image_url", "image_url": {"url": f" {AWAY}"}},
     "control characters": {"type": "image_url", "image_url": {"url": AWAY.replace("tt", "t\nt")}},
+    "no scheme": {"type": "image_url", "image_url": {"url": AWAY.partition(":")[2]}},
+    "a path": {"type": "image_url", "image_url": "/etc/CANARY"},
     "another scheme": {"type": "image_url", "image_url": {"url": AWAY.replace("http", "ftp")}},
     "in a list": {"type": "image_url", "image_url": [{"url": AWAY}]},
     "beside data": {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD", "fallback": AWAY}},
@@ -180,6 +182,40 @@ async def test_routes_that_are_relayed_have_no_address_either(route):
         messages = [shown("See", {"type": "image_url", "image_url": {"url": AWAY}})]
         status, _ = await rig.post("s", route, model="sim", messages=[messages] if route.endswith("batch") else messages)
         assert status == 400
+
+
+ELSEWHERE = {
+    "/score": {"queries": {"content": [{"type": "image_url", "image_url": {"url": AWAY}}]}, "documents": ["x"]},
+    "/v1/rerank": {"query": "x", "documents": [{"content": [{"type": "image_url", "image_url": {"url": AWAY}}]}]},
+    "/v2/embed": {"images": [AWAY]},
+    "/v1/responses/render": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": AWAY}]}]},
+    "/v1/messages/render": {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": AWAY}}]}]},
+    "/generate": {"image_data": f"\t{AWAY.replace(':', ' :')}"},
+    "/pooling": [{"data": {"url": AWAY}}],
+}
+
+
+@pytest.mark.parametrize("route", ELSEWHERE)
+async def test_routes_that_are_relayed_have_no_address_elsewhere(route):
+    async with (
+        proxied(seeing(), fetch_media=True) as rig,
+        rig.http.post(rig.url + route, json=ELSEWHERE[route], headers={HEADER: "s"}) as answer,
+    ):
+        assert answer.status == 400
+
+
+async def test_an_address_in_a_text_that_is_relayed_is_a_text():
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
+    tools = [{"type": "function", "function": {"name": "f", "description": AWAY, "parameters": schema}}]
+    async with proxied(seeing(), fetch_media=True) as rig:
+        for body in (
+            {"input": AWAY},
+            {"input": [AWAY]},
+            {"query": AWAY, "documents": [AWAY, {"content": [{"text": AWAY}]}]},
+            {"tools": tools},
+        ):
+            status, _ = await rig.post("s", "/v1/embeddings", model="sim", **body)
+            assert status == 404  # of the engine, which has no such route
 
 
 REFUSED = {

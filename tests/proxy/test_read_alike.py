@@ -55,6 +55,32 @@ async def test_a_member_that_is_given_twice_is_refused(members, path):
         assert not [request for request in rig.engine.requests if IDS in json.dumps(request)]
 
 
+TRANSLATED = {
+    "/v1/messages": '"model": "sim", "max_tokens": 50, "messages": [{"role": "user", "content": "EPISODE:talk"}]',
+    "/v1/messages/count_tokens": '"model": "sim", "messages": [{"role": "user", "content": "EPISODE:talk"}]',
+    "/v1/responses": '"model": "sim", "input": "EPISODE:talk"',
+    "/v1beta/models/sim:generateContent": '"contents": [{"role": "user", "parts": [{"text": "EPISODE:talk"}]}]',
+    "/v1/completions": '"model": "sim", "prompt": "EPISODE:talk"',
+}
+
+
+@pytest.mark.parametrize("path", TRANSLATED)
+@pytest.mark.parametrize(
+    "members",
+    [
+        f'"kv_transfer_params": {{"prompt_token_ids": {IDS}, "prompt_token_ids": null}}',
+        f'"vllm_xargs": {{"a": {{"b": {IDS}, "\\u0062": null}}}}',
+        f'"prompt_token_ids": {IDS}, "prompt\\u005ftoken_ids": null',
+    ],
+)
+async def test_in_every_dialect(path, members):
+    async with proxied() as rig:
+        for body in (f"{{{TRANSLATED[path]}, {members}}}", f"{{{members}, {TRANSLATED[path]}}}"):
+            status, text = await sent(rig, body, path)
+            assert (status, "is given twice" in text) == (400, True), text
+        assert not rig.ground_truth()
+
+
 @pytest.mark.parametrize("members", ['"stream": false, "stream": false', '"model": "sim"', '"messages": []'])
 async def test_it_is_refused_after_a_known_history_too(members):
     """The rest of a body whose beginning is known is parsed alone."""
@@ -67,9 +93,10 @@ async def test_it_is_refused_after_a_known_history_too(members):
 
 @pytest.mark.parametrize("extras", ["kv_transfer_params", "vllm_xargs"])
 @pytest.mark.parametrize("name", ["prompt_token_ids", "tokencache_prompt", "tokencache_prefix", "required_prefix_token_ids"])
-async def test_ids_of_the_clients_own_are_refused_wherever_an_engine_reads_them(extras, name):
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_ids_of_the_clients_own_are_refused_wherever_an_engine_reads_them(extras, name, path):
     async with proxied() as rig:
-        status, text = await sent(rig, f'{{{ASK}, "{extras}": {{"{name}": {IDS}}}}}')
+        status, text = await sent(rig, f'{{{TRANSLATED.get(path, ASK)}, "{extras}": {{"{name}": {IDS}}}}}', path)
         assert (status, json.loads(text)["error"]["param"]) == (400, f"{extras}.{name}")
 
 

@@ -84,6 +84,7 @@ WHOLE = {
     "another count of the prompt": (one("usage.prompt_tokens", lambda count: count - 1), "inconsistent-reply", []),
     "an id of the prompt lost": (one("prompt_token_ids", lambda ids: ids[:-1]), "inconsistent-reply", []),
     "an id of the prompt negative": (one("prompt_token_ids", lambda ids: [-5, *ids[1:]]), "no-token-ids", []),
+    "an id of the prompt that the model does not have": (one("prompt_token_ids", lambda ids: [10**6, *ids[1:]]), "inconsistent-reply", []),
     "another index": (one("choices.0.index", lambda _: 1), "inconsistent-reply", [0]),
     "the end missing": (one("choices.0.finish_reason", lambda _: None), "unfinished-reply", [15]),
     "ids that are text": (one(IDS, lambda ids: [*map(str, ids)]), "unreadable-reply", []),

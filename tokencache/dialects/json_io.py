@@ -8,7 +8,7 @@ A strict reader (msgspec) is tried first. Clients and models also write JSON tha
     NaN, Infinity       refused, as is a number outside the range of a double
     nested too deeply   refused: no member of an API is nested so deeply
 
-    a member twice      refused where members are read one by one (`fields_of`): the engine might use the other one
+    a member twice      refused where a body is read (`fields_of`, `refuse_repeated_members`): the engine might use the other one
 
 Chat requests are not decoded as a whole. `fields_of` and `entries_of` return their members and list items as raw JSON, which the engine
 gets as the client wrote it. If only Python's own JSON reader accepts a body, they return its members re-encoded.
@@ -63,17 +63,20 @@ def read(text: str | bytes) -> Any:
 
 
 def read_body(body: bytes) -> Any:
-    """Read the body of a request.
+    """Read the body of a request that is translated.
 
     Raises:
-        HarnessError: the body is not JSON, or is nested too deeply.
+        HarnessError: the body is not JSON, is nested too deeply, or has a member twice (`refuse_repeated_members`).
     """
     try:
-        return read(body)
+        found = read(body)
     except ValueError as why:
         raise HarnessError(f"the request body is not valid JSON: {why}") from None
     except RecursionError:
         raise HarnessError(_TOO_DEEP) from None
+    if isinstance(found, dict):
+        refuse_repeated_members(body)
+    return found
 
 
 def write(value: Any) -> bytes:
@@ -150,6 +153,22 @@ def refuse_repeated(body: bytes) -> None:
     """
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(body, object_pairs_hook=_unrepeated)
+
+
+def refuse_repeated_members(body: bytes) -> None:
+    """Check that a JSON object has no member twice, and neither have the objects that are its members.
+
+    The lists in it are not searched, because a history is long: of what stands twice there, the engine gets only what was read here.
+
+    Raises:
+        HarnessError: a member is given twice.
+    """
+    try:
+        objects = [bytes(raw) for raw in strict_fields(body).values() if bytes(raw).startswith(b"{")]
+    except (ValueError, RecursionError):
+        objects = [body]
+    for one in objects:
+        refuse_repeated(one)
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import msgspec
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import render_args
 from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenReply
-from tokencache.dialects.chat.request import ChatCall
+from tokencache.dialects.chat.request import ChatCall, refuse_prompts
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.chat.vocabulary import resolve_model
@@ -43,9 +43,11 @@ def read(body: bytes, *, served: Callable[[str], str] = str) -> ChatCall:
         The call. Its number of choices is `n` for each prompt.
 
     Raises:
-        HarnessError: it is not a JSON object, or a member that is used here has the wrong type or an unclear value (`chat.scalars`).
+        HarnessError: it is not a JSON object, or has ids besides its prompt; or a member that is used here stands twice, or has the wrong
+            type or an unclear value (`chat.scalars`).
     """
     fields = fields_of(body)
+    refuse_prompts(fields)
     normalize(fields, chat=False)
     model = resolve_model(fields, served)
     return ChatCall(

@@ -14,6 +14,7 @@ nothing is sampled after a choice's finish reason   the same
 the choices are those that were requested           the same
 every event can be read                             the hole `unreadable-reply`; the ids before that event are recorded
 the length of the prompt is the one in `usage`      the hole `inconsistent-reply`, and no turn is recorded
+each id of a prompt of text is in the vocabulary    the same
 as many log probabilities as ids in each event      the ids get loss mask 0, and the mark and incident `no-logprobs`
 a log probability is a number, and not above 0      the same
 ==================================================  ==========================================================================
@@ -29,7 +30,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
+from tokencache.engine.prompt_echo import read_ids
 from tokencache.engine.reply import Choice, Reply
 
 ABOVE_ALL_IDS = 2**31
@@ -97,16 +100,28 @@ def wrong_prompt(reply: Reply) -> str:
     own = [choice.prompt for _, choice in sorted(reply.choices.items())]
     if any(own):
         return _wrong_prompts(own, reply)
-    counted = reply.prompt_counted
-    if counted is None or reply.prompt.agreed or reply.prompt.packed is None or counted == reply.prompt.tokens:
+    counted, packed = reply.prompt_counted, reply.prompt.packed
+    if reply.prompt.agreed or packed is None:
         return ""
-    return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
+    if counted not in {None, reply.prompt.tokens}:
+        return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
+    return _above(packed, reply)
+
+
+def _above(packed: bytes, reply: Reply) -> str:
+    """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
+    limit = reply.prompt.limit
+    if not limit or (highest := max(ids.unpack(packed), default=0)) < limit:
+        return ""
+    return f"the prompt has the id {highest}, of {limit} that are possible"
 
 
 def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     """As `wrong_prompt`, for a text completion: the choices of one prompt follow each other, and each has the ids of the prompt."""
     if not all(own):
         return "not all choices have the ids of their prompt"
+    if above := next(filter(None, (_above(read_ids(prompt) or b"", reply) for prompt in {*own})), ""):
+        return above
     if not reply.prompt_counted or len(own) != reply.expected:
         return ""
     tokens = sum(prompt.count(b",") + 1 for prompt in own)

@@ -34,11 +34,13 @@ class PromptEcho:
         sent: the ids that were sent, as a JSON fragment (`core.ids`); empty if none were.
         agreed: whether the engine reports exactly these ids.
         known: whether the engine has reported the ids.
+        limit: the size of the model's vocabulary; 0 if it is unknown, and if placeholders of media may be above it.
     """
 
     def __init__(self) -> None:
         self.sent = ids.Fragment()
         self.agreed = self.known = False
+        self.limit = 0
         self._raw = b""
         self._packed: bytes | None = None
         self._tokens = 0

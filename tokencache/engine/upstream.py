@@ -37,8 +37,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from tokencache.backoff import delays
-from tokencache.errors import EngineError
-from tokencache.net import keep_alive
+from tokencache.errors import EngineError, is_error
+from tokencache.net import keep_alive, without_address
 
 log = logging.getLogger(__name__)
 
@@ -303,11 +303,6 @@ class Upstream:
                 log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, pause, why)
                 await asyncio.sleep(pause)
 
-    def without_address(self, url: str) -> str:
-        """Return the path and query of a URL of this engine, so that they lead to the proxy; other URLs unchanged."""
-        given, own = URL(url), URL(self.url)
-        return given.raw_path_qs if given.absolute and given.origin() == own.origin() else url
-
     async def connect(self) -> None:
         """Open a connection and close it without a request, to test whether a server is listening.
 
@@ -344,7 +339,13 @@ class Upstream:
             raise EngineError("the engine broke off its answer", private=f"{self.url}: {_described(why)}") from why
         finally:
             response.close()  # at its end, it has given its connection back
-        return EngineResponse(response.status, b"".join(chunks), response.headers)
+        body = b"".join(chunks)
+        return EngineResponse(response.status, error_text(body, response) if is_error(response.status) else body, response.headers)
+
+
+def error_text(body: bytes, answer: aiohttp.ClientResponse) -> bytes:
+    """Return an engine's error for a client, without the engine's address."""
+    return without_address(body.decode(errors="surrogateescape"), answer.url).encode(errors="surrogateescape")
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:

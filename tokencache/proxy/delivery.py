@@ -23,6 +23,7 @@ from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
+from tokencache.engine.upstream import error_text
 from tokencache.errors import OK, EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
 from tokencache.proxy.dispatch import Dispatch
@@ -174,10 +175,11 @@ class WholeDelivery(ReplyDelivery):
 
     async def _refuse(self, end: End) -> web.StreamResponse:
         """Send an engine's error, in the client's dialect."""
+        words = error_text(end.body, self._answer)
         if not may_answer_with_status(self._response.client.state):
-            return await self._response.fail(end.status, parse_engine_error(end.status, end.body)[0])
-        body = self._exchange.dialect.engine_error(end.status, end.body)
-        response = whole_response(self._answer, body, made=body is not end.body or self._in_stream)
+            return await self._response.fail(end.status, parse_engine_error(end.status, words)[0])
+        body = self._exchange.dialect.engine_error(end.status, words)
+        response = whole_response(self._answer, body, made=body is not words or self._in_stream)
         if self._in_stream:
             response.set_status(end.status)
         return response
@@ -298,6 +300,9 @@ class StreamDelivery(ReplyDelivery):
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
+        if self._reply.error and data != DONE:
+            data = error_text(data, self._answer)
+            event = event_of(data)
         if data == DONE:
             written = self._release()
             self._finish()

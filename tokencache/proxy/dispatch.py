@@ -327,7 +327,7 @@ class Dispatch:
         planned = self.planned
         if planned.model is not None:
             reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
-        reply.prompt.sent = planned.plan.sent
+        reply.prompt.sent, reply.prompt.limit = planned.plan.sent, 0 if self._chat.media else reply.vocabulary
         if self.sender.proven:
             reply.prompt.confirm()
         if self._chat.media:

@@ -7,12 +7,15 @@ A harness may name any address, and the proxy is inside the network of the train
 public, also after a redirect: the check is at the connection, not at the name, which may resolve to another address the next time.
 
 The engine is inside that network, too, so no address may reach it. What a request may have is decided on its decoded messages: texts, the
-bytes of media, and images by URL (`http`, `https`), which are fetched. Anything else that looks like an address is refused.
+bytes of media, and images by URL (`http`, `https`), which are fetched. Anything else that looks like an address is refused. Other routes,
+which are relayed, have media in other members (vLLM 0.32: `queries`, `documents`, `images`, `inputs`, `input`): there, an address is only
+accepted in what is known to be text.
 """
 
 import asyncio
 import base64
 import ipaddress
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,6 +50,31 @@ _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 """The IPv6 addresses that IANA allocates to networks; no others are public."""
 _TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32")))
 """Addresses among them that stand for an IPv4 address: 6to4 and Teredo."""
+_ADDRESS = re.compile(r"[\W_]*+[a-z][\w+.-]*+[^\w:]*+:[^\w/\\]*+[/\\]", re.IGNORECASE)
+_WITHOUT_MEDIA = frozenset(
+    {"messages", "tools", "metadata", "chat_template", "chat_template_kwargs", "response_format", "structured_outputs"}
+)
+"""Members of a relayed request that are not searched for addresses; those of `messages` are looked for one by one."""
+_TEXTS = frozenset(
+    {
+        *(
+            "text",
+            "content",
+            "input",
+            "prompt",
+            "texts",
+            "query",
+            "queries",
+            "documents",
+            "data_1",
+            "data_2",
+            "text_1",
+            "text_2",
+            "instructions",
+        ),
+    }
+)
+"""Members of a relayed request whose value is a text, or a list of texts, if it is not an object (vLLM 0.32)."""
 Raw = msgspec.Raw
 
 
@@ -119,6 +147,24 @@ class FetchedMedia:
                 part["image_url"] = {**named, "url": uri} if isinstance(named, dict) else uri
         rewritten = [Raw(msgspec.json.encode(decoded[index])) if index in decoded else Raw(raw) for index, raw in enumerate(messages)]
         return msgspec.json.encode({**fields, "messages": rewritten})
+
+    def refuse_elsewhere(self, body: bytes) -> None:
+        """Check that a request that is relayed names no address outside of its messages, except in texts.
+
+        Raises:
+            HarnessError: it does, or it cannot be read.
+        """
+        found = json_io.read_body(body)
+        fields = found if isinstance(found, dict) else {"": found}
+        waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _WITHOUT_MEDIA]
+        while waiting:
+            match waiting.pop():
+                case name, str(text) if name not in _TEXTS and _ADDRESS.match(text) and text[:5].lower() != "data:":
+                    raise HarnessError(f"with --fetch-media, {name!r} cannot have an address on this route", param=name)
+                case name, list(items):
+                    waiting.extend((name, item) for item in items)
+                case _, dict(members):
+                    waiting.extend(members.items())
 
     async def _uri(self, session: str, url: str, fetched: "_Fetched") -> str | TokencacheError:
         """Return the data URI of an image, or why it cannot be fetched."""
@@ -212,10 +258,10 @@ def _address(part: dict[str, Any]) -> str:
     Raises:
         HarnessError: the part has an address that is not fetched.
     """
-    if not any(map(_is_address, _texts(part))):
-        return ""
     named = part.get("image_url")
     url = named.get("url") if isinstance(named, dict) else named
+    if not any(map(_is_address, _texts(part))) and not (isinstance(url, str) and url[:5].lower() != "data:"):
+        return ""
     rest = {name: value for name, value in part.items() if name not in {"type", "image_url"}}
     others = {name: value for name, value in named.items() if name != "url"} if isinstance(named, dict) else {}
     if (

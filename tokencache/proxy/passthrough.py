@@ -12,14 +12,14 @@ from multidict import CIMultiDict
 
 from tokencache import metrics
 from tokencache.engine.pool import Pool
-from tokencache.engine.upstream import Upstream
-from tokencache.errors import EngineError, UnexpectedAnswerError
+from tokencache.engine.upstream import Upstream, error_text
+from tokencache.errors import EngineError, UnexpectedAnswerError, is_error
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.request_body import KEPT, arriving
-from tokencache.proxy.response import open_response
+from tokencache.proxy.response import open_response, whole_response
+from tokencache.request_memory import holding_of, read_reply
 
 _FIRST_HOP = frozenset({"host", "expect"})
-_REDIRECTS = ("Location", "Content-Location")
 
 
 async def relay_to(
@@ -61,7 +61,7 @@ async def relay_to(
             raise UnexpectedAnswerError(answer.status)
         if before_answer is not None:
             await before_answer(answer.status)
-        return await _pass_back(request, answer, engine.upstream)
+        return await _pass_back(request, answer, whole=session is not None and is_error(answer.status))
     finally:
         answer.close()
 
@@ -78,16 +78,12 @@ async def _send(
     return answer
 
 
-async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse, upstream: Upstream) -> web.StreamResponse:
-    """Return an answer as it arrives; if it breaks off, close the client's connection too.
-
-    A redirect to the engine's own address leads to the same path at the proxy: no client is sent past it.
-    """
+async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse, *, whole: bool) -> web.StreamResponse:
+    """Return an answer as it arrives, or as a `whole` error without the engine's address. If it breaks off, close the connection too."""
     response = open_response(answer)
-    for name in _REDIRECTS:
-        if name in response.headers:
-            response.headers[name] = upstream.without_address(response.headers[name])
     try:
+        if whole:
+            return whole_response(answer, error_text(await read_reply(answer, holding_of(request)), answer))
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)

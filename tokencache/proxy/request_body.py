@@ -81,10 +81,17 @@ class RequestBodies:
         return await self._media.written_in(asked.session, body, holding_of(asked.request), most=asked.request.client_max_size)
 
     async def without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
-        """Return the body of a request that is relayed, as `with_media`, if images are fetched; unchanged if it is not a JSON object."""
+        """Return the body of a request that is relayed, as `with_media`, if images are fetched; unchanged if it is not JSON.
+
+        Raises:
+            HarnessError: as `with_media`, or it has an address elsewhere.
+        """
         if self._media is None or asked.request.method != "POST":
             return body
         body = await self.read(asked) if body is None else body
+        if body.lstrip()[:1] not in {b"{", b"["}:
+            return body
+        self._media.refuse_elsewhere(body)
         return await self.with_media(asked, body) if body.lstrip()[:1] == b"{" else body
 
 

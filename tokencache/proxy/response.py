@@ -30,7 +30,7 @@ from tokencache.engine.figures import certain_choices
 from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
-from tokencache.net import end_to_end_headers
+from tokencache.net import end_to_end_headers, without_address
 from tokencache.proxy.call_states import CLIENT, ClientEvent, ClientState, Party
 from tokencache.request_memory import Holding
 from tokencache.wakeup import end
@@ -120,7 +120,7 @@ class WholeRelayedResponse(RelayedResponse, web.Response):
 
 def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
-    headers = end_to_end_headers(answer.headers, drop=drop)
+    headers = _headers_of(answer, drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
     response.given = frozenset(map(str.lower, headers))
     return response
@@ -128,12 +128,21 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
 
 def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = False) -> web.Response:
     """Make a response with the engine's status, reason and headers, and this body; `made`: it is JSON, and not the engine's own."""
-    headers = end_to_end_headers(answer.headers, drop=_PLUGIN_HEADERS | {"content-length"})
+    headers = _headers_of(answer, _PLUGIN_HEADERS | {"content-length"})
     if made:
         headers["Content-Type"] = "application/json"
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
     response.given = frozenset(map(str.lower, headers))
     return response
+
+
+def _headers_of(answer: aiohttp.ClientResponse, drop: frozenset[str]) -> CIMultiDict[str]:
+    """Copy an engine's headers. A redirect to the engine's own address leads to the same path at the proxy: no client is sent past it."""
+    headers, own = end_to_end_headers(answer.headers, drop=drop), answer.url.raw_host or ""
+    for name, value in [*headers.items()]:
+        if own in value:
+            headers[name] = without_address(value, answer.url)
+    return headers
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:

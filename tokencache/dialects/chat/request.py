@@ -200,7 +200,7 @@ def read_chat(
     tools = fields.get("tools")
     if tools is not None and bytes(tools)[:1] not in {b"[", b"n"}:
         raise HarnessError("'tools' must be a list", param="tools")
-    _refuse_prompts(fields)
+    refuse_prompts(fields)
     normalize(fields)
     model = resolve_model(fields, served)
     args, asked = render_args(fields, tools), read_members(fields, _ASKED)
@@ -245,7 +245,7 @@ def read_chat(
     return call
 
 
-def _refuse_prompts(fields: dict[str, Raw]) -> None:
+def refuse_prompts(fields: dict[str, Raw]) -> None:
     """Check that a request does not supply ids of its own, and that the engine reads each member that is read here in the same way.
 
     Raises:

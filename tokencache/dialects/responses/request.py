@@ -254,12 +254,14 @@ def members_of(body: bytes) -> dict[str, Raw]:
     """Return the members of a body, raw. JSON that strict readers refuse is re-encoded first, because its items are stored as they are.
 
     Raises:
-        HarnessError: it is not a JSON object.
+        HarnessError: it is not a JSON object, or has a member twice (`json_io.refuse_repeated_members`).
     """
     try:
-        return FIELDS.decode(body)
+        fields = FIELDS.decode(body)
     except (ValueError, RecursionError):
         return fields_of(json_io.write(json_io.read_body(body)))
+    json_io.refuse_repeated_members(body)
+    return fields
 
 
 def refuse_unsupported(fields: dict[str, Raw]) -> None:
