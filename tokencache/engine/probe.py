@@ -451,8 +451,8 @@ async def _blank(renderer: EngineRenderer, model: str, tokens: Sequence[int]) ->
     for token in tokens:
         try:
             text = await renderer.read(model, ids.pack([token]))
-        except RenderError:
-            continue
+        except RenderError:  # the engine may lack the route
+            break
         if text and not text.strip():
             found.add(token)
     return found
