@@ -20,8 +20,8 @@ from tokencache.proxy.request_body import whole_body_of
 
 _SIMILAR, _MISSPELLED = 60, 80
 """Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
-_AT = re.compile(r"(.*) - at `\$\.(.+)`", re.DOTALL)
-"""msgspec's message about an invalid member: what is wrong, and its path."""
+_AT = re.compile(r"(.*) - at `\$\.((\w+).*)`", re.DOTALL)
+"""msgspec's message about an invalid member: what is wrong, its path, and the member of the body that it is in."""
 _FORMLESS = ("Expected `object`", "Object missing")
 """How msgspec's messages begin about a body that is no object or lacks a member."""
 _SHOWN = 80
@@ -52,17 +52,19 @@ async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPS
         _refuse_unknown(_unknown_members(msgspec.json.decode(body), inspect.type_info(kind)))
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise HarnessError(_why(error, kind), status=invalid) from None
+        raise _invalid(error, inspect.type_info(kind), invalid) from None
 
 
-def _why(error: Exception, kind: type[msgspec.Struct]) -> str:
-    """Say why a body is not accepted: which member is invalid, or how a body is written that is no object, or lacks a member."""
-    words = str(error)
+def _invalid(error: Exception, kind: inspect.Type, status: int) -> HarnessError:
+    """Return the error for a body that is not of a type: it names the invalid member, or shows how the whole body is written."""
+    words, fields = str(error), kind.fields if isinstance(kind, inspect.StructType) else ()
     if found := _AT.fullmatch(words):
-        return f"`{found[2]}`: {found[1]}"
+        what, path, name = found.groups()
+        form = next(_form(field.type) for field in fields if field.encode_name == name)
+        return HarnessError(f"`{name}` must be {form}: {what}{'' if path == name else f' (`{path}`)'}", status=status, param=name)
     if isinstance(error, msgspec.ValidationError) and not words.startswith(_FORMLESS):
-        return words
-    return f"the body must be {_form(inspect.type_info(kind))}: {words}"
+        return HarnessError(words, status=status)
+    return HarnessError(f"the body must be {_form(kind)}: {words}", status=status)
 
 
 _SCALARS: dict[type[inspect.Type], str] = {

@@ -73,18 +73,18 @@ class Disk:
     def prepare(self, database: sqlite3.Connection, *, ends: bool) -> None:
         """Limit by how much the next transaction may let the file grow; `ends` is whether it only ends something.
 
-        SQLite may be built to overwrite what it deletes (`SECURE_DELETE`, Debian). Without the reserve that would take too much of the log.
+        SQLite may be built to overwrite what it deletes (`SECURE_DELETE`, Debian). Its log may then grow by as much as the file has, and
+        gives that room back only once all of it is in the file. So that is done only while the disk has as much room.
         """
         if self.has_reserve and not self.failure and time.monotonic() < self._until:
             return
         if self._overwrites is None:
             self._overwrites = _pragma(database, "secure_delete")
-        database.execute(f"PRAGMA secure_delete = {self._overwrites if self.has_reserve else 'FAST'}")
-        pages = _MOST_PAGES
+        free, size, pages = self.free(), self._size(database), _MOST_PAGES
+        database.execute(f"PRAGMA secure_delete = {self._overwrites if self.has_reserve and free > size else 'FAST'}")
         if not ends:
-            free = self.free()
             room = free // 2 if self.has_reserve else 0
-            pages = max((self._size(database) + room) // _pragma(database, "page_size"), 1)
+            pages = max((size + room) // _pragma(database, "page_size"), 1)
             self._until = time.monotonic() + (_KEPT_SECONDS if free > _PLENTY else 0.0)
         database.execute(f"PRAGMA max_page_count = {pages}")
 
