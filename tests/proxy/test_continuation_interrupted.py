@@ -196,6 +196,7 @@ async def test_the_engine_that_continues_uses_another_prompt(rig, stream):
     assert (first.completion_tokens, "the engine used other ids" in first.again) == (CUT, True)
     assert len(others) == (0 if stream else 1)
     if stream:
+        assert "error" in answer.pop()
         assert not any(chunk["choices"][0]["finish_reason"] for chunk in answer)
         assert "upstream-broke" in first.marks
     else:

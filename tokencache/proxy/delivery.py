@@ -8,6 +8,7 @@ A call first receives the reply, then stores its turn, and then answers the clie
 """
 
 import contextlib
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -146,7 +147,7 @@ class WholeDelivery(ReplyDelivery):
             end = end._replace(kind=received if body else EndKind.BROKEN)
         if end.kind is not EndKind.FINISHED:
             return end
-        if self._reply.unreadable and not self._exchange.encoder.verbatim:  # an incomplete body cannot be translated
+        if self._reply.unreadable and not (self._exchange.encoder.verbatim and _is_object(body)):  # a page of HTML, or half a reply
             return End(EndKind.UNPARSED, error=EngineError("the engine's reply cannot be read"))
         self._as_events = self._chat.stream and not (self._streams or self._orphaned)
         write = self._response.as_events if self._as_events else self._response.as_body
@@ -243,8 +244,8 @@ class StreamDelivery(ReplyDelivery):
     async def _answer_reply(self, end: End) -> web.StreamResponse:
         rest, cut = bytes(self._held), end.cut
         complete = self._source.done or self._reply.finished or bool(self._reply.error)
-        if end.mark == TurnMark.UPSTREAM_BROKE and not (self._as_is or complete):
-            rest += self._encoder.error(HTTPStatus.BAD_GATEWAY, ENDED_EARLY)  # a translated stream must not look complete
+        if end.mark == TurnMark.UPSTREAM_BROKE and not complete:
+            rest += self._encoder.error(HTTPStatus.BAD_GATEWAY, ENDED_EARLY)  # the stream must not look complete
             cut = False
         elif self._as_is and not self._source.done and not cut:
             rest += self._source.rest
@@ -344,6 +345,13 @@ class StreamDelivery(ReplyDelivery):
         if self._silent:
             await response.write(self._encoder.keep_alive())
         self._silent = True
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def delivery_of(

@@ -242,7 +242,7 @@ _SAME = (
     "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs",
     "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "cache_salt", "priority", "vllm_xargs",
-    "kv_transfer_params",
+    "kv_transfer_params", "ec_transfer_params", "watermarking",
 )  # fmt: skip
 _UNSUPPORTED = {
     "conversation": "conversations are not stored here; use 'previous_response_id', or send the items",
