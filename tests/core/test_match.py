@@ -840,6 +840,16 @@ def test_a_copy_before_a_reply_that_is_in_doubt_is_in_doubt_as_well():
     assert index.match(S1, U2, OK, U2, OK, U3).anchors == ()
 
 
+def test_a_turn_with_other_tokens_does_not_make_up_for_two_places_of_one():
+    """Either place may be the turn that followed the reply before the second one. The other turn with its words is in one of them."""
+    index, yes, no = _Index(), Message("assistant", "Yes"), Message("assistant", "No")
+    before, other = index.add(_turn("a", yes), U1), index.add(_turn("b", no), U3)
+    one = index.add(_turn("c", OK), U1, yes, U2, parent=before)
+    index.add(_turn("d", OK), U3, no, U2, parent=other)
+    assert index.match(S1, U3, yes, U1, yes, U2, OK, U3).anchors == ((4, Hit(before)), (6, Hit(one)))
+    assert index.match(S1, U2, OK, U1, yes, U2, OK, U3).anchors == ((4, Hit(before)),)
+
+
 def test_a_whole_reply_with_its_id_is_not_the_copy_of_a_changed_one():
     index, changed = _Index(), _calling(C1, text="No.")
     one = index.add(_turn("a", _calling(C1, text="I look.")), U1)

@@ -232,8 +232,8 @@ def _settle(
     """Choose one turn for each claim, in the order of the history; each turn is used in one place only.
 
     Several places may claim turns with equal tokens. If there are at least as many turns as places, it does not matter which place gets
-    which turn. A place whose claim is in doubt counts, a turn that is already in the parent's prefix (`inside`) does not. A claim that is
-    given up is not evidence for later claims, so those are narrowed again.
+    which turn. A place whose claim is in doubt counts; a turn with other tokens, or one that is already in the parent's prefix (`inside`),
+    does not. A claim that is given up is not evidence for later claims, so those are narrowed again.
 
     Returns:
         The anchors, and the reasons of the claims that were given up.
@@ -252,7 +252,9 @@ def _settle(
         for place in certain:
             rivals = {rival for name in names[place] for rival in claimed_by[name]}
             free = [found for found in narrowed[place] if found.hit.turn.id not in taken]
-            if not free or len(rivals) > len(set().union(*(names[rival] for rival in rivals)) - inside):
+            tokens = narrowed[place][0].hit.turn.completion_hash
+            equal = {turn.id for rival in rivals for turn in _turns(narrowed[rival]) if turn.completion_hash == tokens}
+            if not free or len(rivals) > len(equal - inside):
                 given_up.add(place)
                 continue
             taken.add(free[0].hit.turn.id)

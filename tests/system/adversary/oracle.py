@@ -635,6 +635,8 @@ class Oracle:
                     self._find("unfaithful", f"span {n - 1} is followed by {stop!r}, rendered is {wants[:30]!r} ({called.plan.match})")
                     break
                 want = wants.removeprefix(stop)
+            if n < len(spans) and parts[n] and (blanks := self._blanks_of(called, spans[n])) and have + blanks == want:
+                want = have  # the blanks that the template writes before the reply's text are the reply's own
             if have != want:
                 same = next((i for i, (a, b) in enumerate(zip(have, want, strict=False)) if a != b), min(len(have), len(want)))
                 texts = f"{have[max(0, same - 20) : same + 40]!r} is not {want[max(0, same - 20) : same + 40]!r}"
@@ -662,6 +664,11 @@ class Oracle:
         if unserved.startswith(words) and want.startswith(words):
             return have.lstrip(), want.removeprefix(words).lstrip()
         return unserved + have, want
+
+    def _blanks_of(self, called: Called, span: Span) -> str:
+        """The blanks with which a turn's tokens in the prompt begin."""
+        text = self.stack.renderer.words.decode(called.prompt[span.start : span.end])
+        return text[: len(text) - len(text.lstrip())]
 
     def _joined(self, spans: Sequence[Span]) -> list[Span]:
         """The spans with those of one message as one; between them must be nothing."""

@@ -743,6 +743,34 @@ async def test_words_may_follow_thinking_that_was_cut_off(change, after, found):
     assert await talk.found() & {"false", "unfaithful"} == found
 
 
+@pytest.mark.parametrize(("late", "found"), [(0, set()), (1, {"unfaithful"})])
+async def test_the_blank_that_a_template_writes_before_a_reply_may_be_the_reply_s_own(monkeypatch, late, found):
+    """Mistral's template trims the text. In a session that follows it, a reply whose place changed begins with the last of its blanks."""
+    part = VisibleReplies._part
+
+    async def later(*arguments):
+        shown = await part(*arguments)
+        return shown and ShownPart(shown.offset + late, shown.tokens - late, whole=False)
+
+    monkeypatch.setattr(VisibleReplies, "_part", later)
+    stack, tally = Stack("Mistral-7B v0.3", seed=3), Tally()
+    stack.history = "follow"
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(text, *entries):
+        body = dialects.write("responses", entries, [], {})
+        called = await stack.call("s", body, {"content": text}, dialect="responses")
+        message, handle = dialects.served("responses", called.answer)
+        return Entry(message, oracle.judge(called, entries, scope="", handle=called.handle), owed=False, handle=handle)
+
+    own = Entry({"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "abcd12345"}]})
+    reply = await ask("  I see.", Entry(ASK), own, Entry({"role": "tool", "tool_call_id": "abcd12345", "content": "a.txt"}))
+    await ask("Done.", Entry(ASK), reply, Entry(ASK))
+    (span,) = oracle.turns[1].spans
+    assert span.offset == 1 + late
+    assert {kind for kind in NEVER if tally.counts[kind]} == found
+
+
 async def test_a_users_text_that_ends_like_a_generation_prompt_is_the_users():
     """DeepSeek-V3 writes nothing before a reply whose calls are not the first ones."""
     stack, tally, entries = Stack("DeepSeek-V3", seed=3), Tally(), [Entry(ASK)]

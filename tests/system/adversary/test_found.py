@@ -150,6 +150,21 @@ async def test_a_template_without_a_generation_prompt_after_results_is_unambiguo
     assert [anchor.place for anchor in called.turn.anchors] == [1, 3]
 
 
+async def test_a_reply_after_a_question_has_a_longer_opening_than_one_after_results():
+    """DeepSeek-V3.1 moves system messages, so that the same one is the last before a reply with an opener, and before one without."""
+    talk = Talk("DeepSeek-V3.1", user("Look."))
+    name = "chatcmpl-tool-11112222"
+    later: Message = {"role": "system", "content": "Hurry."}
+    await talk.ask("", name)
+    for n, asked in enumerate([result(name), user("Why?")]):
+        talk.hear(asked, later)
+        await talk.ask("I look.", name := f"chatcmpl-tool-{n}1112222")
+        talk.hear(result(name))
+        called = await talk.ask("Done.")
+        assert talk.written(called).count("Assistant") == called.text().count("Assistant") == n + 1
+        assert called.turn.anchors or called.turn.parent, "it has exact replies"
+
+
 async def test_an_empty_reply_keeps_its_place():
     """Seed-OSS leaves out an empty message; the sampled reply was its end of turn."""
     talk = Talk("Seed-OSS", user("Look."))

@@ -213,8 +213,10 @@ class EditedHistories:
         if openings is None:
             openings = self._openings[kind] = _Openings()
         opening = max((known for known in openings.known if front.endswith(known)), key=len, default=b"")
-        if opening:
-            return front[: len(front) - len(opening)], opening, openings.unprompted
+        gap = front[: len(front) - len(opening)]
+        longer = any(prompt and gap.endswith(prompt) for prompt in self._template.generation_prompts)  # or a message ends with these ids
+        if opening and not longer:
+            return gap, opening, openings.unprompted
         body, generation_prompt = await self._body(request, place, last, boundaries)
         openings.unprompted = openings.unprompted and not generation_prompt
         bare = not any(self._template.generation_prompts)
