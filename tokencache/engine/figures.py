@@ -100,10 +100,10 @@ def wrong_prompt(reply: Reply) -> str:
     own = [choice.prompt for _, choice in sorted(reply.choices.items())]
     if any(own):
         return _wrong_prompts(own, reply)
-    counted, packed = reply.prompt_counted, reply.prompt.packed
-    if reply.prompt.agreed or packed is None:
+    if reply.prompt.agreed or (packed := reply.prompt.packed) is None:
         return ""
-    if counted not in {None, reply.prompt.tokens}:
+    counted = reply.prompt_counted
+    if counted is not None and counted != reply.prompt.tokens:
         return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
     return _above(packed, reply)
 

@@ -37,7 +37,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from tokencache.backoff import delays
-from tokencache.errors import EngineError, is_error
+from tokencache.errors import OK, EngineError
 from tokencache.net import keep_alive, without_address
 
 log = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ class Upstream:
         finally:
             response.close()  # at its end, it has given its connection back
         body = b"".join(chunks)
-        return EngineResponse(response.status, error_text(body, response) if is_error(response.status) else body, response.headers)
+        return EngineResponse(response.status, body if response.status == OK else error_text(body, response), response.headers)
 
 
 def error_text(body: bytes, answer: aiohttp.ClientResponse) -> bytes:

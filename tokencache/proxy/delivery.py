@@ -44,7 +44,7 @@ _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
 _DATA = slice(len(b"data: "), -len(b"\n\n"))
 """The JSON in an event that contains only one line of data."""
-_FINISH = b'"finish_reason":"'
+_FINISH, _ERROR = b'"finish_reason":"', b'"error"'
 _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
 
@@ -301,7 +301,7 @@ class StreamDelivery(ReplyDelivery):
             return b""
         if data is None:
             return event if self._as_is else b""  # a comment of the engine, for direct clients
-        if self._reply.error and data != DONE:
+        if _ERROR in data and self._reply.error:
             data = error_text(data, self._answer)
             event = event_of(data)
         if data == DONE:
