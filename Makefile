@@ -153,7 +153,7 @@ e2e-nemo: $(STAMP) ## test NVIDIA's nemo-gym with the proxy in each position, on
 
 e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, too)
 	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
-	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV)
+	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV) $(TRACKERS_VENV)
 
 e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_vllm.sh $(VLLM_VENV)
