@@ -105,7 +105,7 @@ class Entry:
     @functools.cached_property
     def without_stop(self) -> tuple[Any, ...]:
         """The message in normalised form, without the stop string that the harness wrote back: it is the same reply."""
-        if not self.words or self.words != self.stop:
+        if not self.words or self.words.rstrip() != self.stop.rstrip():
             return self.loose
         return meaning(self.message | {"content": text_of(self.message).removesuffix(self.words)})
 

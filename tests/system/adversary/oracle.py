@@ -411,12 +411,13 @@ class Oracle:
         """Whether these messages are those that a turn answered: its client's as written, and replies by the turns that its prompt has.
 
         Replies must have the same call ids: they show which call a result answers. Words of the client at their ends are its own text. A
-        reply without its handle may be written otherwise.
+        reply without its handle may be written otherwise; one with the handle of another turn is that turn's.
         """
         supplied = {span.place: span.turn for span in said.spans if span.turn >= self._kept}
 
         def same(place: int, was: Entry, one: Entry) -> bool:
-            if was is one or (was.exact == one.exact and (was.handle == one.handle or place in supplied)):
+            its_own = place in supplied and one.handle in {"", self.turns[supplied[place]].handle}
+            if was is one or (was.exact == one.exact and (was.handle == one.handle or its_own)):
                 return True
             same_words = was.loose == one.loose
             return (

@@ -537,6 +537,24 @@ async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_a
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
+@pytest.mark.parametrize(("handle_of", "owed"), [(0, 1), (1, 0)])
+async def test_the_position_does_not_count_behind_a_reply_with_the_handle_of_another_one(handle_of, owed):
+    """Before, it had come back without a handle; now it is the other one, which can be in one place only."""
+    stack, tally = Stack("Qwen2.5", seed=3), Tally()
+    oracle = Oracle(stack, 0, tally)
+
+    async def ask(*entries):
+        called = await stack.call("s", dialects.write("responses", entries, [], {}), {"content": "OK"}, dialect="responses")
+        message, handle = dialects.served("responses", called.answer)
+        return Entry(message, oracle.judge(called, entries, scope="", handle=called.handle), handle=handle)
+
+    first = await ask(Entry(ASK))
+    second = await ask(Entry(ASK), replace(first, handle=""), Entry(ASK))
+    tally.counts.clear()
+    await ask(Entry(ASK), [first, second][handle_of], Entry(ASK), replace(second, handle=""), Entry(ASK))
+    assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
 @pytest.mark.parametrize(("copied", "owed"), [(False, 1), (True, 0)])
 async def test_of_two_messages_with_the_letters_and_digits_of_one_id_neither_is_owed(copied, owed):
     talk, name = Judged(), bare(DRAWN_ID)
@@ -632,9 +650,9 @@ async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reaso
     assert tally.counts["missed"] == missed
 
 
-@pytest.mark.parametrize(("said", "missed"), [("I search", 0), ("I seek", 1)])
+@pytest.mark.parametrize(("said", "missed"), [("I search", 0), ("I search</search> ", 0), ("I seek", 1)])
 async def test_before_a_reply_without_its_stop_string_no_reply_is_owed_twice(said, missed):
-    """The reply is the same; the one before was text in the prompt of the turn that is continued."""
+    """The reply is the same, also with blanks behind it; the one before was text in the prompt of the turn that is continued."""
     stack, tally = Stack("Qwen2.5", seed=3), Tally()
     oracle = Oracle(stack, 0, tally)
 
@@ -649,7 +667,8 @@ async def test_before_a_reply_without_its_stop_string_no_reply_is_owed_twice(sai
     _, looked = await ask("root", "I look.", Entry(ASK))
     _, searched = await ask("opener-unknown", "I search</search>", Entry(ASK), looked, Entry(ASK))
     searched = replace(searched, owed=False, stop="</search>")
-    last, done = await ask("opener-unknown", "Done.", Entry(ASK), looked, Entry(ASK), written(searched, "</search>"), Entry(ASK))
+    searched = written(searched, "</search>")
+    last, done = await ask("opener-unknown", "Done.", Entry(ASK), looked, Entry(ASK), searched, Entry(ASK))
     now = replace(searched, message={**searched.message, "content": said})
     await ask("foreign-reply", "Yes.", Entry(ASK), looked, Entry(ASK), now, Entry(ASK), replace(done, owed=False), Entry(ASK), after=last)
     assert tally.counts["missed"] == missed
