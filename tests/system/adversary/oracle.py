@@ -526,6 +526,8 @@ class Oracle:
         since = _since(entries[:place])
         there = [said for said in self.turns.values() if said.last is not None and said.last == previous]
         there = [said for said in there if len(_since(said.entries)) == len(since)]
+        if previous is None and len(since) < place:  # the reply before is not known: as many messages since the beginning count
+            there = [said for said in self.turns.values() if len(said.entries) == place]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)
             or self._may_be_understood(entry, after_same, own)

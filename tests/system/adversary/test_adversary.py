@@ -537,6 +537,18 @@ async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_a
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
+@pytest.mark.parametrize(("as_many", "owed"), [(True, 0), (False, 1)])
+async def test_after_a_reply_that_is_not_known_a_reply_may_be_another_one_after_as_many_messages(as_many, owed):
+    """An edit may have made one message of the other."""
+    talk, hurry = Judged(), Entry({"role": "user", "content": "Hurry."})
+    own = Entry({"role": "assistant", "content": "I see."})
+    await talk.ask({"content": "I look, and then I look again."}, Entry(ASK), *([own] if as_many else []), Entry(ASK))
+    done = await talk.ask({"content": "I look, and then I look again."}, hurry)
+    talk.tally.counts.clear()
+    await talk.ask({"content": "Yes."}, hurry, own, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
 @pytest.mark.parametrize(("handle_of", "owed"), [(0, 1), (1, 0)])
 async def test_the_position_does_not_count_behind_a_reply_with_the_handle_of_another_one(handle_of, owed):
     """Before, it had come back without a handle; now it is the other one, which can be in one place only."""
