@@ -458,12 +458,13 @@ class Oracle:
                 self._find("missed", f"message {place} is turn {entry.turn} by {evidence}; {plan.match}: {plan.reason}")
 
     def _certain(self, entries: Sequence[Entry], place: int, supplied: dict[int, int]) -> int | None:
-        """The turn whose reply is at a place; `None` if two turns have these tokens, so that it is unknown which."""
+        """The turn whose reply is at a place; `None` if two turns have these tokens and no handle shows which it is."""
         given = supplied.get(place)
         if given is None:
             return None
         equal = [said for said in self._fitting(entries, place) if said.completion == self.turns[given].completion]
-        return given if len(equal) == 1 else None
+        named = bool(entries[place].handle) and entries[place].handle == self.turns[given].handle
+        return given if named or len(equal) == 1 else None
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
