@@ -840,6 +840,18 @@ def test_a_copy_before_a_reply_that_is_in_doubt_is_in_doubt_as_well():
     assert index.match(S1, U2, OK, U2, OK, U3).anchors == ()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_after_a_reply_that_is_not_known_a_turn_sampled_after_as_many_messages_may_be_the_reply(known):
+    """Its message may have been written otherwise, and be that of another turn now, which was sampled later."""
+    index, yes = _Index(), Message("assistant", "Yes")
+    before = index.add(_turn("a", yes), U1)
+    one = index.add(_turn("b", OK), U3, U3, U3, U2)
+    assert index.match(U1, yes, U2, OK, U3).anchors == ((3, Hit(one)),)
+    index.add(_turn("c", OK), U3, Message("assistant", "No"), U1)
+    first, place = ((U1, yes), before) if known else ((U3, Message("assistant", "No")), None)
+    assert index.match(*first, U2, OK, U3)[2::2][:2] == (place, ((3, Hit(one)),) if known else ())
+
+
 def test_a_turn_with_other_tokens_does_not_make_up_for_two_places_of_one():
     """Either place may be the turn that followed the reply before the second one. The other turn with its words is in one of them."""
     index, yes, no = _Index(), Message("assistant", "Yes"), Message("assistant", "No")

@@ -21,6 +21,10 @@ from tokencache.proxy.sampled_text import text_after
         (["One", " STOP"], "One", "STOP", None),  # a blank was not served
         (["a", ">>"], "a", ">", ">>"),
         ([">", ">>"], ">", ">", None),  # either bracket may be the stop string
+        (["One", "<call>", "One"], "One", "", None),  # a call was cut off, and nothing of it served
+        (["One", "<call>", "One", "STOP"], "One", "STOP", None),
+        (["<think>One</think>", "One", "STOP"], "One", "STOP", "STOP"),
+        (["<think>One</think>", "One"], "One", "", ""),
         (["STOP"], "", "STOP", "STOP"),
         ([], "One", "", None),
     ],
@@ -29,4 +33,5 @@ async def test_where_the_served_text_ends(tokens, served, stop, after):
     async def read(packed):
         return "".join(tokens[token] for token in ids.unpack(packed))
 
-    assert await text_after(served, stop, ids.pack(range(len(tokens))), read) == after
+    thought = "One" if tokens[:1] == ["<think>One</think>"] else ""
+    assert await text_after(served, stop, ids.pack(range(len(tokens))), read, thought=thought) == after

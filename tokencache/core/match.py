@@ -324,7 +324,12 @@ class _Surroundings(NamedTuple):
         return self.last.id == owner if recorded == reply_place else None
 
     def led_to(self, turns: Iterable[Turn]) -> bool:
-        """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed."""
+        """Whether one of these turns was sampled after the preceding reply and as many messages; what they say may have changed.
+
+        If the turn of that reply is not known, as many messages since the beginning count.
+        """
+        if self.last is None and self.conversation.first_places["assistant"] < self.place:
+            return any(turn.messages == self.place for turn in turns)
         return any(self.follows(turn, at_least=True) for turn in turns)
 
     def narrow(self, candidates: tuple[_Found, ...]) -> tuple[_Found, ...]:

@@ -9,6 +9,7 @@ from functools import partial
 
 from tokencache.core import ids
 from tokencache.core.added_text import AddedText, stop_string
+from tokencache.core.messages import BLANK
 from tokencache.core.splice import without_stop_id
 from tokencache.core.turn import Turn
 from tokencache.proxy.plan import PlanningContext
@@ -38,30 +39,34 @@ async def sampled_after(context: PlanningContext, turn: Turn) -> str | None:
         return None
     prefix = (await context.prefixes.get(context.session, turn.id)).prefix
     body = without_stop_id(ids.tail(prefix.ids, turn.prompt_tokens), model.stop_ids)
-    return await text_after(turn.served_text, stop_string(turn.stop_reason), body, partial(model.renderer.read, context.call.model))
+    read = partial(model.renderer.read, context.call.model)
+    return await text_after(turn.served_text, stop_string(turn.stop_reason), body, read, thought=(turn.served.reasoning or "").strip(BLANK))
 
 
-async def text_after(served: str, stop: str, body: bytes, read: Callable[[bytes], Awaitable[str]]) -> str | None:
+async def text_after(served: str, stop: str, body: bytes, read: Callable[[bytes], Awaitable[str]], *, thought: str = "") -> str | None:
     """Return the text that a reply's ids have after the served text; `None` if that is not certain.
 
     Without a stop string, the decoded ids must end with the served text. With one, the served text and the stop string must follow each
-    other directly, and the last token must complete the stop string.
+    other directly, and the last token must complete the stop string. After the thinking, the served text must not be there before: a call
+    that was cut off, of which nothing was served, may end like it ("OK" and a call of "LOOK").
 
     Args:
         served: the served text, as it was sent.
         stop: the stop string that ended the reply; `""` if none did.
         body: the packed ids of the reply, without a stop id at their end.
         read: decodes packed ids to text.
+        thought: the reasoning that was served in a member of its own.
 
     Raises:
         RenderError: the engine cannot decode its ids.
     """
     whole = await read(body) if body else ""
+    first_end = whole.find(served, whole.find(thought) + len(thought) if thought in whole else 0) + len(served)
     if not stop:
-        return "" if whole.endswith(served) else None
+        return "" if whole.endswith(served) and (first_end == len(whole) or not served) else None
     before = (await read(ids.head(body, ids.count(body) - 1))).rstrip("\ufffd") if ids.count(body) > 1 else ""  # an incomplete character
     if not whole.startswith(before):
         return None
     ends = range(max(len(before) + 1, len(served) + len(stop)), len(whole) + 1)
-    found = [end for end in ends if whole.endswith(served + stop, 0, end)]
-    return whole[found[0] - len(stop) :] if len(found) == 1 else None
+    found = [end - len(stop) for end in ends if whole.endswith(served + stop, 0, end)]
+    return whole[found[0] :] if len(found) == 1 and (first_end == found[0] or not served) else None

@@ -458,12 +458,13 @@ class Oracle:
                 self._find("missed", f"message {place} is turn {entry.turn} by {evidence}; {plan.match}: {plan.reason}")
 
     def _certain(self, entries: Sequence[Entry], place: int, supplied: dict[int, int]) -> int | None:
-        """The turn whose reply is at a place; `None` if two turns have these tokens, so that it is unknown which."""
+        """The turn whose reply is at a place; `None` if two turns have these tokens and no handle shows which it is."""
         given = supplied.get(place)
         if given is None:
             return None
         equal = [said for said in self._fitting(entries, place) if said.completion == self.turns[given].completion]
-        return given if len(equal) == 1 else None
+        named = bool(entries[place].handle) and entries[place].handle == self.turns[given].handle
+        return given if named or len(equal) == 1 else None
 
     def _settled(self, plan: Any, entries: Sequence[Entry], scope: str) -> int:
         """How many messages precede the reply that the call continues in its own context: they were counted with that turn.
@@ -526,6 +527,8 @@ class Oracle:
         since = _since(entries[:place])
         there = [said for said in self.turns.values() if said.last is not None and said.last == previous]
         there = [said for said in there if len(_since(said.entries)) == len(since)]
+        if previous is None and len(since) < place:  # the reply before is not known: as many messages since the beginning count
+            there = [said for said in self.turns.values() if len(said.entries) == place]
         if (
             self._may_be_cut(entry, [*self.turns.values()], own)
             or self._may_be_understood(entry, after_same, own)

@@ -537,6 +537,38 @@ async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_a
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
+@pytest.mark.parametrize(("as_many", "owed"), [(True, 0), (False, 1)])
+async def test_after_a_reply_that_is_not_known_a_reply_may_be_another_one_after_as_many_messages(as_many, owed):
+    """An edit may have made one message of the other."""
+    talk, hurry = Judged(), Entry({"role": "user", "content": "Hurry."})
+    own = Entry({"role": "assistant", "content": "I see."})
+    await talk.ask({"content": "I look, and then I look again."}, Entry(ASK), *([own] if as_many else []), Entry(ASK))
+    done = await talk.ask({"content": "I look, and then I look again."}, hurry)
+    talk.tally.counts.clear()
+    await talk.ask({"content": "Yes."}, hurry, own, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("again", "owed"), [(True, 1), (False, 2)])
+async def test_a_handle_shows_which_of_two_turns_with_the_same_tokens_a_reply_follows(again, owed):
+    """So that the next one may be another reply that followed it, after another message."""
+    stack, tally, hurry = Stack("Qwen2.5", seed=3), Tally(), Entry({"role": "user", "content": "Hurry."})
+    oracle, system = Oracle(stack, 0, tally), Entry({"role": "system", "content": "Answer."})
+
+    async def ask(text, *entries):
+        called = await stack.call("s", dialects.write("responses", entries, [], {}), {"content": text}, dialect="responses")
+        message, handle = dialects.served("responses", called.answer)
+        return Entry(message, oracle.judge(called, entries, scope="", handle=called.handle), handle=handle)
+
+    first, _ = await ask(".", Entry(ASK)), await ask(".", Entry(ASK))
+    if again:
+        await ask("I look, and then I look again.", Entry(ASK), first, Entry(ASK))
+    done = await ask("I look, and then I look again.", hurry)
+    tally.counts.clear()
+    await ask("Yes.", system, Entry(ASK), first, hurry, replace(done, handle=""), Entry(ASK))
+    assert (tally.counts["owed"], tally.counts["missed"]) == (owed, 0)
+
+
 @pytest.mark.parametrize(("handle_of", "owed"), [(0, 1), (1, 0)])
 async def test_the_position_does_not_count_behind_a_reply_with_the_handle_of_another_one(handle_of, owed):
     """Before, it had come back without a handle; now it is the other one, which can be in one place only."""
