@@ -45,12 +45,21 @@ def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = fro
     return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in left_out])
 
 
+_ADDRESS = re.compile(r"(?<![\w.-])(https?://)?(\[[0-9A-Fa-f:.]++\]|[\w.-]++)(?::(\d{1,5}+))?(?!\w)(?=(/?))", re.IGNORECASE)
+
+
 def without_address(text: str, engine: URL) -> str:
     """Return a text of an engine, such as a header or an error, without the engine's address.
 
     `http://10.0.0.3:8000/v1` becomes `/v1`, so that a link leads to the same path at the proxy. An address alone becomes `engine`.
     """
-    host, port = re.escape(engine.host_subcomponent or ""), engine.port
-    default = "?" if engine.is_default_port() else ""
-    link, alone = rf"https?://{host}(?::{port}){default}(?=(/)|(?![\w:-]|\.\w))", rf"{host}:{port}(?!\w)"
-    return re.sub(rf"(?i)(?<![\w.-])(?:{link}|{alone})", lambda found: "" if found[1] else "engine", text)
+    ours, ports = (engine.host_subcomponent or "").lower(), {str(engine.port), *([None] if engine.is_default_port() else [])}
+
+    def replaced(found: re.Match[str]) -> str:
+        scheme, host, port, slash = found.groups()
+        bare = host.rstrip(".")  # the end of a sentence
+        if bare.lower() != ours or port not in ports or not (scheme or port):
+            return found[0]
+        return ("" if scheme and slash else "engine") + host[len(bare) :]
+
+    return _ADDRESS.sub(replaced, text)
