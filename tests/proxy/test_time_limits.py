@@ -126,6 +126,7 @@ async def test_a_call_in_flight_at_the_deadline_ends_normally(rig):
         ({"silent_for": -1}, "silent_for"),
         ({"silentfor": 1}, "did you mean 'silent_for'"),
     ],
+    ids=["passed", "0", "negative", "text", "silent 0", "silent negative", "misspelled"],
 )
 async def test_impossible_limits_are_refused_by_name(rig, limits, words):
     status, _, message = await refused(rig, "POST", SESSIONS, {"session": "s", **limits})

@@ -407,11 +407,11 @@ def keep(*_args, **_more):
     ("where", "wrong", "found"),
     [
         (
-            "tokencache.dialects.chat.request.settle",
+            "tokencache.dialects.chat.request.normalize",
             keep,
             {"limits", "one call", "add_special_tokens", "sampling.temperature", "rest.max_tokens"},
         ),
-        ("tokencache.dialects.text_completions.settle", keep, {"sampling.temperature", "sampling.max_tokens"}),
+        ("tokencache.dialects.text_completions.normalize", keep, {"sampling.temperature", "sampling.max_tokens"}),
         ("tokencache.dialects.text_completions._number_of_prompts", lambda _fields: 1, {"choices"}),
         ("tokencache.dialects.chat.rendering.value_of", bytes, {"no tools shown"}),
         ("tokencache.dialects.chat.vocabulary._MEDIA_MEMBERS", frozenset(), {"media"}),
