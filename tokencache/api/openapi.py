@@ -152,7 +152,7 @@ def _parameters(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
 
 _RECENT = Parameter(
     "recent",
-    "Whether the answer may be a second old, or 20 times as long as listing all sessions takes: for who asks regularly.",
+    "Whether the answer may be a second old, or 20 times as old as listing all sessions takes. Use it to ask regularly.",
     {"type": "boolean", "default": False},
 )
 
