@@ -295,6 +295,15 @@ async def test_the_position_does_not_choose_between_two_turns_in_it(written, ear
 END, NEXT = "<|im_end|>", "\n<|im_start|>user\nLook.<|im_end|>\n<|im_start|>assistant\n"
 
 
+def plan_next(stack, plan):
+    """Let the proxy use this plan for the calls that follow."""
+
+    async def planned(*_):
+        return plan, await stack.model()
+
+    stack._planner = SimpleNamespace(plan=planned)
+
+
 class Spliced:
     """A conversation whose prompts a test writes: each continues the reply before it with the text that the test gives."""
 
@@ -317,11 +326,7 @@ class Spliced:
                 parent=before.turn.id,
                 basis=Basis(before.turn, ids.count(prefix)),
             )
-
-            async def planned(*_):
-                return plan, await self.stack.model()
-
-            self.stack._planner = SimpleNamespace(plan=planned)
+            plan_next(self.stack, plan)
         called = await self.stack.call("s", dialects.write("chat", entries, [], {}, limits), reply)
         number = self.oracle.judge(called, tuple(entries), scope="", owing=False)
         self.before = called
@@ -663,10 +668,7 @@ async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reaso
     oracle = Oracle(stack, 0, tally)
 
     async def ask(reason, text, *entries, after=None):
-        async def planned(*_):
-            return Plan(match="plain", reason=reason, basis=Basis(after)), await stack.model()
-
-        stack._planner = SimpleNamespace(plan=planned)
+        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis(after)))
         called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
         number = oracle.judge(called, entries, scope="")
         return called.turn, Entry(dialects.served("chat", called.answer)[0], number)
@@ -689,10 +691,7 @@ async def test_before_a_reply_without_its_stop_string_no_reply_is_owed_twice(sai
     oracle = Oracle(stack, 0, tally)
 
     async def ask(reason, text, *entries, after=None):
-        async def planned(*_):
-            return Plan(match="plain", reason=reason, basis=Basis(after)), await stack.model()
-
-        stack._planner = SimpleNamespace(plan=planned)
+        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis(after)))
         called = await stack.call("s", dialects.write("chat", entries, [], {}, {"stop": ["</search>"]}), {"content": text})
         return called.turn, Entry(dialects.served("chat", called.answer)[0], oracle.judge(called, entries, scope=""))
 
