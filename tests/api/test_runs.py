@@ -151,7 +151,7 @@ async def test_metrics_say_who_waits_and_how_full_the_store_is(rig):
     await play(rig, "a", group="g", reward=1.0)
     await play(rig, "b", group="g")
     await call(rig, "POST", f"{V1}/queue/take", {"consumer": "c", "group_size": 3, "wait": 0.05})
-    rig.proxy._gauges._expires = 0.0
+    rig.proxy._gauges._state._expires = 0.0
     assert await value("tokencache_call_seconds_count") == calls + 2
     assert await value("tokencache_waited_seconds_total", who="trainers") >= waited + 0.05
     assert await value("tokencache_queue_sessions", state="ready") == 1

@@ -11,7 +11,7 @@ from tests.trajectories.test_links import delegated
 from tokencache.client import Trajectory
 from tokencache.commands.show import tree_lines
 from tokencache.core.incidents import IncidentKind
-from tokencache.trajectories.changes import changes
+from tokencache.trajectories.changes import Comparisons
 from tokencache.trajectories.formats.native import native
 from tokencache.trajectories.rollout import rollout
 
@@ -21,7 +21,7 @@ def shown(made, *, width=100, unfold=False, terminal=False):
     output = io.StringIO()
     console = Console(file=output, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
     turns = sorted((span.turn for sequence in made.sequences for span in sequence.turns), key=lambda turn: int(turn.id[1:]))
-    for line in tree_lines(rollout, changes(turns, made.contexts), unfold=unfold):
+    for line in tree_lines(rollout, Comparisons(turns, made.contexts).all(), unfold=unfold):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
     return output.getvalue()
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.trajectories.rollouts import TOOLS, Talk, result, system, user
 from tokencache.core.context import whole_contexts
-from tokencache.trajectories.changes import changes
+from tokencache.trajectories.changes import Comparisons
 
 CLOCK, LATER = system("You are careful. It is 13:40:01 in Oslo."), system("You are careful. It is 13:41:07 in Oslo.")
 CALL = [("call_1a2b3c4d", "bash", '{"cmd": "ls -la", "timeout": 5}')]
@@ -13,7 +13,7 @@ CALL = [("call_1a2b3c4d", "bash", '{"cmd": "ls -la", "timeout": 5}')]
 def said(talk, turn=-1):
     """The sentence about a turn."""
     records = talk.records()
-    return str(changes(records.turns, whole_contexts(records.turns, records.contexts))[turn])
+    return str(Comparisons(records.turns, whole_contexts(records.turns, records.contexts)).all()[turn])
 
 
 def started(served="Here is the first of many answers.", **more):

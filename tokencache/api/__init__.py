@@ -7,7 +7,8 @@
 `listing`       lists sessions with filters, a page at a time; `summaries` all of them in one line each, for viewers
 `runs`          handlers for the figures of runs
 `queue`         delivers finished sessions to consumers
-`gauges`        the state of the queue and the store for those who ask regularly
+`gauges`        the state of the queue and the store, as metrics and for viewers
+`kept`          keeps what is costly to read, for those who ask regularly
 `demand`        what consumers could take from it, from what they asked for
 `media`         handlers for the images and other media of a session
 `weights`       handlers for the weights of the engines

@@ -1,7 +1,7 @@
 """Lists all sessions in one line each (`trajectories.summaries`), for the viewer and for the figures of runs.
 
 A store lists sessions in no order, and there may be tens of thousands. So all readers share one listing, and listing pauses regularly so
-that calls can proceed. Who looks regularly accepts a listing that is a little old, so that looking costs at most a twentieth of the time.
+that calls can proceed. Those who look regularly accept one that is a little old (`kept`).
 """
 
 import asyncio
@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tokencache.api.kept import Kept
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import Outcome, OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
-from tokencache.trajectories.reports import tag_of
+from tokencache.trajectories.reports import tags_of
 from tokencache.trajectories.summaries import SESSION_STATES, SessionSummary, summarize
 
-_RECENT_SECONDS = 1.0
-_KEPT_FACTOR = 20
-"""A listing is recent for this many times its own duration."""
 _PAUSE_EVERY = 200
 _WAYS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _NONE = "none"
@@ -56,7 +54,7 @@ class Filter(NamedTuple):
             raise HarnessError(f"incident {self.incident[:80]!r} is not one of: {', '.join(IncidentKind)}", param="incident")
         numbers = {name: number_test(name, text) for name in ("reward", "turns", "tokens") if (text := getattr(self, name))}
         same = {name: text for name in ("group", "harness", "model", "outcome", "version") if (text := getattr(self, name))}
-        tags = {tag for tag in (self.tag, tag_of(self.run) if self.run else "") if tag}
+        tags = tags_of(self.run, self.tag)
         part = self.contains.lower()
 
         def matches(one: SessionSummary) -> bool:
@@ -111,13 +109,17 @@ def _number(text: str) -> float | None:
 
 
 class SessionList:
-    """Lists sessions and limits how often it reads the store."""
+    """Lists sessions and limits how often it reads the store.
+
+    Attributes:
+        recent: returns all sessions, the last used first, as they were a little while ago (`Kept.recent`). Raises `StoreError`.
+        now: returns them as they are now.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._lock = asyncio.Lock()
-        self._listing: list[SessionSummary] = []
-        self._expires = 0.0
+        kept = Kept(self._read)
+        self.recent, self.now = kept.recent, kept.now
 
     async def page(self, wanted: Filter, *, state: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
         """Return one page of the sessions that a filter selects, and how many there are in each state.
@@ -154,37 +156,13 @@ class SessionList:
         """
         return [one for one in await self.recent() if one.group == name]
 
-    async def recent(self) -> list[SessionSummary]:
-        """Return all sessions, the last used first, as they were at most a second ago, or 20 times as long as listing takes.
-
-        Raises:
-            StoreError: the store failed.
-        """
-        async with self._lock:
-            if time.monotonic() >= self._expires:
-                await self._read()
-            return self._listing
-
-    async def now(self) -> list[SessionSummary]:
-        """Return all sessions as they are now.
-
-        Raises:
-            StoreError: the store failed.
-        """
-        async with self._lock:
-            await self._read()
-            return self._listing
-
-    async def _read(self) -> None:
-        began = time.monotonic()
+    async def _read(self) -> list[SessionSummary]:
         listing = []
         async for info in self._ledger.store.sessions():
             listing.append(summarize(info, self._ledger.unsaved(info.id)))
             if not len(listing) % _PAUSE_EVERY:
                 await asyncio.sleep(0)
-        listing.sort(key=lambda one: (-one.used, one.session))
-        ended = time.monotonic()
-        self._listing, self._expires = listing, ended + max(_RECENT_SECONDS, _KEPT_FACTOR * (ended - began))
+        return sorted(listing, key=lambda one: (-one.used, one.session))
 
 
 def _sorted(found: list[SessionSummary], sort: str) -> list[SessionSummary]:

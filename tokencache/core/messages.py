@@ -154,16 +154,14 @@ def context_digest(message: Message) -> bytes:
     """Digest a message of the harness as evidence for the reply that follows it: exactly as written, but without the name of a tool.
 
     A tool result names its call by id. Hermes leaves the name of the tool out when it resumes a session (0.19.0, recorded traffic).
-    For messages read from JSON, use `context_digest_of_json`.
+    Of messages read from JSON, only results of tools need their own (`result_digest_of_json`); for others it is `exact_digest_of_json`.
     """
     return exact_digest(msgspec.structs.replace(message, name=None) if message.role == "tool" else message)
 
 
-def context_digest_of_json(entry: dict[str, Any], exact: bytes) -> bytes:
-    """Digest a decoded chat message of the harness as `context_digest` does; `exact` is its `exact_digest_of_json`."""
-    if entry["role"] != "tool" or "name" not in entry:
-        return exact
-    return exact_digest_of_json({name: value for name, value in entry.items() if name != "name"})
+def result_digest_of_json(entry: dict[str, Any], exact: bytes) -> bytes:
+    """Digest a decoded result of a tool as `context_digest` does; `exact` is its `exact_digest_of_json`."""
+    return exact_digest_of_json({name: value for name, value in entry.items() if name != "name"}) if "name" in entry else exact
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:

@@ -51,11 +51,7 @@ _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` means not set.
-
-    A limit is checked when a call begins, never during a call: a reply that is cut at the limit is no longer a sample of the policy. So
-    calls that are in progress may exceed the limit.
-    """
+    """Limits of one session: calls, sampled tokens, seconds since its first call. 0 means no limit, `None` means not set."""
 
     calls: _Count | None = None
     tokens: _Count | None = None

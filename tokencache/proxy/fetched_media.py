@@ -56,23 +56,7 @@ _WITHOUT_MEDIA = frozenset(
 )
 """Members of a relayed request that are not searched for addresses; those of `messages` are looked for one by one."""
 _TEXTS = frozenset(
-    {
-        *(
-            "text",
-            "content",
-            "input",
-            "prompt",
-            "texts",
-            "query",
-            "queries",
-            "documents",
-            "data_1",
-            "data_2",
-            "text_1",
-            "text_2",
-            "instructions",
-        ),
-    }
+    ("text", "content", "input", "prompt", "texts", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2", "instructions")
 )
 """Members of a relayed request whose value is a text, or a list of texts, if it is not an object (vLLM 0.32)."""
 Raw = msgspec.Raw

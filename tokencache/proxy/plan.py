@@ -109,9 +109,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exact(self) -> ExactPrompt | None:
         """The exact prompt for a driver; `None` if the engine renders."""
-        if self.prefix is None or self.fragment is None or self.last_reply is None:
+        if (prompt := self.prompt) is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(self.prefix + self.tail, self.fragment, self.last_reply, self.basis.media, self.sampled)
+        return ExactPrompt(prompt, self.fragment, self.last_reply, self.basis.media, self.sampled)
 
     def rendered(self, reason: str) -> "Plan":
         """Return the plan of a call that the engine renders in place of this one, for a `reason`."""

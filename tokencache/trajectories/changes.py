@@ -11,12 +11,13 @@ beginning from one that is long: then the equal messages after it are compared t
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tokencache.core.context import Context, Raw
 from tokencache.core.messages import Message, canonical_arguments, digest, exact_digest
+from tokencache.core.rules import function_names
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.trajectories.values import TurnChange
@@ -36,13 +37,8 @@ class ChangedMessage(NamedTuple):
     after: Message | None
 
 
-def changes(turns: Sequence[Turn], contexts: Mapping[str, Context]) -> list[TurnChange]:
-    """Say what changed in each turn's request. Turns are in the order in which they were recorded, contexts are whole (`core.context`)."""
-    return Comparisons(turns, contexts).all()
-
-
 class Comparisons:
-    """Compares the requests of a session's turns; see `changes` for the arguments."""
+    """Compares the requests of a session's turns, in the order in which they were recorded; contexts are whole (`core.context`)."""
 
     def __init__(self, turns: Sequence[Turn], contexts: Mapping[str, Context]) -> None:
         self._turns, self._contexts = turns, contexts
@@ -51,7 +47,7 @@ class Comparisons:
         """Messages and their digests by the `id` of the raw message, which whole contexts share."""
 
     def all(self) -> list[TurnChange]:
-        """Compare all turns."""
+        """Say what changed in each turn's request."""
         children: dict[str, list[Turn]] = {}
         for turn in self._turns:
             children.setdefault(turn.parent or "", []).append(turn)
@@ -146,23 +142,13 @@ def _arguments(turn: Turn, other: Turn, now: Context, then: Context) -> list[str
     """Say what differs beside the messages."""
     found = [] if turn.model == other.model else [f"the model differs: {_sides(other.model, turn.model)}"]
     if now.tools != then.tools:
-        ours, theirs = _tool_names(then), _tool_names(now)
+        ours, theirs = (dict.fromkeys(map(_clipped, function_names(one.tools))) for one in (then, now))
         named = [f"without {name}" for name in ours if name not in theirs]
         named += [f"with {name}" for name in theirs if name not in ours]
         found.append(f"the tools differ: {', '.join(named[:_NAMED]) or 'in their descriptions or order'}")
     arguments = [(one.members | one.kwargs) for one in (then, now)]
     names = [name for name in {**arguments[0], **arguments[1]} if arguments[0].get(name) != arguments[1].get(name)]
     return found + ([f"template arguments differ: {', '.join(map(_clipped, names[:_NAMED]))}"] if names else [])
-
-
-def _tool_names(context: Context) -> dict[str, None]:
-    """Return the names of the tools, in order."""
-    try:
-        tools: Any = msgspec.json.decode(context.tools) if context.tools is not None else []
-    except (ValueError, RecursionError):
-        return {}
-    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    return {_clipped(str(function.get("name"))): None for function in functions if isinstance(function, dict)}
 
 
 def _difference(before: Message | None, after: Message | None) -> str:

@@ -22,6 +22,11 @@ def tag_of(run: str) -> str:
     return RUN_TAG + run
 
 
+def tags_of(run: str, tag: str) -> set[str]:
+    """Return the tags that sessions must have to be of a run and to have a tag, each of which may be empty."""
+    return {one for one in (tag_of(run) if run else "", tag) if one}
+
+
 class RolloutStage(StrEnum):
     """Where a rollout of a run is."""
 

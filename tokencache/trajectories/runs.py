@@ -21,7 +21,7 @@ from tokencache.trajectories.reports import (
     RunMoment,
     RunReport,
     VersionUse,
-    tag_of,
+    tags_of,
 )
 from tokencache.trajectories.summaries import SessionSummary
 from tokencache.trajectories.values import GroupState
@@ -51,7 +51,7 @@ def runs_of(one: SessionSummary) -> list[str]:
 
 def selected(sessions: Iterable[SessionSummary], asked: Asked) -> list[SessionSummary]:
     """Return the sessions of the run and with the tag that are asked for."""
-    wanted = {tag for tag in (tag_of(asked.run) if asked.run else "", asked.tag) if tag}
+    wanted = tags_of(asked.run, asked.tag)
     return [one for one in sessions if wanted <= set(one.tags)]
 
 

@@ -20,7 +20,7 @@ with `register`.
 """
 
 from tokencache.core.rules.apply import Rules, expected_rewritings, explain_call, rewritings, understood_calls
-from tokencache.core.rules.base import RULES, STRICT, Leniency, Part, Rule, ToolNames, register
+from tokencache.core.rules.base import RULES, STRICT, Leniency, Part, Rule, ToolNames, function_names, register
 from tokencache.core.rules.canonical import CANONICAL, DIALECT
 from tokencache.core.rules.harness import HARNESS
 
@@ -34,6 +34,7 @@ __all__ = [
     "ToolNames",
     "expected_rewritings",
     "explain_call",
+    "function_names",
     "register",
     "rewritings",
     "understood_calls",

@@ -86,7 +86,7 @@ class ToolNames:
 
     def __contains__(self, name: object) -> bool:
         if self._names is None:
-            self._names = _names(self._tools)
+            self._names = frozenset(function_names(self._tools))
         return name in self._names
 
 
@@ -112,10 +112,11 @@ STRICT = Leniency()
 """The canonical rules only."""
 
 
-def _names(tools: msgspec.Raw | None) -> frozenset[str]:
+def function_names(tools: msgspec.Raw | None) -> list[str]:
+    """Return the names of the functions in a raw list of tools, in order; none if it cannot be read."""
     try:
         entries: Any = msgspec.json.decode(tools) if tools is not None else None
     except (ValueError, RecursionError):
-        return frozenset()
+        return []
     functions = [entry.get("function") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return frozenset(name for function in functions if isinstance(function, dict) and isinstance(name := function.get("name"), str))
+    return [name for function in functions if isinstance(function, dict) and isinstance(name := function.get("name"), str)]

@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from tokencache.core.media import MediaPart, as_reference, media_identity, media_part
-from tokencache.core.messages import Message, ToolCall, canonical_json, context_digest_of_json, digest, exact_digest_of_json
+from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json, result_digest_of_json
 from tokencache.dialects.json_io import FIELDS, NULL, member, value_of
 from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
 from tokencache.recent import Recent
@@ -112,7 +112,7 @@ def _parsed(written: Any) -> ReadMessage:
         malformed = bool(message.calls) and any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
         return ReadMessage(message, digest(message), exact, malformed, media)
     slim = Message(message.role, answers=message.answers, media=b"1" if message.media else b"")
-    return ReadMessage(slim, context_digest_of_json(entry, exact) if message.role == "tool" else exact, exact, media=media)
+    return ReadMessage(slim, result_digest_of_json(entry, exact) if message.role == "tool" else exact, exact, media=media)
 
 
 def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
