@@ -20,7 +20,7 @@ from tokencache.proxy.request_body import whole_body_of
 
 _SIMILAR, _MISSPELLED = 60, 80
 """Least similarity, in percent, of a name that is suggested, and of a query parameter that is taken for a misspelled one."""
-_AT = re.compile(r"(.*) - at `\$\.((\w+).*)`", re.DOTALL)
+_AT = re.compile(r"(.*) - at `\$\.((\w++)[^`]*)`", re.DOTALL)
 """msgspec's message about an invalid member: what is wrong, its path, and the member of the body that it is in."""
 _FORMLESS = ("Expected `object`", "Object missing")
 """How msgspec's messages begin about a body that is no object or lacks a member."""
