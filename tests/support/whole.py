@@ -25,8 +25,13 @@ def pytest_configure(config):
     os.environ[WHOLE] = config.getoption("whole")
 
 
+def runs_whole(file):
+    """Whether the whole of a file runs: then its test has its largest case only, which contains the smaller ones."""
+    return _within(file, _folders(os.environ.get(WHOLE, "")))
+
+
 def pytest_collection_modifyitems(config, items):
-    folders = [folder.rstrip("/") for folder in config.getoption("whole").split(",") if folder]
+    folders = _folders(config.getoption("whole"))
     marked = {item for item in items if item.get_closest_marker("whole")}
     repeats = marked | _combinations([item for item in items if item not in marked])
     left_out = {item for item in repeats if not _within(item.nodeid, folders)}
@@ -37,6 +42,10 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(config, "workeroutput"):
             config.workeroutput[LEFT_OUT] = len(left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _folders(option):
+    return [folder.rstrip("/") for folder in option.split(",") if folder]
 
 
 def _within(test, folders):

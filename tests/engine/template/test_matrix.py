@@ -13,7 +13,6 @@ from tokencache.engine.template import tails
     "extent",
     [
         pytest.param({"once": True}, id="each shape"),
-        pytest.param({}, id="pairs", marks=pytest.mark.whole),
         pytest.param({"every": True}, id="every system prompt", marks=pytest.mark.whole),
     ],
 )

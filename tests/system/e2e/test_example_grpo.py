@@ -8,10 +8,12 @@ import pytest
 from rig.examples import run_example
 from rig.miniswe import default_venv
 
+from tests.support.whole import runs_whole
+
 pytestmark = pytest.mark.skipif("TOKENCACHE_E2E_NO_MINISWE" in os.environ, reason="mini-swe-agent was not requested")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("count", [16 if runs_whole("tests/system/e2e/test_example_grpo.py") else 2])
 def test_agents_train_on_exact_tokens(trainer_python, tmp_path, figures, count):
     file, plot = tmp_path / "figures.json", tmp_path / "reward.png"
     agents = default_venv().absolute() / "bin/python"
