@@ -45,7 +45,7 @@ NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/syst
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit demo docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit release demo docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ lock: ## update requirements.lock after a change of pyproject.toml; ARGS=--upgra
 
 audit: $(STAMP) ## check requirements.lock for known vulnerabilities; RESULT=FILE writes the result into a file, too
 	$(BIN)/python .ci/audit.py requirements.lock $(if $(RESULT),--result $(RESULT))
+
+release: $(STAMP) ## build wheels and source distributions into dist/, and use them in an empty environment
+	$(BIN)/python .ci/release.py dist
 
 .venv-demo/.installed: pyproject.toml requirements.lock
 	$(environment)
