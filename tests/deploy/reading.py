@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+CHART = "chart"
 MONITORING = DEPLOY / "monitoring"
 KEY = "an-admin-key"
 
@@ -62,9 +63,24 @@ def image_list(word: str) -> list[str]:
     return json.loads(next(arguments for instruction, arguments in final_stage() if instruction == word))
 
 
+def chart(*options: str) -> list[dict[str, Any]]:
+    """The objects that Helm makes of the chart; options such as `--set replicas=1`.
+
+    Raises:
+        ValueError: Helm refuses the values.
+    """
+    command = [Path(sys.executable).with_name("helm"), "template", "tokencache", DEPLOY / CHART, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return list(yaml.safe_load_all(done.stdout))
+
+
 @cache
 def manifests(folder: str) -> list[dict[str, Any]]:
-    """The objects that a kustomization lists as its resources."""
+    """The objects of the chart, or those that a kustomization lists as its resources."""
+    if folder == CHART:
+        return chart()
     listed = yaml.safe_load((DEPLOY / folder / "kustomization.yaml").read_text())["resources"]
     return [thing for name in listed for thing in yaml.safe_load_all((DEPLOY / folder / name).read_text())]
 

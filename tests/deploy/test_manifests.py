@@ -16,14 +16,14 @@ from tokencache.config import Settings
 PREFIX = "TOKENCACHE_"
 WRITING = 15
 """Seconds after the drain timeout: calls that were cut off are recorded."""
-FOLDERS = ("kubernetes/replicas", "kubernetes/sidecar")
+FOLDERS = (reading.CHART, "kubernetes/sidecar")
 PODS = [pytest.param(name, pod, id=name) for folder in FOLDERS for name, pod in reading.pods(folder)]
 OURS = [
     (name, pod, one)
     for folder in FOLDERS
     for name, pod in reading.pods(folder)
     for one in reading.containers(pod)
-    if one["image"] == "tokencache"
+    if one["image"].partition(":")[0] == "tokencache"
 ]
 
 
@@ -40,9 +40,9 @@ def environment_of(container):
     """A container's environment; secrets are `secret`, and `$(NAME)` is a variable defined earlier."""
     declared = dict(reading.image_environment())
     for source in container.get("envFrom", ()):
-        (generated,) = yaml.safe_load((reading.DEPLOY / "kubernetes/replicas/kustomization.yaml").read_text())["configMapGenerator"]
-        assert source == {"configMapRef": {"name": generated["name"]}}
-        declared |= dict(one.split("=", 1) for one in generated["literals"])
+        (options,) = [thing for thing in reading.manifests(reading.CHART) if thing["kind"] == "ConfigMap"]
+        assert source == {"configMapRef": {"name": options["metadata"]["name"]}}
+        declared |= options["data"]
     for one in container.get("env", ()):
         value = one.get("value", "secret")
         declared[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: declared[found[1]], value)
@@ -97,7 +97,7 @@ def test_a_live_pod_is_not_killed_because_of_an_engine(name, pod, container):
 
 
 def test_selectors_match_their_targets():
-    things = reading.manifests("kubernetes/replicas")
+    things = [thing for thing in reading.manifests(reading.CHART) if "spec" in thing]
     labels = {thing["metadata"]["name"]: thing["spec"]["template"]["metadata"]["labels"] for thing in things if "template" in thing["spec"]}
     for thing in things:
         name, spec = thing["metadata"]["name"], thing["spec"]
@@ -111,9 +111,9 @@ def test_selectors_match_their_targets():
 
 
 def test_roles_that_the_policies_admit_exist():
-    policies = [thing for thing in reading.manifests("kubernetes/replicas") if thing["kind"] == "NetworkPolicy"]
+    policies = [thing for thing in reading.manifests(reading.CHART) if thing["kind"] == "NetworkPolicy"]
     assert len(policies) == 3
-    words = re.search(r"`tokencache-role`: ([a-z, ]+)", (reading.DEPLOY / "kubernetes/replicas/network.yaml").read_text())
+    words = re.search(r"`tokencache-role`: ([a-z, ]+)", (reading.DEPLOY / "chart/templates/network.yaml").read_text())
     named = set(words[1].split(", "))
     used = {value for role in yaml_values(policies, "matchExpressions") for value in role[0]["values"]}
     worn = {
@@ -140,15 +140,38 @@ def yaml_values(thing, name):
 
 def test_kustomize_builds_them():
     require("kubectl", shutil.which("kubectl"))
-    for folder in (*FOLDERS, "monitoring"):
+    for folder in ("kubernetes/sidecar", "monitoring"):
         built = subprocess.run(
             ["kubectl", "kustomize", reading.DEPLOY / folder], check=True, capture_output=True, text=True, timeout=PATIENCE
         )
         assert {thing["kind"] for thing in reading.manifests(folder)} <= {thing["kind"] for thing in yaml.safe_load_all(built.stdout)}
 
 
+def test_another_redis_replaces_the_charts_own():
+    things = reading.chart("--set", "redis.url=rediss://:$(REDIS_PASSWORD)@elsewhere:6379/0")
+    assert not [thing for thing in things if "redis" in thing["metadata"]["name"]]
+    (pod,) = [thing["spec"]["template"]["spec"] for thing in things if thing["kind"] == "Deployment"]
+    (store,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "TOKENCACHE_STORE"]
+    assert store == "rediss://:$(REDIS_PASSWORD)@elsewhere:6379/0"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("replica=3", "replica"),
+        ("replicas=0", "replicas"),
+        ("redis.maxmemory=8", "maxmemory"),
+        ("redis.url=memory:", "url"),
+        ("options.UPSTREAM=http://engine", "UPSTREAM"),
+    ],
+)
+def test_the_chart_refuses_a_wrong_value_by_name(value, named):
+    with pytest.raises(ValueError, match=named):
+        reading.chart("--set", value)
+
+
 def test_redis_keeps_its_data():
-    (pod,) = [pod for name, pod in reading.pods("kubernetes/replicas") if name == "tokencache-redis"]
+    (pod,) = [pod for name, pod in reading.pods(reading.CHART) if name == "tokencache-redis"]
     (redis,) = pod["containers"]
     declared = [redis["args"], reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["redis"]["command"]]
     for arguments in declared:
