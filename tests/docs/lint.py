@@ -56,7 +56,7 @@ Problems = Iterator[tuple[str, int, str]]
 def read() -> Files:
     """Read all files that the checks look at."""
     paths = [*ROOT.iterdir(), *itertools.chain.from_iterable((ROOT / folder).rglob("*") for folder in FOLDERS)]
-    paths = [path for path in paths if path.suffix in SUFFIXES or path == reference.DOCS / "openapi.json"]
+    paths = [path for path in paths if path.suffix in SUFFIXES or path.name in {"openapi.json", "llms.txt"}]
     return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(paths) if path.is_file()}
 
 

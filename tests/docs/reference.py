@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import typer
+import yaml
 
 import tokencache
 from tokencache import metrics
@@ -269,9 +270,24 @@ def updated(page: str) -> str:
     return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}{block[3]}" if block[2] in BLOCKS else block[0], page)
 
 
+def llms(files: dict[str, str]) -> str:
+    """The index of the documentation for language models (llmstxt.org): the pages of the site, each with its first sentence."""
+    site = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text())
+    lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
+    for section, pages in (part for entry in site["nav"] for part in entry.items() if isinstance(part[1], list)):
+        lines += ["", f"## {section}", ""]
+        for title, page in (part for entry in pages for part in entry.items()):
+            path = page if isinstance(page, str) else page[0]
+            begin = next(part for part in re.split(r"\n\n+", files[f"docs/{path}"]) if re.match(r"[A-Z`]", part)).replace("\n", " ")
+            sentence = re.match(r".*?(?:\.(?=\s)|[.:]?$)", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", begin))[0].rstrip(":")
+            lines.append(f"- [{title}](docs/{path}): {sentence}")
+    return "\n".join(lines) + "\n"
+
+
 def written(files: dict[str, str]) -> Iterator[tuple[str, str]]:
     """The files that contain something generated, by their paths from the root, each with the text that it should have."""
     yield "docs/openapi.json", json.dumps(document(), indent=1, ensure_ascii=False) + "\n"
+    yield "llms.txt", llms(files)
     for name, text in files.items():
         if name.startswith("docs/") and "<!-- generated: " in text:
             yield name, updated(text)
