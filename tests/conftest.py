@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from tests.support import forked, whole
+from tests.support import compatibility, forked, whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
 
@@ -32,12 +32,16 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "whole: repeats a kind in another combination; runs with --whole only")
     config.addinivalue_line("markers", "no_cover: what it runs is not counted (pytest-cov)")
     config.addinivalue_line("markers", "product: its parameters depend on each other, so each run has every combination of them")
+    config.addinivalue_line("markers", "ran_with: a package that the test runs with, for docs/compatibility.json: trainer='verl'")
     config.pluginmanager.register(whole)
+    config.pluginmanager.register(compatibility)
     if profiles:
         profiles.load()
     config.pluginmanager.register(Limits(config))
     if config.getoption("figures") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Figures())
+    if compatibility.VARIABLE in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(compatibility.Compatibility(os.environ[compatibility.VARIABLE]))
 
 
 @pytest.hookimpl(wrapper=True)

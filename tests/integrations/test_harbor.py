@@ -31,7 +31,7 @@ from tokencache.integrations.harbor import TokencacheAgent, TokencachePlugin, ro
 from tokencache.testing import SimulatedEngine
 
 REPOSITORY = Path(__file__).parents[2]
-pytestmark = needs("tmux", shutil.which("tmux"))
+pytestmark = [needs("tmux", shutil.which("tmux")), pytest.mark.ran_with(trainer="harbor")]
 
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 WRITE = '{"analysis": "naïve",  "plan": "write it", "commands": [{"keystrokes": "echo 42 > answer.txt\\n", "duration": 0.1}]}'

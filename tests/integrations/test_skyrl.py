@@ -35,6 +35,8 @@ from tokencache.integrations.rows import RowsError
 from tokencache.integrations.skyrl import TokencacheGenerator
 from tokencache.testing import SimulatedEngine
 
+pytestmark = pytest.mark.ran_with(trainer="skyrl")
+
 
 def batch_of(*secrets, repetitions=1):
     prompts = [(secret, repetition) for secret in secrets for repetition in range(repetitions)]

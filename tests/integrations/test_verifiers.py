@@ -23,6 +23,8 @@ from tokencache.testing import SimulatedEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 
+pytestmark = pytest.mark.ran_with(trainer="verifiers")
+
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch):

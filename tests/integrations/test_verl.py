@@ -29,6 +29,7 @@ from tokencache.integrations.rows import RowsError
 from tokencache.integrations.verl import FailedRolloutError, TokencacheAgentLoop
 from tokencache.testing import SimulatedEngine
 
+pytestmark = pytest.mark.ran_with(trainer="verl")
 PROMPT, RESPONSE = 64, 512
 
 

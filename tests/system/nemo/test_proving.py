@@ -5,6 +5,7 @@ import pytest
 from tests.system.nemo.gym_rollouts import Rollout, Status, delivered, gym, resolution
 from tokencache.integrations.nemo_gym.proving import PROVEN, ProvingSource, prove
 
+pytestmark = pytest.mark.ran_with(trainer="nemo-gym")
 ROOT, UNRESOLVED = resolution(Status.ROOT), resolution(Status.UNRESOLVED)
 
 

@@ -10,6 +10,8 @@ from tokencache.client import Client, NotFoundError
 
 finish = require_package("nemo_gym", "tokencache.integrations.nemo_gym.results").finish
 
+pytestmark = pytest.mark.ran_with(trainer="nemo-gym")
+
 RESULTS = [
     {"_ng_task_index": 5, "_ng_rollout_index": 0, "reward": 1.0},
     {"_ng_task_index": 5, "_ng_rollout_index": 1, "reward": 0.0, "_ng_attempt_index": 0},

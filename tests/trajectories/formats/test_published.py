@@ -40,6 +40,13 @@ FAILED = msgspec.structs.replace(ROLLOUTS["linear"], outcome=Outcome("sandbox", 
 SHAPES = {**ROLLOUTS, "failed": FAILED}
 
 
+@pytest.fixture(autouse=True)
+def _of_its_version(request, record_property):
+    package = request.function.__name__.split("_")[1]
+    (wheel,) = Path(WHEELS).glob(f"{package}-*.whl")
+    record_property("trainer", " ".join(wheel.name.split("-")[:2]))
+
+
 def source(package, path):
     (wheel,) = Path(WHEELS).glob(f"{package}-*.whl")
     return zipfile.ZipFile(wheel).read(path).decode()

@@ -106,6 +106,13 @@ async def test_directly_hardly_any_turn_extends_the_previous_one(engine, tokeniz
     assert done < of / 2
 
 
+@pytest.fixture
+def _of_its_version(name, record_property):
+    program = find_program(name)
+    record_property("harness", f"{program.adapter.title} {program.version}")
+
+
+@pytest.mark.usefixtures("_of_its_version")
 @pytest.mark.parametrize("name", EXPECTED)
 async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_path, figures):
     program, expected = find_program(name), EXPECTED[name]
