@@ -45,7 +45,7 @@ NEMO_GYM_TESTS = $(NEMO_GYM_VENV)/bin/python -m pytest $(E2E_OPTIONS) tests/syst
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock audit release demo docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
+.PHONY: help install lock audit release demo notebook docs lint lint-deploy check test test-all fast-tests usual-tests coverage e2e e2e-install e2e-engine e2e-nemo e2e-harnesses e2e-versions consumers integrations chaos fuzz adversary bench bench-quick bench-engine bench-others clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -85,6 +85,14 @@ release: $(STAMP) ## build wheels and source distributions into dist/, and use t
 
 demo: $(DEMO_VENV)/.installed ## run one agent directly and through the proxy, on a simulated engine: seconds, no GPU
 	@$(DEMO_VENV)/bin/tokencache demo $(ARGS)
+
+.venv-notebook/.installed: pyproject.toml requirements.lock
+	$(environment)
+	.venv-notebook/bin/uv pip install --python .venv-notebook/bin/python -q --constraint requirements.lock -e '.[plot,testing]' nbconvert ipykernel
+	@touch $@
+
+notebook: .venv-notebook/.installed ## run examples/notebook, which plots what text loses; half a minute
+	PATH="$(abspath .venv-notebook/bin):$$PATH" .venv-notebook/bin/jupyter nbconvert --to notebook --execute --inplace examples/notebook/exact_tokens.ipynb
 
 lint: docs ## run ruff, its formatter, mypy, the import contracts, and the checks of the documentation
 	$(BIN)/ruff check
