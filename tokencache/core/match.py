@@ -208,20 +208,17 @@ def _claimed_by_others(finder: "_Finder", claims: Sequence[_Claim], others: Coll
     A harness that has the same message twice copied it, and may have changed either. Nothing shows that the second one is the model's. But
     the whole reply, with its handle or an id that looks random, is not the copy of a changed one.
     """
-    conversation = finder.conversation
     names: dict[str, set[int]] = {}
     for i in others:
         for name in finder.names(i):
             names.setdefault(name, set()).add(i)
-    words = {(reply_key(conversation.digests[i], conversation.model_key), finder.message_before(i)) for i in others}
 
     def may_be_another(claim: _Claim, found: _Found) -> bool:
         turn, unnamed = found.hit.turn, claim.after_message or claim.in_order
         places = {i for name in _names(turn) for i in names.get(name, ())}
         if not unnamed:
             return bool(places) and (found.verdict.kind == "rewritten" or any(finder.is_whole(i, turn) for i in places))
-        by_tokens = any(returned.names(turn) for i in others if (returned := finder.echoed.get(i)) is not None)
-        return bool(places) or by_tokens or (_served_key(turn, conversation), _message_before(turn)) in words
+        return bool(places) or any(finder.may_be_changed(i, turn) for i in others)
 
     return {found.hit.turn.id for claim in claims for found in claim.candidates if may_be_another(claim, found)}
 
@@ -414,8 +411,23 @@ class _Finder(NamedTuple):
 
     def is_whole(self, i: int, turn: Turn) -> bool:
         """Whether a message is a turn's reply as it was served, apart from canonical rules; those that are switched off count, too."""
-        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
-        return judge(turn.served, self.conversation.messages[i], leniency).kind in {"same", "equivalent"}
+        return judge(turn.served, self.conversation.messages[i], self.any_rule).kind in {"same", "equivalent"}
+
+    @property
+    def any_rule(self) -> Leniency:
+        """The rules of the session, with those that are switched off."""
+        return msgspec.structs.replace(self.leniency, off=frozenset())
+
+    def may_be_changed(self, i: int, turn: Turn) -> bool:
+        """Whether a message that is not recognized may be a turn's reply which the harness changed.
+
+        It is in the reply's position, has its token ids, or follows the same message and is what a harness makes of the reply.
+        """
+        returned, echoed = self.echoed.get(i), self.conversation.messages[i]
+        if self.conversation.chain[i] == turn.position_key or (returned is not None and returned.names(turn)):
+            return True
+        after_same = self.message_before(i) == _message_before(turn)
+        return after_same and (self.conversation.digests[i] == digest(turn.served) or bool(judge(turn.served, echoed, self.any_rule).rules))
 
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.
@@ -509,8 +521,7 @@ class _Finder(NamedTuple):
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
         others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
         others = [turn for turn in others if not self._has_other_handle(i, turn) and not _is_beginning_alone(turn)]
-        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
-        return any(judge_echo(turn, self.conversation.messages[i], leniency).rules for turn in others)
+        return any(judge_echo(turn, self.conversation.messages[i], self.any_rule).rules for turn in others)
 
     def _may_have_words(self, i: int, restored: Turn) -> bool:
         """Whether a reply with its stop string may be another one with the same text, to which the harness added that string."""
