@@ -729,6 +729,19 @@ def test_a_reply_known_by_the_message_before_it_may_be_another_one_after_that_me
         assert (found.anchors, found.reason) == (((), "ambiguous-reply") if doubtful else (((2, Hit(one)),), "context-edited"))
 
 
+def test_a_message_edited_into_another_ones_may_precede_a_reply_that_no_key_finds():
+    """The harness added words to the reply, or changed its call in two ways. Another agent said just this, after the edited message."""
+    words, yes = Message("assistant", "Yes. So it is."), Message("assistant", "Yes.")
+    called, bash = _calling("functions.bash:0", "Bash", text="I look."), _calling("functions.bash:7")
+    for said, other, sent in ((words, yes, words), (bash, called, _calling("n1"))):
+        index = _Index(Leniency(tools=("bash",)))
+        one, before = index.add(_turn("a", said), S1, U1), index.add(_turn("b", OK), U3)
+        assert index.match(U3, OK, U1, sent, U2).anchors == ((3, Hit(one)),)
+        index.add(_turn("c", other), U3, OK, U2, parent=before)
+        found = index.match(U3, OK, U1, sent, U2)
+        assert (found.parent, found.anchors, found.reason) == (before, (), "ambiguous-reply")
+
+
 @pytest.mark.parametrize(("rest", "in_doubt"), [("", False), ("\n", True)])
 def test_a_reply_is_not_its_own_beginning_that_the_client_wrote_otherwise(rest, in_doubt):
     """The client asked for the rest of the reply, and there was none: that call has no reply that could come back."""

@@ -138,7 +138,7 @@ def match(
         return Match("root")
     # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
     # They also show whether other turns were sampled after the same message.
-    if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message for claim in claims):
+    if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message or claim.in_order for claim in claims):
         return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
     return _result(finder, list(reversed(claims)), parent)
 
@@ -156,8 +156,7 @@ class _Claim(NamedTuple):
     """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
     With `in_order`, only candidates that were sampled after the preceding reply count. With `after_message`, the message before the reply
-    is the only evidence. `rivals` are other turns that the harness may have sent back so: if one of them was sampled after the preceding
-    reply, and its message was edited, the reply is in doubt.
+    is the only evidence. Then another turn that was sampled after the preceding reply may be a rival (`_Finder.has_rival`).
     """
 
     place: int
@@ -165,7 +164,6 @@ class _Claim(NamedTuple):
     reason: str = ""
     in_order: bool = False
     after_message: bool = False
-    rivals: tuple[Turn, ...] = ()
 
 
 _OTHER_HANDLE = Verdict("foreign", ids_kept=False, supplied=False)
@@ -278,7 +276,8 @@ def _narrow_claims(
             candidates = tuple(found for found in candidates if here.follows(found.hit.turn, at_least=True))
         candidates = here.narrow(candidates) if len(candidates) > 1 else candidates
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
-        is_certain = is_certain and not (here.led_to(claim.rivals) and (claim.in_order or not here.led_to(_turns(candidates))))
+        if is_certain and (claim.in_order or (claim.after_message and not here.led_to(_turns(candidates)))):
+            is_certain = not finder.has_rival(claim, here)
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
         narrowed[claim.place] = candidates
         if is_certain:
@@ -494,14 +493,14 @@ class _Finder(NamedTuple):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
-        rivals = () if evident else self._rivals(judged, known)
-        rewritten = bool(rivals) and all(found.verdict.kind == "rewritten" for found in known)  # and a rival may have said just this
+        # a rewritten reply may be that of another turn, which said just this
+        rewritten = all(found.verdict.kind == "rewritten" for found in known) and bool(self._rivals(judged, known))
         in_doubt = in_doubt or (bool(after_same) and (rewritten or self._may_be_unfound(i, judged)))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         in_order = not (evident or after_same)
         reason = Reason.FOREIGN_REPLY if in_order else ""
-        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same), rivals=rivals)
+        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same))
 
     def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
         """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
@@ -509,6 +508,19 @@ class _Finder(NamedTuple):
         possible = [found for found in judged if found.verdict.supplied or found.verdict.rules]
         possible = [found for found in possible if found.verdict.ids_kept or not named]
         return tuple(found.hit.turn for found in possible if found.hit.turn.completion_hash not in tokens)
+
+    def has_rival(self, claim: _Claim, here: _Surroundings) -> bool:
+        """Whether a turn with other tokens, which was sampled here, may have come back so: an edit made one message of another before it.
+
+        No key may find that turn: the harness may have added words to its text, or changed its reply in two ways at once.
+        """
+        known = {found.hit.turn.id for found in claim.candidates} | {
+            found.hit.turn.parent for found in claim.candidates if found.hit.turn.begun
+        }
+        others = [turn for turn in self.turns.values() if turn.id not in known and here.led_to([turn])]
+        others = [turn for turn in others if not self._has_other_handle(claim.place, turn)]
+        judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
+        return bool(self._rivals(judged, claim.candidates))
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.

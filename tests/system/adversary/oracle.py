@@ -534,6 +534,7 @@ class Oracle:
             or self._may_be_understood(entry, after_same, own)
             or self._may_have_words(entry, after_same, own)
             or (own not in there and self._may_be_understood(entry, there, own))  # an edit may have made one message of the other
+            or (own not in there and self._may_have_words(entry, there, own))
             or self._may_be_changed(own, entries, place, scope)
         ):
             return ""
