@@ -729,6 +729,19 @@ def test_a_reply_known_by_the_message_before_it_may_be_another_one_after_that_me
         assert (found.anchors, found.reason) == (((), "ambiguous-reply") if doubtful else (((2, Hit(one)),), "context-edited"))
 
 
+def test_a_message_edited_into_another_ones_may_precede_a_reply_that_no_key_finds():
+    """The harness added words to the reply, or changed its call in two ways. Another agent said just this, after the edited message."""
+    words, yes = Message("assistant", "Yes. So it is."), Message("assistant", "Yes.")
+    called, bash = _calling("functions.bash:0", "Bash", text="I look."), _calling("functions.bash:7")
+    for said, other, sent in ((words, yes, words), (bash, called, _calling("n1"))):
+        index = _Index(Leniency(tools=("bash",)))
+        one, before = index.add(_turn("a", said), S1, U1), index.add(_turn("b", OK), U3)
+        assert index.match(U3, OK, U1, sent, U2).anchors == ((3, Hit(one)),)
+        index.add(_turn("c", other), U3, OK, U2, parent=before)
+        found = index.match(U3, OK, U1, sent, U2)
+        assert (found.parent, found.anchors, found.reason) == (before, (), "ambiguous-reply")
+
+
 @pytest.mark.parametrize(("rest", "in_doubt"), [("", False), ("\n", True)])
 def test_a_reply_is_not_its_own_beginning_that_the_client_wrote_otherwise(rest, in_doubt):
     """The client asked for the rest of the reply, and there was none: that call has no reply that could come back."""
@@ -817,18 +830,18 @@ def test_a_reply_that_is_text_in_the_prompt_is_in_no_other_place(said, again):
         assert (found.parent, found.anchors) == (parent, () if copied else ((6, Hit(one)),))
 
 
-@pytest.mark.parametrize("named", ["handle", "token ids", "position", "id", "nothing"])
+@pytest.mark.parametrize("named", ["handle", "token ids", "position", "id", "message before", "nothing"])
 def test_a_reply_that_another_message_is_though_changed_is_not_its_copy(named):
     """The harness changed the reply, so that it is not recognized; another message says just what the model said, or has the same calls."""
-    index = _Index(Leniency(off=frozenset({"whitespace"}), harness_rules=frozenset({"text-dropped"})))
-    said = _calling(C1, text="I look.") if named == "id" else OK
-    one = index.add(msgspec.structs.replace(_turn("a", said), handle="a" * 32), U1)
-    changed, copy = {"id": (_calling(C1, text="No."), _calling(C1)), "position": (Message("assistant", "OK\n"), OK)}.get(
-        named, (Message("assistant", "No."), OK)
-    )
-    handles, echoed = {1: one.handle} if named == "handle" else {}, {1: _ids(one)} if named == "token ids" else {}
-    found = index.match(U1, changed, U1, copy, U2, handles=handles, echoed=echoed)
-    assert found.anchors == (((3, Hit(one)),) if named == "nothing" else ())
+    index = _Index(Leniency(harness_rules=frozenset({"text-dropped"}), tools=("bash",)))
+    one, other = (Message("assistant", None, None, (ToolCall("functions.bash:0", name, "{}"),)) for name in ("Bash", "bash"))
+    said = {"id": _calling(C1, text="I look."), "message before": one}.get(named, OK)
+    turn = index.add(msgspec.structs.replace(_turn("a", said), handle="a" * 32), U1)
+    changed = {"id": _calling(C1, text="No."), "message before": other}.get(named, Message("assistant", "No."))
+    first, copy = () if named == "position" else (S1,), _calling(C1) if named == "id" else said
+    handles, echoed = {2: turn.handle} if named == "handle" else {}, {2: _ids(turn)} if named == "token ids" else {}
+    found = index.match(*first, U1, changed, U1, copy, U2, handles=handles, echoed=echoed)
+    assert found.anchors == (((4, Hit(turn)),) if named == "nothing" else ())
 
 
 def test_a_copy_before_a_reply_that_is_in_doubt_is_in_doubt_as_well():

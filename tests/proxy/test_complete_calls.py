@@ -125,3 +125,29 @@ async def test_codex_executes_the_items_that_arrived_before_the_engine_broke_off
         assert (turns[1]["match"], turns[1]["reason"]) == ("resplice", "interrupted")
         kept = rig.engine.tokenizer.decode(rig.ground_truth("s")[1].prompt_ids)
         assert f"{call('ls  -la')}<|im_end|>\n<|im_start|>user\n<tool_response>\na.txt" in kept
+
+
+async def test_the_blocks_of_a_message_that_were_complete():
+    """The client left while the second call arrived."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        tools = [{"name": "bash", "input_schema": TOOLS[0]["function"]["parameters"]}]
+        body = {"messages": [user("EPISODE:two")], "tools": tools, "max_tokens": 500}
+
+        def enough(events):
+            return sum(event["type"] == "content_block_start" for event in events) == 4
+
+        events = await read_until(rig, "/v1/messages", body, enough)
+        await settled(rig)
+        blocks = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+        for event in events:
+            if event["type"] == "content_block_delta":
+                written = event["delta"].items() - {("type", event["delta"]["type"])}
+                blocks[event["index"]] |= {name: (blocks[event["index"]].get(name) or "") + text for name, text in written}
+        complete = blocks[:3]
+        complete[2]["input"] = json.loads(complete[2].pop("partial_json"))
+        result = {"type": "tool_result", "tool_use_id": complete[2]["id"], "content": "a.txt"}
+        body["messages"] += [{"role": "assistant", "content": complete}, {"role": "user", "content": [result]}]
+        await rig.post("s", "/v1/messages", model="sim", **body)
+        (_, two) = await rig.turns()
+        assert (two["match"], two["reason"]) == ("resplice", "interrupted")
+        assert kept_text(rig)[0] == f"{THOUGHT}Look.\n{call('ls  -la')}"

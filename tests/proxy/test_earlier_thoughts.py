@@ -104,6 +104,21 @@ async def test_a_generation_prompt_with_a_mark_decides():
         assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
 
 
+async def test_a_thought_that_the_client_sends_back_and_the_template_shows():
+    """A direct call's prompt has it, too: its stream has the next thought in the text, and its grammar starts at once."""
+    async with proxied(made(replies=[CALL, CALL, CALL])) as rig:
+        said = {"s": [], None: []}
+        for session, heard in said.items():
+            history = [user("EPISODE:think")]
+            for more in ({}, {}, CHOICE):
+                message = await asked(rig, session, history, tools=TOOLS, **more)
+                heard.append((message["reasoning"], message["content"]))
+                history += [message, *[{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in message["tool_calls"]]]
+        assert said["s"] == said[None]
+        assert said["s"][1] == ("", "<think>\nI call.\n</think>\n\n")
+        assert [(turn["match"], turn["reason"]) for turn in await rig.turns()] == [("root", ""), *[("continue", "")] * 2]
+
+
 async def test_other_engines_stream_as_ever():
     async with proxied(made(reads=False)) as rig:
         history = [user("EPISODE:think")]

@@ -138,7 +138,7 @@ def match(
         return Match("root")
     # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
     # They also show whether other turns were sampled after the same message.
-    if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message for claim in claims):
+    if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message or claim.in_order for claim in claims):
         return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
     return _result(finder, list(reversed(claims)), parent)
 
@@ -156,8 +156,7 @@ class _Claim(NamedTuple):
     """A reply with a changed context: the turns that it may be, or the reason why there are none.
 
     With `in_order`, only candidates that were sampled after the preceding reply count. With `after_message`, the message before the reply
-    is the only evidence. `rivals` are other turns that the harness may have sent back so: if one of them was sampled after the preceding
-    reply, and its message was edited, the reply is in doubt.
+    is the only evidence. Then another turn that was sampled after the preceding reply may be a rival (`_Finder.has_rival`).
     """
 
     place: int
@@ -165,7 +164,6 @@ class _Claim(NamedTuple):
     reason: str = ""
     in_order: bool = False
     after_message: bool = False
-    rivals: tuple[Turn, ...] = ()
 
 
 _OTHER_HANDLE = Verdict("foreign", ids_kept=False, supplied=False)
@@ -208,20 +206,17 @@ def _claimed_by_others(finder: "_Finder", claims: Sequence[_Claim], others: Coll
     A harness that has the same message twice copied it, and may have changed either. Nothing shows that the second one is the model's. But
     the whole reply, with its handle or an id that looks random, is not the copy of a changed one.
     """
-    conversation = finder.conversation
     names: dict[str, set[int]] = {}
     for i in others:
         for name in finder.names(i):
             names.setdefault(name, set()).add(i)
-    words = {(reply_key(conversation.digests[i], conversation.model_key), finder.message_before(i)) for i in others}
 
     def may_be_another(claim: _Claim, found: _Found) -> bool:
         turn, unnamed = found.hit.turn, claim.after_message or claim.in_order
         places = {i for name in _names(turn) for i in names.get(name, ())}
         if not unnamed:
             return bool(places) and (found.verdict.kind == "rewritten" or any(finder.is_whole(i, turn) for i in places))
-        by_tokens = any(returned.names(turn) for i in others if (returned := finder.echoed.get(i)) is not None)
-        return bool(places) or by_tokens or (_served_key(turn, conversation), _message_before(turn)) in words
+        return bool(places) or any(finder.may_be_changed(i, turn) for i in others)
 
     return {found.hit.turn.id for claim in claims for found in claim.candidates if may_be_another(claim, found)}
 
@@ -281,7 +276,8 @@ def _narrow_claims(
             candidates = tuple(found for found in candidates if here.follows(found.hit.turn, at_least=True))
         candidates = here.narrow(candidates) if len(candidates) > 1 else candidates
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
-        is_certain = is_certain and not (here.led_to(claim.rivals) and (claim.in_order or not here.led_to(_turns(candidates))))
+        if is_certain and (claim.in_order or (claim.after_message and not here.led_to(_turns(candidates)))):
+            is_certain = not finder.has_rival(claim, here)
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
         narrowed[claim.place] = candidates
         if is_certain:
@@ -414,8 +410,23 @@ class _Finder(NamedTuple):
 
     def is_whole(self, i: int, turn: Turn) -> bool:
         """Whether a message is a turn's reply as it was served, apart from canonical rules; those that are switched off count, too."""
-        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
-        return judge(turn.served, self.conversation.messages[i], leniency).kind in {"same", "equivalent"}
+        return judge(turn.served, self.conversation.messages[i], self.any_rule).kind in {"same", "equivalent"}
+
+    @property
+    def any_rule(self) -> Leniency:
+        """The rules of the session, with those that are switched off."""
+        return msgspec.structs.replace(self.leniency, off=frozenset())
+
+    def may_be_changed(self, i: int, turn: Turn) -> bool:
+        """Whether a message that is not recognized may be a turn's reply which the harness changed.
+
+        It is in the reply's position, has its token ids, or follows the same message and is what a harness makes of the reply.
+        """
+        returned, echoed = self.echoed.get(i), self.conversation.messages[i]
+        if self.conversation.chain[i] == turn.position_key or (returned is not None and returned.names(turn)):
+            return True
+        after_same = self.message_before(i) == _message_before(turn)
+        return after_same and (self.conversation.digests[i] == digest(turn.served) or bool(judge(turn.served, echoed, self.any_rule).rules))
 
     def _may_be_another(self, i: int, chosen: _Found, others: Sequence[Hit]) -> bool:
         """Whether a harness may have made this reply of another turn in its position, which only the position finds.
@@ -482,14 +493,14 @@ class _Finder(NamedTuple):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
-        rivals = () if evident else self._rivals(judged, known)
-        rewritten = bool(rivals) and all(found.verdict.kind == "rewritten" for found in known)  # and a rival may have said just this
+        # a rewritten reply may be that of another turn, which said just this
+        rewritten = all(found.verdict.kind == "rewritten" for found in known) and bool(self._rivals(judged, known))
         in_doubt = in_doubt or (bool(after_same) and (rewritten or self._may_be_unfound(i, judged)))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
         in_order = not (evident or after_same)
         reason = Reason.FOREIGN_REPLY if in_order else ""
-        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same), rivals=rivals)
+        return _Claim(i, tuple(known), reason, in_order=in_order, after_message=bool(after_same))
 
     def _rivals(self, judged: Sequence[_Found], known: Sequence[_Found]) -> tuple[Turn, ...]:
         """Return the turns with other tokens than the known ones that the harness may have sent back so, by an equally good id."""
@@ -497,6 +508,19 @@ class _Finder(NamedTuple):
         possible = [found for found in judged if found.verdict.supplied or found.verdict.rules]
         possible = [found for found in possible if found.verdict.ids_kept or not named]
         return tuple(found.hit.turn for found in possible if found.hit.turn.completion_hash not in tokens)
+
+    def has_rival(self, claim: _Claim, here: _Surroundings) -> bool:
+        """Whether a turn with other tokens, which was sampled here, may have come back so: an edit made one message of another before it.
+
+        No key may find that turn: the harness may have added words to its text, or changed its reply in two ways at once.
+        """
+        known = {found.hit.turn.id for found in claim.candidates} | {
+            found.hit.turn.parent for found in claim.candidates if found.hit.turn.begun
+        }
+        others = [turn for turn in self.turns.values() if turn.id not in known and here.led_to([turn])]
+        others = [turn for turn in others if not self._has_other_handle(claim.place, turn)]
+        judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
+        return bool(self._rivals(judged, claim.candidates))
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
@@ -509,8 +533,7 @@ class _Finder(NamedTuple):
         found |= {one.hit.turn.parent or "" for one in judged if one.hit.turn.begun}
         others = [turn for turn in self.turns.values() if turn.id not in found and _message_before(turn) == here]
         others = [turn for turn in others if not self._has_other_handle(i, turn) and not _is_beginning_alone(turn)]
-        leniency = msgspec.structs.replace(self.leniency, off=frozenset())
-        return any(judge_echo(turn, self.conversation.messages[i], leniency).rules for turn in others)
+        return any(judge_echo(turn, self.conversation.messages[i], self.any_rule).rules for turn in others)
 
     def _may_have_words(self, i: int, restored: Turn) -> bool:
         """Whether a reply with its stop string may be another one with the same text, to which the harness added that string."""

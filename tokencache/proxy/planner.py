@@ -33,7 +33,7 @@ from tokencache.engine.template.renderer import RenderError, TemplateRefusedErro
 from tokencache.errors import EngineError, HarnessError, passing_cause
 from tokencache.proxy import partial_reply
 from tokencache.proxy.client_ids import ReturnedIds, prove
-from tokencache.proxy.earlier_thoughts import is_unlike
+from tokencache.proxy.earlier_thoughts import as_directly
 from tokencache.proxy.plan import Basis, Plan, PlanningContext
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.resplice import Resplice
@@ -223,10 +223,10 @@ class _Planning:
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
         if reason := self._context.model.driver.cannot_supply(self._context.call, plan.last_reply):
             return Plan(match="plain", reason=reason)
-        changed = (await self._context.model.earlier_thoughts(self._context.call.fields)).changed(prompt, plan.last_reply.end)
-        if changed and is_unlike(self._context.call, changed):
-            return Plan(match="plain", reason=Reason.EARLIER_THOUGHT)
-        return msgspec.structs.replace(plan, changed=changed) if changed else plan
+        call, model = self._context.call, self._context.model
+        thoughts = await model.earlier_thoughts(call.fields)
+        changes = thoughts.changed(prompt, plan.last_reply.end)
+        return await as_directly(plan, plan.last_reply, call, model, thoughts) if changes else plan
 
     # ids that the client sent back
 

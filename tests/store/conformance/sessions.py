@@ -16,7 +16,7 @@ from tests.store.conformance.support import (
     true,
 )
 from tokencache.core.incidents import Incident
-from tokencache.store.base import Binding, EngineEntry, OpenCall, Store
+from tokencache.store.base import LEARNED, Binding, EngineEntry, OpenCall, Store
 
 
 async def check_ping(store: Store) -> None:
@@ -165,13 +165,14 @@ async def check_engines(store: Store) -> None:
     url, other = f"http://{name_of('engine')}:8000", f"http://{name_of('engine')}:8000/p%20q"
     wanted = EngineEntry(url, at=1.5)
     reports = [EngineEntry(url, "draining", 2.0, replica, calls) for replica, calls in (("r1", 3), ("r2", 0))]
-    for entry in (wanted, *reports, EngineEntry(other, "removed", 3.0)):
+    others = [EngineEntry(other, "removed", 3.0), EngineEntry(other, at=2.5, replica=LEARNED, stops=(("m", (5, 151645)),))]
+    for entry in (wanted, *reports, *others):
         await store.put_engine(entry)
-    same(await _engines(store, url, other), {wanted, *reports, EngineEntry(other, "removed", 3.0)}, "entries")
+    same(await _engines(store, url, other), {wanted, *reports, *others}, "entries")
     await store.put_engine(EngineEntry(url, "draining", 4.0))
     await store.drop_engine(url, "r1")
-    await store.drop_engine(other)
-    await store.drop_engine(other)
+    for replica in ("", "", LEARNED):
+        await store.drop_engine(other, replica)
     same(await _engines(store, url, other), {EngineEntry(url, "draining", 4.0), reports[1]}, "replaced and dropped")
     await store.drop_engine(url)
     await store.drop_engine(url, "r2")

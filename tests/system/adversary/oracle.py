@@ -534,6 +534,8 @@ class Oracle:
             or self._may_be_understood(entry, after_same, own)
             or self._may_have_words(entry, after_same, own)
             or (own not in there and self._may_be_understood(entry, there, own))  # an edit may have made one message of the other
+            or (own not in there and self._may_have_words(entry, there, own))
+            or self._may_be_changed(own, entries, place, scope)
         ):
             return ""
         if own in beside and self._alone(own, beside):
@@ -572,6 +574,13 @@ class Oracle:
         if any(entries[i].turn == own.number or tuple(map(bare, call_ids(entries[i].message))) == names for i in others):
             return True  # the same message twice, with the same ids
         return any(own in level for i in others for level in self._levels([own], entries, i, scope))
+
+    @staticmethod
+    def _may_be_changed(own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
+        """Whether another message is in the position of a turn's reply, so that it may be that reply, changed."""
+        n = len(own.entries) - own.continues
+        in_position = n < len(entries) and n != place and entries[n].is_reply
+        return in_position and own.scope == scope and own.loose[:n] == tuple(entry.loose for entry in entries[:n])
 
     def _calls_as_written(self, own: SampledTurn, entries: Sequence[Entry]) -> bool:
         """Whether calls before a turn that count as text only are written as they were.

@@ -32,6 +32,22 @@ async def test_streams(proxied):
     assert [(turn["match"], turn["reason"]) for turn in await turns(proxied, "think")] == [("root", ""), ("continue", "")]
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["text", "grammar"])
+async def test_thoughts_that_a_harness_sends_back(proxied, bound):
+    """The template shows them after the last question, so that they are in a direct call's prompt, too."""
+    said = []
+    for made in (proxied.direct(faithful=True), proxied.harness(f"sent-back{bound}", faithful=True)):
+        made.say("EPISODE:works")
+        for more in ({}, CHOICE if bound else {}):
+            await made.turn(tools=TOOLS, stream=True, **more)
+        said.append([(reply.message.get("reasoning"), reply.message.get("content")) for reply in made.replies])
+    assert said[0] == said[1]
+    reasoning, text = said[0][1]
+    assert reasoning is None
+    assert text in CHOICE["structured_outputs"]["choice"] if bound else text.startswith("<think>")
+    assert [(turn["match"], turn["reason"]) for turn in await turns(proxied, f"sent-back{bound}")] == [("root", ""), ("continue", "")]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_grammar(proxied, stream):
     said = []

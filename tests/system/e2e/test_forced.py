@@ -16,7 +16,14 @@ CALLS = "<think>\nx\n</think>\n\n" + "\n".join(
     for command in ("ls", "printf 12345678901234567890 && echo a long tail that is cut off somewhere")
 )
 TALKS = ["<think>\nSkinny first.\n</think>\n\nOne. ", "<think>\nInvisible second.\n</think>\n\nTwo. "]
-EPISODES = {"talks": TALKS, "thinks": [THOUGHT], "brief": ["<think>\nOk.\n</think>\n\nDone."], "calls": [CALLS]}
+WORK = "<think>\nInvisible.\n</think>\n\n<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n</function>\n</tool_call>"
+EPISODES = {
+    "talks": TALKS,
+    "works": [WORK, WORK, TALKS[0]],
+    "thinks": [THOUGHT],
+    "brief": ["<think>\nOk.\n</think>\n\nDone."],
+    "calls": [CALLS],
+}
 PHRASE = "Enough.\n</think>"
 OPTIONS = {
     "its own end": [],
