@@ -18,7 +18,7 @@ TRACKERS_VENV ?= .venv-trackers
 TRL_VENV ?= .venv-trl
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
-CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0
+CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0 miles-rl==0.0.2
 USUAL := claude-code codex hermes opencode openclaw openai-agents langgraph crewai
 # Twice as many as two cores: tests wait for each other's servers. A worker that has nothing left to do takes tests from another one.
 JOBS ?= 4
@@ -138,16 +138,18 @@ e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, C
 	$(NEMO_GYM_TESTS)
 	$(MAKE) consumers integrations
 
-consumers: $(STAMP) ## test the export formats with the trainers' own classes (their wheels, without dependencies)
+consumers: $(STAMP) ## test the export formats with the trainers' own classes (their wheels, without dependencies; slime and prime-rl: a checkout)
 	mkdir -p .consumers
-	for w in $(CONSUMERS); do ls .consumers/$${w%%==*}-$${w##*==}-*.whl >/dev/null 2>&1 || \
+	for w in $(CONSUMERS); do f=$${w%%==*}; ls .consumers/$$(echo $$f | tr - _)-$${w##*==}-*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
 	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
 
 integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers, Harbor and experiment trackers: three minutes; 1.6 GB beside what `make e2e` installs
 	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV) $(TRACKERS_VENV)
 	$(TRAINERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verl.py tests/integrations/test_skyrl.py
-	$(AGENTS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verifiers.py tests/integrations/test_harbor.py
+	TOKENCACHE_CONSUMERS=$(wildcard $(abspath .consumers)) $(AGENTS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) \
+		tests/integrations/test_verifiers.py tests/integrations/test_harbor.py \
+		$(addprefix tests/trajectories/formats/test_,verifiers.py atif.py published.py)
 	$(TRACKERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_trackers.py
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md

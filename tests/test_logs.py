@@ -205,9 +205,24 @@ async def test_each_call_is_one_line(stream, caplog):
     assert (line["completion_tokens"], line["request_id"], line["ended"]) == (second["completion_tokens"], "mine-7", "tool_calls")
 
 
-async def test_a_refused_request_has_its_id_too():
-    async with proxied() as rig, rig.http.post(rig.url + CHAT, json=[], headers={HEADER: "s", "X-Request-ID": "mine-9"}) as answer:
-        assert (answer.status, answer.headers["X-Request-ID"]) == (400, "mine-9")
+@pytest.mark.parametrize(
+    ("path", "body", "session", "status"),
+    [
+        (CHAT, [], "s", 400),
+        ("/v1/messages", {"messages": 1}, "s", 400),
+        (CHAT, {}, "no name", 400),
+        (CHAT, {"messages": "x" * 3000}, "s", 413),
+    ],
+)
+async def test_a_request_that_is_refused_before_its_call_begins_is_one_line_too(caplog, path, body, session, status):
+    caplog.set_level(logging.INFO, "tokencache")
+    sent = {HEADER: session, "X-Request-ID": "mine-9"}
+    async with proxied(max_body=2000) as rig, rig.http.post(rig.url + path, json=body, headers=sent) as answer:
+        assert (answer.status, answer.headers["X-Request-ID"]) == (status, "mine-9")
+    (line,) = [one for one in caplog.records if "mine-9" in one.getMessage()]
+    named = f"session {session}" if session == "s" else "no session"
+    assert line.getMessage() == f"{named} POST {path}: invalid_request_error (answered with {status}), request mine-9"
+    assert (line.levelname, line.fields["status"], line.fields["request_id"]) == ("INFO", status, "mine-9")
 
 
 async def test_a_request_id_that_is_no_plain_word_comes_back_and_is_not_logged(caplog):

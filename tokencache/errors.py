@@ -52,12 +52,14 @@ class TokencacheError(Exception):
         kind: the error type in the response's body.
         param: the member of the request's body that caused the error, if any.
         headers: further headers of the response.
+        reported: whether it ended a call, which has its line in the log.
     """
 
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
     kind: str = "internal_error"
     param: str | None = None
     headers: Mapping[str, str] = _NO_HEADERS
+    reported: bool = False
 
     @property
     def client_message(self) -> str:

@@ -245,6 +245,15 @@ async def test_convert_to_parquet_and_back(shell, tmp_path):
     assert "all checks passed" in (await shell("verify", str(tmp_path / "a.parquet"), far=False)).stdout
 
 
+async def test_convert_leaves_no_manifest_of_the_file_that_it_replaces(shell, tmp_path):
+    await record(shell.rig, "a")
+    export = str(tmp_path / "a.jsonl")
+    await shell("export", "a", "--to", export)
+    assert (tmp_path / "a.jsonl.manifest.json").exists()
+    await shell("convert", export, "--to", export, "--overwrite", far=False)
+    assert [one.name for one in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 async def test_convert_says_what_is_missing(shell, tmp_path):
     await record(shell.rig, "a")
     plain, target = str(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"

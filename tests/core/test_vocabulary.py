@@ -7,7 +7,7 @@ import pytest
 
 import tokencache
 from tests.support.syntax import parse
-from tokencache.core.incidents import FOUND_ON_READING, Incident, IncidentKind
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.reasons import NO_TAIL, Reason
 from tokencache.core.turn import TurnMark
 
@@ -33,7 +33,6 @@ def test_every_name_has_a_meaning(table):
 
 def test_every_kind_of_incident_has_an_action():
     assert [kind for kind in IncidentKind if not kind.action.endswith(".")] == []
-    assert {kind for kind in IncidentKind if kind.hole} >= FOUND_ON_READING
 
 
 def test_an_incident_is_a_hole_if_its_kind_is():

@@ -36,11 +36,11 @@ def without_names(printed):
 async def test_two_turns_are_recorded_shown_and_fetched_as_one_sequence():
     two_turns = re.search(r"<<'EOF'\n(.*?)EOF\n", program("bash", "two_turns.py"), re.DOTALL)[1]
     async with proxied(SimulatedEngine()) as rig:
-        assert (await run(two_turns, rig.url, "rollout-1")).count("model: ") == 2
-        turns = await rig.turns("rollout-1")
+        assert (await run(two_turns, rig.url, "rollout-2")).count("model: ") == 2
+        turns = await rig.turns("rollout-2")
         assert [turn["match"] for turn in turns] == ["root", "continue"]
-        shown = await asyncio.to_thread(CliRunner().invoke, app, ["show", "rollout-1", "--proxy", rig.url])
-        printed = re.search(r"^    session rollout-1 .*?(?=^\S)", PAGE, re.DOTALL | re.MULTILINE)[0]
+        shown = await asyncio.to_thread(CliRunner().invoke, app, ["show", "rollout-2", "--proxy", rig.url])
+        printed = re.search(r"^    session rollout-2 .*?(?=^\S)", PAGE, re.DOTALL | re.MULTILINE)[0]
         assert without_names(shown.output) == without_names(printed)
         tokens, trained, weight = (await run(program("python", "tokencache.client"), rig.url)).split()
         assert int(tokens) > int(trained) == sum(turn["completion_tokens"] for turn in turns)

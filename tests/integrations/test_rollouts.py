@@ -167,8 +167,10 @@ async def test_too_many_failures_end_the_step_and_are_counted_by_kind(rig):
     states = {state.session: state for state in await rig.client.sessions()}
     assert {one.session for one in raised.value.failures} < set(states)
     (cancelled,) = [state for state in states.values() if state.outcome == "canceled"]
-    assert "the trainer cancelled" in cancelled.outcome_detail
-    assert cancelled.state == "finished"
+    (incident,) = cancelled.incidents
+    assert (incident.kind, incident.hole, incident.at) == ("rollout-canceled", False, cancelled.finished)
+    assert "the trainer cancelled" in cancelled.outcome_detail == incident.detail
+    assert (cancelled.state, cancelled.valid) == ("finished", False)
 
 
 async def test_a_step_in_which_all_rollouts_failed_is_an_error_unless_that_is_allowed(rig):

@@ -10,7 +10,7 @@ from yarl import URL
 from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.support.pairwise import each, some
-from tokencache.engine.routes import SAMPLES_NOTHING
+from tokencache.engine.routes import LISTED
 from tokencache.errors import UnexpectedAnswerError
 from tokencache.store.base import StoreError
 from tokencache.testing import Fault, SimulatedEngine
@@ -147,8 +147,17 @@ async def test_what_samples_nothing_is_relayed(path):
         assert (await rig.info())["incidents"] == []
 
 
+async def test_a_browser_may_ask_what_it_may_send():
+    async with before_engine({"/other": (200, {}, "")}) as (rig, box, _):
+        await rig.say("s", ASK["messages"])
+        for path in (CHAT, "/other"):
+            await call(rig, path, method="OPTIONS")
+        assert box.reached == ["/other"]
+        assert (await rig.info())["incidents"] == []
+
+
 def test_no_route_that_samples_is_listed_as_one_that_does_not():
-    assert not {("POST", path) for path in (*SAMPLES, CHAT, "/v1/completions", "/v1/messages", "/v1/responses")} & SAMPLES_NOTHING
+    assert not {("POST", path) for path in (*SAMPLES, CHAT, "/v1/completions", "/v1/messages", "/v1/responses")} & LISTED
 
 
 REDIRECTS = [101, 301, 302, 303, 304, 307, 308]

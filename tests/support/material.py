@@ -38,6 +38,8 @@ WHAT_TO_DO = {
     "nemo_gym": "run make e2e-nemo, or name an interpreter that has it by TOKENCACHE_NEMO_GYM_PYTHON",
     "test data of NeMo RL": "name its file maybe_correct_merged_tokens_test_data.json by TOKENCACHE_NEMO_RL_VECTORS",
     "wheels of trainers": "run make consumers",
+    "slime in the folder of the wheels": "put its repository into .consumers/slime (tests/trajectories/formats/test_published.py)",
+    "prime-rl in the folder of the wheels": "put its repository into .consumers/prime-rl (tests/trajectories/formats/test_published.py)",
 }
 
 

@@ -16,7 +16,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object, labels_object, reward_object
-from tokencache.trajectories.rollout import Records, worth_object
+from tokencache.trajectories.rollout import Records, past_incidents, worth_object
 
 
 class SessionReader:
@@ -79,7 +79,7 @@ def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:
         **labels_object(info.labels),
         **worth_object(info, owed),
         "open_calls": [msgspec.to_builtins(call) for call in info.open_calls],
-        "incidents": [incident_object(incident) for incident in (*info.incidents, *owed)],
+        "incidents": [incident_object(incident) for incident in past_incidents(info, owed)],
     }
 
 

@@ -15,9 +15,8 @@ import msgspec
 
 from tokencache import __version__
 from tokencache.client import Conditions
-from tokencache.commands.sink import PartFile
+from tokencache.commands.sink import MANIFEST, PartFile
 
-ENDING = ".manifest.json"
 VERSION = 1
 """Of the manifest's form. A later version may add members."""
 
@@ -43,7 +42,7 @@ def write(path: Path, conditions: Conditions | None, contents: Mapping[str, Any]
         **contents,
         "proxy": conditions,
     }
-    file = PartFile(path.with_name(path.name + ENDING))
+    file = PartFile(path.with_name(path.name + MANIFEST))
     file.part.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     file.publish()
 

@@ -13,7 +13,8 @@ import msgspec
 from tokencache.dialects.json_io import FIELDS, VALUES
 from tokencache.trajectories.formats.registry import Format
 
-PART = ".part"
+PART, MANIFEST = ".part", ".manifest.json"
+"""Endings of a file that is not complete, and of the file beside it that says how it was made (`manifest`)."""
 
 
 class FileError(Exception):
@@ -48,9 +49,10 @@ class PartFile:
         self.part = path.with_name(path.name + PART)
 
     def publish(self) -> None:
-        """Give the file its name. When this returns, data and name are on the disk."""
+        """Give the file its name. When this returns, data and name are on the disk. The manifest of a file that it replaces is removed."""
         with self.part.open("rb") as written:
             os.fsync(written.fileno())
+        self.path.with_name(self.path.name + MANIFEST).unlink(missing_ok=True)
         self.part.replace(self.path)
         directory = os.open(self.path.parent, os.O_RDONLY)
         try:

@@ -250,6 +250,12 @@ class IncidentKind(StrEnum):
         "a call arrived after the session was finished or sealed, and was refused; after the 16th only the 32nd, 64th, … are recorded",
         "Stop the harness before you finish the session.",
     )
+    ROLLOUT_CANCELED = (
+        "rollout-canceled",
+        "",
+        "the rollout was finished as `canceled`: somebody ended it early, for example a trainer after too many failures of others",
+        "Read the detail. None if that was meant: the session is not valid, so nothing of it is trained.",
+    )
     BUDGET_SPENT = (
         "budget-spent",
         "",
@@ -286,10 +292,6 @@ def failed_calls(incidents: Iterable[Incident], recorded: Collection[str]) -> li
     """Return the incidents of calls that ended without a turn, the last one of each call, oldest first; `recorded` are the other calls."""
     found = {one.call: one for one in incidents if one.call and one.call not in recorded and one.kind in _WITHOUT_REPLY}
     return sorted((one for one in found.values() if one.kind != IncidentKind.CALL_OPEN), key=lambda one: one.at)
-
-
-FOUND_ON_READING = frozenset({IncidentKind.CALL_OPEN, IncidentKind.TORN_RECORD})
-"""Kinds that are found when a session is read. They are not stored, so `tokencache_incidents_total` does not count them."""
 
 
 def sealed_early(*, finished: bool, open_calls: int, at: float) -> Incident:

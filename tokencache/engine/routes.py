@@ -25,10 +25,15 @@ _POSTED = (
     *("/update_weights", "/finish_weight_update", "/update_weight_version", "/weight_checker"),
     *("/start_profile", "/stop_profile", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/fault_tolerance/apply"),
 )
-SAMPLES_NOTHING = frozenset(
+LISTED = frozenset(
     {
         *((method, route) for method in ("GET", "HEAD") for route in _LOOKED_UP),
         *(("POST", route) for route in _POSTED),
     }
 )
 """Pairs of method and route."""
+
+
+def samples_nothing(method: str, route: str) -> bool:
+    """Whether a request to an engine's route that no dialect serves is known to sample nothing."""
+    return method == "OPTIONS" or (method, route) in LISTED

@@ -419,22 +419,24 @@ def report_end(
     """
     if spans is not None:
         spans.ended(call, headers, ended, status)
+    subject, ms = f"session {call.session} call {call.id}", round(1000 * (time.time() - call.started))
+    known = {"session": call.session, "call": call.id, "ms": ms}
+    log_end(subject, known, headers, ended, status=status, level=logging.INFO if detail is None else logging.WARNING)
+    if detail is not None:
+        log.debug("%s: %s: %s", subject, ended, detail)
+
+
+def log_end(subject: str, known: Mapping[str, Any], headers: Mapping[str, str], ended: str, *, status: int, level: int) -> None:
+    """Log how a call ended without a turn, or a request before its call began. `subject` names it; `known` are further members of the line.
+
+    `headers`, `ended` and `status` are those of `report_end`. The client's own request id is written only if it is a plain word.
+    """
     own = headers.get(REQUEST_ID, "")
-    fields = {
-        "session": call.session,
-        "call": call.id,
-        "ms": round(1000 * (time.time() - call.started)),
-        "ended": f"{ended}",
-        "status": status or "",
-        "request_id": own if _PLAIN.fullmatch(own) else "",
-    }
+    fields = {**known, "ended": f"{ended}", "status": status or "", "request_id": own if _PLAIN.fullmatch(own) else ""}
     answered = f" ({'the engine answered' if ended in _INCIDENTS else 'answered with'} {status})" if status else ""
     request = f", request {fields['request_id']}" if fields["request_id"] else ""
     given = {name: value for name, value in fields.items() if value != ""}
-    level = logging.INFO if detail is None else logging.WARNING
-    log.log(level, "session %s call %s: %s%s%s", call.session, call.id, ended, answered, request, extra={"fields": given})
-    if detail is not None:
-        log.debug("session %s call %s: %s: %s", call.session, call.id, ended, detail)
+    log.log(level, "%s: %s%s%s", subject, ended, answered, request, extra={"fields": given})
 
 
 def log_call(facts: CallFacts, recorded: Recorded) -> None:

@@ -32,7 +32,7 @@ from tokencache.dialects.registry import credential_headers
 from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
-from tokencache.engine.routes import SAMPLES_NOTHING
+from tokencache.engine.routes import samples_nothing
 from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
@@ -157,7 +157,7 @@ class Endpoints:
             raise HarnessError(message, status=HTTPStatus.FORBIDDEN, kind="permission_error")
         if method_and_route == _MODELS:
             return await self._list_models(asked)
-        if method_and_route in SAMPLES_NOTHING:
+        if samples_nothing(*method_and_route):
             return await self._relay(asked)
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
 
@@ -261,6 +261,7 @@ class Endpoints:
                 HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
             )
         except TokencacheError as why:
+            why.reported = True
             if isinstance(why, SessionFinishedError | SessionSealedError):
                 await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
             if may_answer_with_status(response.client.state):

@@ -16,7 +16,8 @@ from tokencache.dialects.chat.routes import ROUTES as CHAT_ROUTES
 from tokencache.dialects.registry import CHAT as CHAT_DIALECT
 from tokencache.dialects.registry import dialect_of
 from tokencache.engine.pool import Pool
-from tokencache.errors import TokencacheError
+from tokencache.errors import HarnessError, TokencacheError
+from tokencache.proxy.call import log_end
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
 from tokencache.proxy.request_body import KEPT, body_of
@@ -47,18 +48,25 @@ class RequestRouter:
         route, dialect = _find_route(request.method, named.route, request.headers)
         if dialect is not None:
             request[_DIALECT] = dialect  # from here on, errors have its form
-        check_head(request, self._session_headers)
-        calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
-        in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
-        origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
-        check_path(origin.path)
-        if origin.session is None:
-            if calls_model:
-                self._warn_of_missing_session(request, route)
-            return await relay_to(self._pool, None, request, origin.path)
-        if in_body is not None:
-            request[KEPT] = in_body.rest
-        return await self._endpoints.serve(request, origin.session, origin, route, dialect)
+        session = None
+        try:
+            check_head(request, self._session_headers)
+            calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
+            in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
+            origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
+            session = origin.session
+            check_path(origin.path)
+            if session is None:
+                if calls_model:
+                    self._warn_of_missing_session(request, route)
+                return await relay_to(self._pool, None, request, origin.path)
+            if in_body is not None:
+                request[KEPT] = in_body.rest
+            return await self._endpoints.serve(request, session, origin, route, dialect)
+        except (TokencacheError, web.HTTPRequestEntityTooLarge) as why:
+            if dialect is not None and request.method == "POST":
+                _log_refusal(request, session, route, why)
+            raise
 
     async def _read_session_in_body(self, request: web.Request) -> SessionInBody | None:
         """Read a body that may name the session. Returns `None` if it is compressed: only the engine can read it then."""
@@ -81,6 +89,17 @@ class RequestRouter:
             route,
             self._session_header,
         )
+
+
+def _log_refusal(request: web.Request, session: str | None, route: str, why: TokencacheError | web.HTTPRequestEntityTooLarge) -> None:
+    """Log a request for a reply that was refused before its call began, in one line, as a call has one."""
+    refused = why if isinstance(why, TokencacheError) else HarnessError(str(why.text), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    if refused.reported:
+        return
+    subject = f"{f'session {session}' if session else 'no session'} POST {route[:80]}"
+    known = {"session": session or "", "route": route[:80]}
+    log_end(subject, known, request.headers, refused.kind, status=refused.status, level=logging.INFO)
+    log.debug("%s: %s: %s", subject, refused.kind, refused)
 
 
 def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[str, Dialect | None]:

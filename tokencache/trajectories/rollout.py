@@ -15,7 +15,7 @@ from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.ids import ID_BYTES
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.lineage import TokenSequence, sequences
-from tokencache.core.outcome import Outcome, outcome_of
+from tokencache.core.outcome import Outcome, OutcomeKind, outcome_of
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
 from tokencache.core.weights import Announced
@@ -145,10 +145,18 @@ def with_versions(sequence: TokenSequence, announced: Sequence[Announced]) -> To
 
 
 def incidents_of(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
-    """Return all incidents of a session: those that are stored, those not saved yet, and one for each open call."""
+    """Return all incidents of a session: those of `past_incidents`, and one for each open call."""
     detail = "the call has begun and not ended: it is in progress, or its proxy died"
     open_calls = (IncidentKind.CALL_OPEN.incident(detail, call=call.call, at=call.since) for call in info.open_calls)
-    return [*info.incidents, *owed, *open_calls]
+    return [*past_incidents(info, owed), *open_calls]
+
+
+def past_incidents(info: SessionInfo, owed: Sequence[Incident]) -> list[Incident]:
+    """Return what happened to a session: its incidents that are stored, those not saved yet, and one if it was canceled."""
+    given, canceled = info.outcome, []
+    if given is not None and given.kind == OutcomeKind.CANCELED:
+        canceled = [IncidentKind.ROLLOUT_CANCELED.incident(given.detail, at=info.finished or info.used)]
+    return [*info.incidents, *owed, *canceled]
 
 
 def is_complete(incidents: Sequence[Incident]) -> bool:

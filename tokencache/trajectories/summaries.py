@@ -9,7 +9,7 @@ from tokencache.core.incidents import Incident
 from tokencache.core.outcome import LatestTurn, OutcomeKind
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF
-from tokencache.trajectories.rollout import count_incidents, worth_object
+from tokencache.trajectories.rollout import count_incidents, past_incidents, worth_object
 from tokencache.trajectories.versions import spans_of
 
 SESSION_STATES = ("any", "live", "incomplete", "complete", "failed", "incidents", "open", "finished", "sealed")
@@ -100,7 +100,7 @@ def summarize(info: SessionInfo, owed: Sequence[Incident]) -> SessionSummary:
         version=next((span.version for span in reversed(spans_of(latest))), ""),
         open_calls=len(info.open_calls),
         since=min((call.since for call in info.open_calls), default=None),
-        incidents=count_incidents((*info.incidents, *owed)),
+        incidents=count_incidents(past_incidents(info, owed)),
         group_size=size if type(size) is int and size > 0 else 0,
         retry_of=retried if isinstance(retried, str) else "",
     )

@@ -4,7 +4,7 @@
     make chaos ARGS="--turns 400 --seed 3"
 
 Agents in three dialects, streaming and not, with tools, forks and sub-agents, call a random replica each time; sometimes one disconnects in
-the middle of a reply. Meanwhile disasters happen, one after the other, in an order that the seed decides, each kind as often as any
+the middle of a reply, and some break down at the first call that fails. Meanwhile disasters happen, one after the other, in an order that the seed decides, each kind as often as any
 other. At the end everything the harnesses received is compared with the engines' own log and with the exports that a trainer would fetch
 (`checker`). A second part breaks engines that have derender, so the replies that they break off are continued. A last part does the same to
 a Redis without persistence, which restarts empty.
@@ -54,6 +54,8 @@ MOST = 40
 """Upper limit on the turns, as a multiple of those requested: on a busy machine many turns pass during one disaster."""
 LEAVES = 0.03
 """How often a harness disconnects in the middle of a stream."""
+FRAIL = 0.3
+"""How many harnesses make each call once, and break down if it fails."""
 
 
 @dataclass
@@ -154,8 +156,9 @@ class Campaign:
         number = 0
         while self._has_turns_left:
             number += 1
+            tries = 1 if rng.random() < FRAIL else 8
             agent = Agent(
-                f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=8, timeout_s=4.0,
+                f"w{worker}.{number}", rng.choice(DIALECTS), http, stack.urls, streams=rng.random() < 0.6, tries=tries, timeout_s=4.0,
                 pause=0.2, rng=rng, watch=lambda events: self._leave(rng, events), note=self.timeline.note,
             )  # fmt: skip
             self.agents.append(agent)
@@ -173,8 +176,10 @@ class Campaign:
                 agent.go_back(stood)
             else:
                 stood = agent.remember()
-            await agent.turn(rng.choice(("Go on.", "And now?", "Weiter, bitte: naïve ☕", "Fix the failing test, and say why.")))
+            said = await agent.turn(rng.choice(("Go on.", "And now?", "Weiter, bitte: naïve ☕", "Fix the failing test, and say why.")))
             await self._tell(1)
+            if said is None and agent.tries == 1:
+                return
 
     def _leave(self, rng: random.Random, events: int) -> None:
         if events in {1, 5, 15} and rng.random() < LEAVES:
@@ -223,6 +228,7 @@ def report(campaign: Campaign, found: Findings) -> str:
         ("false", str(len(found.false))),
         ("unmarked", str(len(found.unmarked))),
         ("unnamed", str(len(found.unnamed))),
+        ("misjudged", f"{len(found.misjudged)} of the outcomes: {_counted(found.outcomes)}"),
         ("marked", f"{len(found.marked)} sessions ({whole} are whole): {_counted(reasons)}"),
         ("seconds", f"{campaign.seconds:.0f}"),
     ]

@@ -7,7 +7,9 @@ Of these there must be
   log, once; its prompt contains the text of its own call's history and of no other; a turn that continues another begins with that
   turn's tokens; and the export is consistent in itself (`trajectories.verify`);
 * nothing *unmarked*: if the engine sampled something that no turn records, its session reports it as missing;
-* nothing *unnamed*: the report names the call, so that no hole hides behind the mark of another.
+* nothing *unnamed*: the report names the call, so that no hole hides behind the mark of another;
+* nothing *misjudged*: a session whose harness gave up on a failed call is not valid, and one whose harness received its last reply has the
+  outcome `ok` if it is complete. What no replica saw, such as a call that died with its replica before it began, shows in no record.
 
 A store may lose its memory (Redis without persistence). Then sessions are lost with their incidents: a session does not exist (`gone`), or
 begins in the middle of a conversation and reports `unrecognised-reply` (`beheaded`). Both are counted separately, and allowed only if the
@@ -40,6 +42,8 @@ _MARK = re.compile(r"#([\w.-]+-\d+)#")
 _CUT_SHORT = frozenset({"aborted", "upstream-broke", "engine-error", "engine-aborted", "uncertain"})
 """Marks of turns that may contain only the beginning of what was sampled."""
 UNKNOWN = "unrecognised-reply"
+_SEEN = re.compile(r"429|5\d\d|TimeoutError|LeftError")
+"""How an attempt ends that a replica served, and that failed: by an error of the proxy or the engine, or because the harness left."""
 
 
 @dataclass
@@ -47,7 +51,7 @@ class Findings:
     """The findings, as sentences.
 
     `turns` were received whole, of which `recorded` are in a turn. `continued` turns have several pieces. `marked` are the sessions marked
-    incomplete, with the kinds of holes that they name. `incidents` has what the sessions report, for the sentences about them.
+    incomplete, with the kinds of holes that they name. `outcomes` counts sessions. `incidents` has what the sessions report, for the sentences about them.
     """
 
     turns: int = 0
@@ -57,6 +61,8 @@ class Findings:
     false: list[str] = field(default_factory=list)
     unmarked: list[str] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
+    misjudged: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
     marked: dict[str, list[str]] = field(default_factory=dict)
     incidents: dict[str, list[str]] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
@@ -64,11 +70,12 @@ class Findings:
 
     @property
     def clean(self) -> bool:
-        return not (self.lost or self.false or self.unmarked or self.unnamed)
+        return not (self.lost or self.false or self.unmarked or self.unnamed or self.misjudged)
 
     @property
     def words(self) -> str:
-        kinds = {"lost": self.lost, "false": self.false, "unmarked": self.unmarked, "unnamed": self.unnamed}
+        names = ("lost", "false", "unmarked", "unnamed", "misjudged")
+        kinds: dict[str, list[str]] = {name: getattr(self, name) for name in names}
         lines = [f"{kind}: {one}" for kind, found in kinds.items() for one in found]
         lines += [f"session {session} reports {one}" for session in sorted(self.suspects) for one in self.incidents.get(session, ())]
         return "\n".join(lines)
@@ -76,7 +83,7 @@ class Findings:
     @property
     def suspects(self) -> set[str]:
         """The sessions about which there are sentences."""
-        sentences = (*self.lost, *self.false, *self.unmarked, *self.unnamed)
+        sentences = (*self.lost, *self.false, *self.unmarked, *self.unnamed, *self.misjudged)
         return {sentence.removeprefix("session ").partition(":")[0].partition(",")[0] for sentence in sentences}
 
 
@@ -164,6 +171,8 @@ class _Session:
         self._lost(answers, forgiven=headless or not self._export["complete"])
         if not headless:
             self._unmarked()
+        if not memory_lost:
+            self._outcome()
 
     def _lost(self, answers: Mapping[str, list[tuple[str, Any]]], *, forgiven: bool) -> None:
         for call in self._calls:
@@ -182,6 +191,18 @@ class _Session:
             if not any(call in entry.request_id for call in named):
                 words = f"session {self._name}: {len(entry.completion_ids)} tokens of {entry.request_id} were sampled and not recorded"
                 (self._found.unmarked if self._export["complete"] else self._found.unnamed).append(words)
+
+    def _outcome(self) -> None:
+        """Whether the outcome is what the harness knows of its last call."""
+        last, kind, complete = self._calls[-1], self._export["outcome"], self._export["complete"]
+        self._found.outcomes[kind] += 1
+        told = f"the harness's last call ended with {last.ends}, and the outcome is {kind} ({self._export['outcome_detail']})"
+        if self._export["valid"] != (complete and kind == "ok"):
+            self._false(f"is valid: {self._export['valid']}, complete: {complete}, and the outcome is {kind}")
+        elif last.received is None and _SEEN.fullmatch(last.ends[-1]) and self._export["valid"]:
+            self._found.misjudged.append(f"session {self._name}: is valid although {told}")
+        elif last.received is not None and complete and kind != "ok":
+            self._found.misjudged.append(f"session {self._name}: is not valid although {told}")
 
     def _false(self, *words: str) -> None:
         self._found.false += [f"session {self._name}: {one}" for one in words]

@@ -11,7 +11,7 @@ import pytest
 from tests.proxy.kit import proxied
 from tests.system.faults.checker import UNKNOWN, check
 from tests.system.faults.dialects import DIALECTS
-from tests.system.faults.harness import Agent
+from tests.system.faults.harness import Agent, Asked
 from tokencache.testing import Fault, SimulatedEngine
 
 HOLE = {"kind": "store-error", "detail": "", "hole": True, "call": "00c0ffee", "turn": "", "at": 1.0}
@@ -167,7 +167,18 @@ def forgotten_behind_another_mark(evidence):
     evidence.export["incidents"].append(HOLE)
 
 
+def a_failure_that_nobody_saw(evidence):
+    gave_up = Asked("s-chat", ("s-chat-7",), ends=["500"])
+    evidence.asked.insert(max(n for n, one in enumerate(evidence.asked) if one.session == "s-chat") + 1, gave_up)
+
+
+def a_failure_that_nobody_had(evidence):
+    evidence.export.update(outcome="engine", valid=False)
+
+
 SPOILED = [
+    (a_failure_that_nobody_saw, "misjudged"),
+    (a_failure_that_nobody_had, "misjudged"),
     (drop_last_turn, "lost"),
     (drop_sequence, "lost"),
     (drop_session, "lost"),

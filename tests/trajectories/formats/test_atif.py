@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from tests.trajectories.formats.readers import read_atif
-from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, pictures, result, rollout, torn, user
+from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, pictures, result, rewarded, rollout, torn, user
+from tokencache.core.outcome import Outcome
 from tokencache.trajectories.formats.atif import atif
+from tokencache.trajectories.formats.registry import FORMATS, write
 
 try:
     from harbor.models.trajectories import Trajectory
@@ -35,6 +37,16 @@ def test_harbor_accepts_them(shape):
     for trajectory in trajectories(ROLLOUTS[shape]):
         read = Trajectory.model_validate(trajectory)
         assert json.loads(read.model_dump_json(exclude_unset=True)) == trajectory
+
+
+@pytest.mark.parametrize("shape", ["linear", "thrown-away", "sub-agent"])
+def test_harbor_reads_a_failed_rollout_without_a_step_to_train_on(shape):
+    """Its log probabilities make a step one that is trained; `extra` says what failed."""
+    failed = msgspec.structs.replace(rewarded(ROLLOUTS[shape]), outcome=Outcome("sandbox", "no disk"))
+    for row in json.loads(write(failed, FORMATS["atif"]))["trajectories"]:
+        read = Trajectory.model_validate(row)
+        assert {step.metrics.logprobs for step in read.steps if step.metrics} == {None}
+        assert [read.extra[name] for name in ("valid", "outcome", "session_reward")] == [False, "sandbox", None]
 
 
 def masks(sequence):

@@ -11,7 +11,9 @@ from tests.support.material import require_package
 from tests.trajectories.formats.readers import follow, read_nemo_gym, token_fields
 from tests.trajectories.formats.schemas import GymMessages, GymResult
 from tests.trajectories.rollouts import ROLLOUTS, TASK, Talk, rewarded, rollout, torn, user
+from tokencache.core.outcome import Outcome
 from tokencache.trajectories.formats.nemo_gym import nemo_gym
+from tokencache.trajectories.formats.registry import FORMATS, write
 
 
 def written(made):
@@ -42,6 +44,17 @@ def test_the_classes_of_gym_accept_it():
         read = gym.NeMoGymResponse.model_validate(row["response"])
         ids = [getattr(item, "generation_token_ids", None) for item in read.output]
         assert ids == [item.get("generation_token_ids") for item in row["response"]["output"]]
+
+
+def test_gym_measures_no_failed_rollout_whatever_reward_its_verifier_adds():
+    server = require_package("nemo_gym", "nemo_gym.base_resources_server")
+    profile = require_package("nemo_gym", "nemo_gym.reward_profile")
+    failed = msgspec.structs.replace(ROLLOUTS["linear"], outcome=Outcome("sandbox", "no disk"))
+    (bad,), (good,) = (json.loads(write(failed, FORMATS["nemo-gym"]))["untrainable"], written(ROLLOUTS["linear"])["responses"])
+    results = [server.BaseVerifyResponse.model_validate({**row, "reward": 0.0}).model_dump() for row in (bad, good)]
+    _, measured, masked, _ = profile.select_measured([], results)
+    assert [(one["failure_kind"], one["failure_reason"]) for one in masked] == [("tokencache:sandbox", "no disk")]
+    assert [one["failure_kind"] for one in measured] == [None]
 
 
 @pytest.mark.parametrize("shape", ROLLOUTS)

@@ -31,7 +31,7 @@ BOTH = {
     "spec_info",
     "prefix_cache_info",
 }
-"""The fields that `Sample` has in both: slime/utils/types.py at 0d234f3e, miles/utils/types.py at 002ce70c."""
+"""The fields that `Sample` has in both: slime/utils/types.py at 0d234f3e, miles/utils/types.py of miles-rl 0.0.2."""
 STATUS = {"pending", "completed", "truncated", "aborted", "failed"}
 
 

@@ -1,9 +1,14 @@
 """Format `tinker`: rows become `Datum`, `ModelInput` and `TensorData` of Tinker."""
 
+import json
+
+import msgspec
 import pytest
 import tinker as sdk
 
-from tests.trajectories.rollouts import ROLLOUTS
+from tests.trajectories.rollouts import ROLLOUTS, rewarded
+from tokencache.core.outcome import Outcome
+from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.formats.tinker import tinker
 
 
@@ -43,3 +48,13 @@ def test_a_trainer_adds_its_advantages():
     (row,) = tinker(ROLLOUTS["linear"])["data"]
     made = datum(row, advantages=[0.5 * one for one in row["loss_fn_inputs"]["mask"]["data"]])
     assert made.loss_fn_inputs["advantages"].to_numpy().sum() == 0.5 * ROLLOUTS["linear"].figures.trainable_tokens
+
+
+def test_a_failed_rollout_is_a_datum_whose_advantages_are_all_zero():
+    failed = msgspec.structs.replace(rewarded(ROLLOUTS["linear"]), outcome=Outcome("sandbox"))
+    (row,) = json.loads(write(failed, FORMATS["tinker"]))["data"]
+    mask = datum(row).loss_fn_inputs["mask"].to_numpy()
+    made = datum(row, advantages=[0.5 * one for one in mask])
+    assert not mask.any()
+    assert not made.loss_fn_inputs["advantages"].to_numpy().any()
+    assert (row["tokencache"]["session_reward"], row["tokencache"]["reward"]) == (None, None)

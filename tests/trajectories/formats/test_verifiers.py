@@ -9,7 +9,8 @@ from tests.support.material import require_package
 from tests.trajectories.formats.readers import read_verifiers
 from tests.trajectories.formats.schemas import Trace
 from tests.trajectories.rollouts import ROLLOUTS, rewarded, torn
-from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.core.outcome import Outcome
+from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.formats.verifiers import verifiers
 
 
@@ -29,6 +30,16 @@ def test_the_class_of_verifiers_accepts_it_and_has_the_same_branches():
         assert [branch.token_ids for branch in trace.branches] == [s.token_ids for s in made.sequences]
         assert [branch.sampled_mask for branch in trace.branches] == [list(map(bool, s.loss_mask)) for s in made.sequences]
         assert [branch.logprobs for branch in trace.branches] == [s.logprobs for s in made.sequences]
+
+
+def test_the_class_of_verifiers_says_that_a_rollout_failed():
+    trace_class = require_package("verifiers", "verifiers.v1.trace").WireTrace
+    failed = msgspec.structs.replace(rewarded(ROLLOUTS["linear"]), outcome=Outcome("sandbox", "no disk"))
+    trace = trace_class.model_validate_json(write(failed, FORMATS["verifiers"]))
+    assert trace.has_error
+    assert (trace.last_error.type, trace.last_error.message) == ("sandbox", "no disk")
+    assert not any(any(branch.sampled_mask) for branch in trace.branches)
+    assert not trace_class.model_validate_json(write(rewarded(ROLLOUTS["linear"]), FORMATS["verifiers"])).has_error
 
 
 @pytest.mark.parametrize("shared_once", [False, True], ids=["every-branch", "first-branch"])

@@ -1,7 +1,7 @@
 """Writes rollouts for slime and miles: dicts that `Sample.from_dict` reads.
 
-Sources: github.com/THUDM/slime `slime/utils/types.py` at 0d234f3e and github.com/radixark/miles `miles/utils/types.py` at 002ce70c. miles
-started as slime; all members here have the same names and meanings in both. Neither is on PyPI.
+Sources: github.com/THUDM/slime `slime/utils/types.py` at 0d234f3e, which is not on PyPI, and miles-rl 0.0.2 on PyPI
+(github.com/radixark/miles), `miles/utils/types.py`. miles started as slime; all members here have the same names and meanings in both.
 
 ===================  =====================  ===========================================================================
 `prompt`             [message] or `""`      the request messages of the first turn, as in chat completions, with `media:<sha256>` in
@@ -20,8 +20,9 @@ started as slime; all members here have the same names and meanings in both. Nei
 
 The trainer sets `index`, `group_index` and `label`. The text member `response` is left out: the trainer's tokenizer decodes the tokens. A
 custom generate function may return a list of samples for one prompt; slime flattens it (`slime/ray/rollout.py`). It must leave out samples
-without sampled tokens (`response_length` 0). Both trainers normalize rewards over groups of equal size, so more than one sample for a
-rollout needs a `--custom-reward-post-process-path`.
+without sampled tokens (`response_length` 0). Both trainers normalize rewards over groups of equal size, and count samples that are removed.
+So more than one sample for a rollout, or an invalid rollout, needs a `--custom-reward-post-process-path` (`slime/ray/rollout.py`,
+`_post_process_rewards`).
 """
 
 from collections.abc import Mapping
