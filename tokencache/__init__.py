@@ -69,7 +69,7 @@ Packages, in the order of imports: each imports only packages below it.
 `dialects`, `store`         the wire formats of harnesses; where sessions are recorded
 `core`                      the rules of exactness: pure, without I/O
 `session_url`, `background`, `request_memory`   parts that several packages use
-`errors`, `metrics`, `logs`, `net`, `backoff`, `wakeup`, `recent`   parts that all packages use
+`errors`, `metrics`, `logs`, `net`, `backoff`, `wakeup`, `recent`, `pauses`   parts that all packages use
 
 Outside of this order: `integrations` run in trainers and agent frameworks. The plugin for vLLM is a distribution of its own
 (`tokencache_vllm`).

@@ -16,6 +16,7 @@ import pytest
 
 import tokencache
 from tests.support.pairwise import some
+from tests.support.reading import read_chat
 from tests.support.regex_steps import KINDS, too_many_steps
 from tests.support.work import counting
 from tokencache.adapters.load import load_all
@@ -29,7 +30,6 @@ from tokencache.core.verdict import Cut, delivered_prefix, is_unique, judge, may
 from tokencache.dialects import gym_request
 from tokencache.dialects.base import DialectRequest, ModelCall
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.sse import EventSplitter
 from tokencache.engine.reply import Reply

@@ -5,10 +5,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.reading import read_chat
 from tokencache.core.chain import aborted_turn_keys, build_conversation, extend, lookup_keys, turn_keys
 from tokencache.core.messages import Message, ToolCall, digest, exact_digest
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 
 TEXT = st.text(max_size=12)
 REPLY = st.builds(

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import proxied
+from tests.support.reading import read_chat
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.prefixes import ECHO_EVERY, MISS_HEADER, PROMPT_HEADER, PrefixUse, PromptHashes, PromptName, can_be_named, is_miss
 from tokencache.engine.reply import Reply
 from tokencache.testing import SimulatedEngine

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.support.reading import read_chat
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.prompt_echo import FIRST_MARK
 from tokencache.engine.reply import Reply
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
+from tests.support.reading import read_chat
 from tests.support.waiting import PATIENCE
 from tokencache.core.session import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.proxy.call import CallAttempt, CallRequest
 from tokencache.proxy.call_states import (
     CLIENT,

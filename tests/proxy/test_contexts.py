@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
+from tests.support.reading import read_chat
 from tokencache.core.context import unpack_context, whole_context
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall

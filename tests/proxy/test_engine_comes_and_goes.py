@@ -6,9 +6,9 @@ import pytest
 
 from tests.ports import free_port
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.support.reading import read_chat
 from tests.support.waiting import until
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.testing import Fault, SimulatedEngine
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}

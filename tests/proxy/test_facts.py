@@ -3,9 +3,9 @@
 import json
 
 from tests.proxy.kit import user
+from tests.support.reading import read_chat
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.figures import judge_reply
 from tokencache.engine.reply import Reply
 from tokencache.proxy.facts import BegunCall, CallFacts, PlannedCall

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, proxied, results, user
 from tests.support.pairwise import cases
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
 from tokencache.testing import SimulatedEngine
 

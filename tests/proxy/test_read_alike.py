@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, proxied, user
+from tests.support.reading import read_chat, read_tokenize
 from tokencache.dialects import text_completions
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat, read_tokenize
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.json_io import fields_of, refuse_repeated
 from tokencache.engine.drivers.vllm import members_with_ids

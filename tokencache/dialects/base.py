@@ -100,7 +100,7 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str = EVENT_STREAM
     reminds: bool = False
 
-    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
         """Read the call.
 
         Args:
@@ -157,9 +157,9 @@ class ModelCall(ParsedCall, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
     reminds: bool = True
 
-    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
         """See `ParsedCall.read`."""
-        call = read_translated(request, body, reader)
+        call = await read_translated(request, body, reader)
         call.handle, call.handles, call.echoes, call.left_out = request.handle, self.handles, self.echoes, self.left_out
         call.required_prefix = prefix_of(request.body)
         return call
@@ -197,15 +197,15 @@ class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
     write: Callable[[int], bytes]
     reminds: bool = True
 
-    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
         """See `ParsedCall.read`."""
-        return read_translated(request, body, reader)
+        return await read_translated(request, body, reader)
 
 
-def read_translated(request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+async def read_translated(request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
     """Read a chat request that a dialect has written; arguments and errors as `ParsedCall.read`."""
     rewrite = gym_request.translated_members if request.token_ids else None
-    return read_chat(body, reader.parser, reader.known_as, served=reader.served, rewrite=rewrite)
+    return await read_chat(body, reader.parser, reader.known_as, served=reader.served, rewrite=rewrite)
 
 
 class DirectReply(msgspec.Struct, frozen=True, kw_only=True):

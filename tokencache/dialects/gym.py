@@ -88,6 +88,11 @@ def carries(body: bytes) -> bool:
     return _GENERATED in body
 
 
+def may_carry(raw: bytes) -> bool:
+    """Whether some JSON may name token ids; a name may be written with escapes."""
+    return _MARK in raw or _ESCAPED in raw
+
+
 def take_prefix(fields: dict[str, Raw]) -> bytes:
     """Remove the ids with which the prompt has to begin from a request's members, in place.
 

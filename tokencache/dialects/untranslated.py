@@ -47,10 +47,10 @@ class _UntranslatedCall(ParsedCall, frozen=True, kw_only=True):
 class _ChatRequest(_UntranslatedCall, frozen=True, kw_only=True):
     """A call in chat completions."""
 
-    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
         """See `ParsedCall.read`."""
         rewrite = gym_request.chat_members if request.token_ids else None
-        return read_chat(body, reader.parser, reader.known_as, served=reader.served, rewrite=rewrite)
+        return await read_chat(body, reader.parser, reader.known_as, served=reader.served, rewrite=rewrite)
 
     def reply_encoder(self, call: ChatCall) -> ReplyEncoder:
         """See `ParsedCall.reply_encoder`."""
@@ -79,7 +79,7 @@ class ChatDialect(UntranslatedDialect):
 class _TextRequest(_UntranslatedCall, frozen=True, kw_only=True):
     """A call in text completions."""
 
-    def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
+    async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
         """See `ParsedCall.read`."""
         del request
         return text_completions.read(body, served=reader.served)

@@ -204,11 +204,11 @@ class Endpoints:
         `known_as` is the incremental parser's key of the earlier body that this one may continue.
         """
         body = await self._bodies.with_media(asked, parsed.body)
-        call = parsed.read(request, body, CallReader(self._parser, known_as, self._served(asked)))
+        call = await parsed.read(request, body, CallReader(self._parser, known_as, self._served(asked)))
         later = parsed.reminds and any(message.role == "system" for message in call.messages[1:])
         if later and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
-            call = parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._parser, known_as))
+            call = await parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._parser, known_as))
         self._apply(asked, call)
         return call
 
@@ -224,7 +224,7 @@ class Endpoints:
         await self._settings.check(asked.session, asked.settings)
         body = await self._bodies.with_media(asked, await self._bodies.read(asked))
         rewrite = gym_request.chat_members if self._options.token_ids else None
-        call = read_tokenize(body, self._parser, served=self._served(asked), rewrite=rewrite)
+        call = await read_tokenize(body, self._parser, served=self._served(asked), rewrite=rewrite)
         if call is not None:
             self._apply(asked, call)
             if (found := await self._planner.next_prompt(asked.session, call)) is not None:

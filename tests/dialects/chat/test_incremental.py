@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.profiles import examples
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
 
 LEADING = st.sampled_from(["", '"model":"m",', '"stream":true,"model":"m",', '"note":"\\"messages\\": [",', '"model" : "m" , '])

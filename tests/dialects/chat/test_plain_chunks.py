@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.dialects.sse import event_of
 from tokencache.engine.reply import Reply

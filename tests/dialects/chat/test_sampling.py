@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, proxied, user
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
 BENDS = {

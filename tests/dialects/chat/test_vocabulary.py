@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.profiles import examples
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.chat.vocabulary import MessageReader, part_kind, with_reasoning, with_stand_ins
 
 READABLE = {

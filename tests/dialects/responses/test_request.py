@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.dialects.responses.kit import DIALECT, Session, digests
 from tests.support.profiles import examples
+from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.errors import HarnessError
 
 OURS, OTHER = "0123456789abcdef" * 2, "f" * 32

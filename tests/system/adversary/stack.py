@@ -269,11 +269,11 @@ class Stack:
         meant = await codec.parse(asked)
         assert isinstance(meant, ParsedCall)
         known_as = f"{session}\0{codec.name}"
-        call = meant.read(asked, meant.body, CallReader(self.bodies, known_as))
+        call = await meant.read(asked, meant.body, CallReader(self.bodies, known_as))
         later = meant.reminds and any(message.role == "system" for message in call.messages[1:])
         if later and not (await self.model()).capability.later_system:
             reminders = CallReader(self.bodies, f"{known_as}\0reminders")
-            call = meant.read(asked, with_messages(call, as_reminders(call.raw_messages)), reminders)
+            call = await meant.read(asked, with_messages(call, as_reminders(call.raw_messages)), reminders)
         call.dialect = codec.name
         return call, meant.reply_encoder(call), call.handle
 

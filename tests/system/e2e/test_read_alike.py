@@ -32,11 +32,11 @@ import pytest
 from odd_requests import CHAT, COMPLETIONS, JSON, MESSAGES, RESPONSES, TOKENIZE, Odd, odd_requests
 from rig.server import HERE, default_venv
 
+from tests.support.reading import read_chat, read_tokenize
 from tokencache.core import ids
 from tokencache.dialects import json_io, text_completions
 from tokencache.dialects.base import DialectRequest, ModelCall, ServedModel
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat, read_tokenize
 from tokencache.dialects.chat.sampling import BUDGET
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.registry import dialect_of

@@ -10,11 +10,11 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from tests.support.reading import read_chat
 from tokencache.core.messages import canonical_arguments, digest
 from tokencache.dialects import gym, json_io, text_completions
 from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ServedModel, TokenCount
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.dialects.chat.vocabulary import read_message
 from tokencache.dialects.completion_reader import read_completion
 from tokencache.dialects.registry import dialect_of

@@ -6,12 +6,12 @@ import pytest
 
 from tests.support import invariants
 from tests.support.material import SHARED, needs
+from tests.support.reading import read_chat
 from tokencache.core import ids
 from tokencache.core.chain import lookup_keys, turn_keys
 from tokencache.core.match import Hit, match
 from tokencache.core.turn import Tokens, Turn, hash_ids
 from tokencache.dialects.chat.incremental import IncrementalParser
-from tokencache.dialects.chat.request import read_chat
 from tokencache.engine.drivers.nemo_rl import ids_from_messages
 from tokencache.engine.reply import Reply
 

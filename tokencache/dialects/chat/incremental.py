@@ -24,6 +24,7 @@ from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
 from tokencache.errors import HarnessError
+from tokencache.pauses import LARGE, pause
 from tokencache.recent import RecentBySize
 
 Raw = msgspec.Raw
@@ -99,7 +100,7 @@ class SplitBody(msgspec.Struct, frozen=True):
         entries: the messages, raw.
         spans: positions of the messages in the body; empty if unknown.
         old: how many messages `known` covers.
-        known: what was parsed of the previous body; `None` if the whole body has to be parsed.
+        before: what is kept of the previous body; `None` if the whole body has to be parsed.
         head: a hash that has read the known part of the body.
         rewritten: whether `entries` differ from the body's messages.
     """
@@ -108,21 +109,24 @@ class SplitBody(msgspec.Struct, frozen=True):
     entries: Sequence[bytes]
     spans: "array[int]"
     old: int = 0
-    known: ParsedHistory | None = None
+    before: "_CachedBody | None" = None
     head: xxhash.xxh3_128 | None = None
     rewritten: bool = False
 
 
-def split_whole(body: bytes) -> SplitBody:
+async def split_whole(body: bytes) -> SplitBody:
     """Split a body without knowledge of a previous one.
 
     Raises:
         HarnessError: it is not a JSON object, or `messages` is not a list of objects.
     """
+    large = len(body) > LARGE
     fields = fields_of(body)
     raw = fields.get("messages")
     if raw is None:
         raise HarnessError("'messages' is missing", param="messages")
+    if large:
+        await pause()
     try:
         entries = entries_of(raw)
     except (ValueError, RecursionError):
@@ -130,6 +134,8 @@ def split_whole(body: bytes) -> SplitBody:
     for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
+    if large:
+        await pause()
     start = _find_list(body, bytes(raw))
     spans = find_spans(body, entries, start) if start >= 0 else None
     return SplitBody(fields, entries, spans if spans is not None else array("Q"))
@@ -208,14 +214,18 @@ class IncrementalParser:
         fields = {**cached.leading, **following, "messages": Raw(view[cached.start : end])}
         spans = cached.spans + added
         entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
-        return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached.known, head, cached.known.rewritten)
+        return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
 
     def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory) -> None:
-        """Remember a parsed body for the session's next one; without a session nothing is remembered."""
-        before = self._cache.pop(session, None)
+        """Remember a parsed body for the session's next one; without a session nothing is remembered.
+
+        Another call of the session may have been parsed since the body was split, so what it continues is in `split`.
+        """
+        self._cache.pop(session, None)
+        before = split.before
         if not session or not split.spans:
             return
-        if before is not None and split.known is not None:  # the body continues the one before
+        if before is not None:
             start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size
         else:
             start = size = body.rindex(b"[", 0, split.spans[0])

@@ -20,10 +20,11 @@ from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistor
 from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import normalize
-from tokencache.dialects.chat.vocabulary import resolve_model, with_stand_ins
+from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with_stand_ins
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
+from tokencache.pauses import LARGE, PER_MESSAGE, pause
 
 Raw = msgspec.Raw
 
@@ -38,6 +39,8 @@ _ASKED: Mapping[str, tuple[tuple[type, ...], Any]] = {
     "include_reasoning": ((bool,), True),
 }
 """Members that say which reply the client gets: their types and defaults."""
+_LINKED = 256
+"""Messages whose chain is computed between two pauses."""
 
 
 class ChatCall(msgspec.Struct):
@@ -165,7 +168,7 @@ class ChatCall(msgspec.Struct):
         return args, member(self.fields, "add_generation_prompt", (bool,), True)
 
 
-def read_chat(
+async def read_chat(
     body: bytes,
     parser: IncrementalParser,
     session: str = "",
@@ -188,9 +191,10 @@ def read_chat(
     """
     if rewrite is not None:
         body = gym_request.with_audio(body)
-    split, echoes = _without_echoes(parser.split(session, body) or split_whole(body))
-    if split.known is not None and split.known.rewritten and not echoes and gym.carries(body):  # the ids may be on known messages
-        split, echoes = _without_echoes(split_whole(body))
+    secret = parser.secret
+    split, echoes = _without_echoes(parser.split(session, body) or await split_whole(body), body)
+    if split.before is not None and split.before.known.rewritten and not echoes and gym.carries(body):  # the ids may be on known messages
+        split, echoes = _without_echoes(await split_whole(body), body)
     if rewrite is not None:
         split = _as_gym_sends(split)
     fields, raw_messages = rewrite(split.fields) if rewrite is not None else dict(split.fields), split.entries
@@ -218,22 +222,15 @@ def read_chat(
         echoes=echoes,
         required_prefix=required_prefix,
     )
-    known = split.known
+    known = split.before.known if split.before is not None else None
     model_name = call.model.encode("utf-8", "surrogatepass")
     try:
         scope = scope_of(call.model, call.fields) + model_name + b"\0" + call.args.template
-        new = [parser.messages.read(raw) for raw in raw_messages[split.old :]]
+        new = await _read_new(parser, raw_messages[split.old :])
     except (ValueError, RecursionError):  # an unknown kind of message, JSON that msgspec refuses, invalid UTF-8, or nested too deeply
         call.plain = Reason.UNREADABLE_HISTORY
         return call
-    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
-    if known is not None and known.scope == scope:
-        call.conversation = extend(known.conversation, messages, digests, exacts)
-    else:
-        if known is not None:
-            before = known.conversation
-            messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
-        call.conversation = build_conversation(scope, messages, digests, exacts, model=model_name, secret=parser.secret)
+    call.conversation = await _chained(scope, new, known, model=model_name, secret=secret)
     media = {index: r.media for index, r in enumerate(new, split.old) if r.media}
     call.media = {**known.media, **media} if known is not None and known.media else media
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
@@ -241,8 +238,40 @@ def read_chat(
     shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
-    parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
+    if parser.secret == secret:  # the secret of the store may have changed meanwhile
+        parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
+
+
+async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistory | None, *, model: bytes, secret: bytes) -> Conversation:
+    """Add new messages to the known ones of a conversation, if it has the same prompt context; otherwise build it."""
+    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
+    if known is not None and known.scope == scope:
+        conversation, start = known.conversation, 0
+    else:
+        if known is not None:
+            before = known.conversation
+            messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
+        start = _LINKED
+        conversation = build_conversation(scope, messages[:start], digests[:start], exacts[:start], model=model, secret=secret)
+    for at in range(start, len(messages), _LINKED):
+        if at:
+            await pause()
+        until = at + _LINKED
+        conversation = extend(conversation, messages[at:until], digests[at:until], exacts[at:until])
+    return conversation
+
+
+async def _read_new(parser: IncrementalParser, entries: Sequence[bytes]) -> list[ReadMessage]:
+    """Parse messages; raises the errors of `MessageReader.read`."""
+    new, size, read = list[ReadMessage](), 0, parser.messages.read
+    for raw in entries:
+        if size > LARGE:
+            await pause()
+            size = 0
+        size += PER_MESSAGE + len(raw)
+        new.append(read(raw))
+    return new
 
 
 def refuse_prompts(fields: dict[str, Raw]) -> None:
@@ -263,8 +292,10 @@ def refuse_prompts(fields: dict[str, Raw]) -> None:
             raise HarnessError(f"{place!r} cannot be set within a session: the proxy supplies the exact ids", param=place)
 
 
-def _without_echoes(split: SplitBody) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:
+def _without_echoes(split: SplitBody, body: bytes) -> tuple[SplitBody, dict[int, gym.ReturnedIdFragments]]:
     """Remove the token ids that the client sent back on messages."""
+    if split.before is None and split.spans and not gym.may_carry(body):
+        return split, {}  # nearly always, and all messages are in the body as they are
     entries, echoes = gym.take_all(split.entries, split.old)
     if entries is split.entries:
         return split, echoes
@@ -285,7 +316,7 @@ def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:
     return msgspec.json.encode({**call.fields, "messages": Raw(b"[" + b",".join(messages) + b"]")})
 
 
-def read_tokenize(
+async def read_tokenize(
     body: bytes, parser: IncrementalParser, *, served: Callable[[str], str] = str, rewrite: gym_request.Rewrite | None = None
 ) -> ChatCall | None:
     """Parse a `/tokenize` body with messages as the equivalent chat call; `None` for a body with a prompt. Arguments: see `read_chat`.
@@ -293,7 +324,7 @@ def read_tokenize(
     With both, vLLM 0.32 takes the one that has fewer errors, so only the engine can answer.
     """
     fields = fields_of(body)
-    return read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields and "prompt" not in fields else None
+    return await read_chat(body, parser, served=served, rewrite=rewrite) if "messages" in fields and "prompt" not in fields else None
 
 
 def _continues(call: ChatCall) -> bool:
