@@ -30,6 +30,7 @@ from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
+from tokencache.engine.ranks import find_ranks
 from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
@@ -92,6 +93,7 @@ class Capability(msgspec.Struct, frozen=True):
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         counts: whether its replies say how many tokens they have (`usage`).
+        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`).
         vocabulary: the number of ids that the model has, with those that only pad its vocabulary; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
@@ -121,6 +123,7 @@ class Capability(msgspec.Struct, frozen=True):
     later_system: bool = True
     max_model_len: int = 0
     counts: bool = False
+    ranks: int = 1
     vocabulary: int = 0
     stop_candidates: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
@@ -149,7 +152,7 @@ class Capability(msgspec.Struct, frozen=True):
         """Describe the finding in one line."""
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} ranks={self.ranks} "
             f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen}) earlier_thoughts={self.earlier_thoughts}"
@@ -230,6 +233,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         later_system=rendering.later_system,
         max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
         counts=supply.counts,
+        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
         generates=driver.generates and await has_routes(requests, model or supply.model, ASK),
         logprobs=kind,

@@ -47,6 +47,7 @@ class Vllm(Driver):
     images = True
     prefixes = True
     generates = True
+    ranks = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
