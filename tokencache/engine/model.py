@@ -378,6 +378,7 @@ class Engine:
         now = time.monotonic()
         if now - self._doubted > DOUBT_SECONDS:
             self._doubted = now
+            log.warning("engine %s: probed again: %s", self.upstream.url, why)
             self.forget(why)
 
     def lost_rank(self, rank: int) -> None:

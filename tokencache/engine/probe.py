@@ -345,7 +345,7 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
             renderings[driver.renderer] = await _rendering(driver.renderer(requests), model)
         rendering = renderings[driver.renderer]
         try:
-            supply = await _supply(partial(driver.ask, requests), driver, model, rendering.plain)
+            supply = await _supply(requests, driver, model, rendering.plain)
         except EngineError as why:
             if why.passing:
                 raise
@@ -359,9 +359,9 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
     return max(answered, key=lambda one: (one[0].honoured, one[0].level == "record"))
 
 
-async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Supply:
+async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: bytes) -> _Supply:
     """Supply ids with which no rendering begins or ends: the prompt of the plain question twice, then its first id."""
-    reply = Reply()
+    ask, reply = partial(driver.ask, requests), Reply()
     used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply)
     if not used:
         return _Supply("relay", why="the engine reports no token ids")
@@ -385,9 +385,17 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
+        if driver.ignored_hint and await _tokenizes_supplied(requests, body, wanted):
+            why_not = f"{why_not}, although the engine itself takes them: {driver.ignored_hint}"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
     return found._replace(why=why_not)
+
+
+async def _tokenizes_supplied(requests: ProbeRequests, body: Mapping[str, Any], wanted: bytes) -> bool:
+    """Whether `/tokenize` uses supplied ids, as vLLM 0.27 and later do: a proxy forwards that route to the engine unchanged."""
+    answer = (await requests.post("/tokenize", body)).json()
+    return isinstance(answer, dict) and answer.get("tokens") == ids.unpack(wanted)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:

@@ -358,7 +358,8 @@ class Dispatch:
         """Probe the engine again if its reply, or its incidents, contradict the probe: another engine may run at its URL now."""
         engine, model, rank = self.planned.engine, self.planned.model, self.planned.rank
         if IncidentKind.ENGINE_DISAGREES in found:
-            engine.doubt("it used other ids than were sent")
+            hint = engine.driver.ignored_hint
+            engine.doubt("it used other ids than were sent" + (f" ({hint})" if hint else ""))
         elif IncidentKind.NO_TOKEN_IDS in found and model is not None and model.capability.level != "relay":
             engine.doubt("it no longer says which ids it used")
         elif rank is not None and is_refused_rank(reply.refusal, reply.error):  # vLLM refuses a rank after it began a stream
