@@ -100,6 +100,11 @@ async def test_a_rank_that_the_client_names_stays(stream):
                 words = await answer.text()
                 assert (answer.status, "out of range [0, 2)" in words) == (400 if refused and not stream else 200, refused), words
         assert named(engine) == ["0", "1", "2"]
+        message = await rig.say("again", ASK)
+        continued = {"model": "sim", "messages": [*ASK, echo(message), *results(message)], "stream": stream}
+        async with rig.http.post(rig.url + CHAT, json=continued, headers={HEADER: "again", RANK_HEADER: "2"}) as answer:
+            assert "out of range [0, 2)" in await answer.text()
+        assert len(await rig.turns("again")) == 1
 
 
 def session_of_a_later_rank(rig):
