@@ -143,12 +143,12 @@ class Settings(BaseSettings):
     engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",
         description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), or token prompts whose "
-        "replies derender parses (completions). auto tries them in this order (docs/drivers.md).",
+        "replies derender parses (completions, generate). auto tries them in this order (docs/drivers.md).",
     )
     derender: Annotated[str, Shown("URL")] = Field(
         "",
-        description="Base URL of a `vllm launch render` sidecar that makes messages of token ids, for --engine completions and for "
-        "continued replies. Without it the engine itself does that.",
+        description="Base URL of a `vllm launch render` sidecar that makes messages of token ids, for --engine completions and generate, "
+        "and for continued replies. Without it the engine itself does that.",
     )
     tokenizer: Annotated[Path | None, Shown("FOLDER")] = Field(
         None,

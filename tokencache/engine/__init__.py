@@ -11,6 +11,7 @@
 `prefixes`         names exact prompts by a hash, so that requests do not grow with the conversation
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
+`ranks`            finds the data-parallel ranks of an engine, and pins a request to one
 `pool`             chooses the engine for a call
 `membership`       shares the list of engines between the replicas of the proxy
 `weight_updates`   replaces the weights of the engines; `announced_weights` follows what trainers announce about them

@@ -251,6 +251,19 @@ class ModelState:
         self._due = time.monotonic() + next(self._delays)
 
 
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where the calls of a session are sent: an engine and one of its data-parallel ranks; `None` if the engine chooses the rank."""
+
+    engine: "Engine"
+    rank: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name, which all replicas use to choose the same one for a session. That of a whole engine is its URL."""
+        url = self.engine.upstream.url
+        return url if self.rank is None else f"{url}#{self.rank}"
+
+
 class Engine:
     """An engine and its models.
 
@@ -271,6 +284,8 @@ class Engine:
         self._drivers = {driver.name: driver for driver in drivers}
         self.driver = drivers[0]
         """The driver that the last probe chose; before a probe, the first to be tried."""
+        self.endpoints: tuple[Endpoint, ...] = (Endpoint(self),)
+        """Where sessions can be placed on it: on each rank that the last probe found."""
         self._local = local
         self._on_probe = on_probe
         self._required = required
@@ -363,7 +378,14 @@ class Engine:
         now = time.monotonic()
         if now - self._doubted > DOUBT_SECONDS:
             self._doubted = now
+            log.warning("engine %s: probed again: %s", self.upstream.url, why)
             self.forget(why)
+
+    def lost_rank(self, rank: int) -> None:
+        """Place no session on a rank until the next probe: the engine refused a request because it does not have this one."""
+        if Endpoint(self, rank) in self.endpoints:
+            self.endpoints = (Endpoint(self),)
+            self.forget(f"it no longer has the data-parallel rank {rank}")
 
     async def _probe(self, name: str) -> Model:
         try:
@@ -385,6 +407,7 @@ class Engine:
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
         self.driver = self._drivers[found.driver]
+        self.endpoints = tuple(Endpoint(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
         return self._keep(name, found, small, wanted)
 
     def _wanted(self, model: str) -> Minimum:

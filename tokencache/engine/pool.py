@@ -24,7 +24,7 @@ import xxhash
 
 from tokencache import metrics
 from tokencache.engine.health import EngineIdentity, EngineMonitor
-from tokencache.engine.model import Engine, Model
+from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
 from tokencache.wakeup import end
@@ -32,13 +32,13 @@ from tokencache.wakeup import end
 log = logging.getLogger(__name__)
 
 
-def preference(session: str, urls: Sequence[str]) -> list[int]:
-    """Order engines for a session: indices into `urls`, the preferred one first.
+def preference(session: str, keys: Sequence[str]) -> list[int]:
+    """Order endpoints for a session: indices into their `keys`, the preferred one first.
 
-    The order does not depend on the order of the URLs. If one URL is removed, the order of the others stays the same.
+    The order does not depend on the order of the keys. If one key is removed, the order of the others stays the same.
     """
-    weights = [xxhash.xxh3_64_intdigest(f"{session}\0{url}".encode()) for url in urls]
-    return sorted(range(len(urls)), key=lambda place: (-weights[place], urls[place]))
+    weights = [xxhash.xxh3_64_intdigest(f"{session}\0{key}".encode()) for key in keys]
+    return sorted(range(len(keys)), key=lambda place: (-weights[place], keys[place]))
 
 
 class Pool:
@@ -129,25 +129,28 @@ class Pool:
         """Whether at least one engine serves."""
         return any(map(self.serves, self.monitors))
 
-    def order(self, session: str | None) -> list[Engine]:
-        """Return the engines that a call may use, the preferred one first; at least one.
+    def order(self, session: str | None) -> Sequence[Endpoint]:
+        """Return the endpoints that a call may use, one on each engine, the preferred one first; at least one.
 
-        Calls without a session use them in turn. If none serves, the list has the engines that may become available: the call tries them.
+        Calls without a session use the engines in turn, which choose the rank. If none serves, the list has the engines that may become
+        available: the call tries them.
 
         Raises:
             EngineError: there are no engines, or all are drained.
         """
         taking = self._taking()
-        if len(taking) == 1:
-            return [taking[0].engine]
+        if len(taking) == 1 and len(taking[0].engine.endpoints) == 1:
+            return taking[0].engine.endpoints
         usable = [monitor for monitor in taking if self.serves(monitor)]
         usable = usable or [monitor for monitor in taking if not monitor.mismatched]
         if session is None:
             first = next(self._turns) % len(usable)
-            places = [*range(first, len(usable)), *range(first)]
-        else:
-            places = preference(session, [monitor.url for monitor in usable])
-        return [usable[place].engine for place in places]
+            return [Endpoint(monitor.engine) for monitor in (*usable[first:], *usable[:first])]
+        endpoints = [endpoint for monitor in usable for endpoint in monitor.engine.endpoints]
+        chosen: dict[Engine, Endpoint] = {}  # if an engine does not accept a call, its other ranks do not either
+        for place in preference(session, [endpoint.key for endpoint in endpoints]):
+            chosen.setdefault(endpoints[place].engine, endpoints[place])
+        return list(chosen.values())
 
     def _taking(self) -> list[EngineMonitor]:
         """Return the engines that are not drained; at least one.

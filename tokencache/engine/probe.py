@@ -30,6 +30,7 @@ from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
 from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
+from tokencache.engine.ranks import find_ranks
 from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
@@ -92,6 +93,7 @@ class Capability(msgspec.Struct, frozen=True):
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         counts: whether its replies say how many tokens they have (`usage`).
+        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`).
         vocabulary: the number of ids that the model has, with those that only pad its vocabulary; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
@@ -121,6 +123,7 @@ class Capability(msgspec.Struct, frozen=True):
     later_system: bool = True
     max_model_len: int = 0
     counts: bool = False
+    ranks: int = 1
     vocabulary: int = 0
     stop_candidates: tuple[int, ...] = ()
     turn_ends: tuple[int, ...] = ()
@@ -149,7 +152,7 @@ class Capability(msgspec.Struct, frozen=True):
         """Describe the finding in one line."""
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} ranks={self.ranks} "
             f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen}) earlier_thoughts={self.earlier_thoughts}"
@@ -230,6 +233,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         later_system=rendering.later_system,
         max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
         counts=supply.counts,
+        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
         generates=driver.generates and await has_routes(requests, model or supply.model, ASK),
         logprobs=kind,
@@ -341,7 +345,7 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
             renderings[driver.renderer] = await _rendering(driver.renderer(requests), model)
         rendering = renderings[driver.renderer]
         try:
-            supply = await _supply(partial(driver.ask, requests), driver, model, rendering.plain)
+            supply = await _supply(requests, driver, model, rendering.plain)
         except EngineError as why:
             if why.passing:
                 raise
@@ -355,9 +359,9 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
     return max(answered, key=lambda one: (one[0].honoured, one[0].level == "record"))
 
 
-async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Supply:
+async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: bytes) -> _Supply:
     """Supply ids with which no rendering begins or ends: the prompt of the plain question twice, then its first id."""
-    reply = Reply()
+    ask, reply = partial(driver.ask, requests), Reply()
     used = plain or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply)
     if not used:
         return _Supply("relay", why="the engine reports no token ids")
@@ -381,9 +385,17 @@ async def _supply(ask: AskChat, driver: Driver, model: str, plain: bytes) -> _Su
         why_not = f"the engine cuts prompts: of {ids.count(wanted)} ids the last {ids.count(echo)} were used"
     elif driver.adds_tail or echo == used:
         why_not = "supplied ids are ignored"
+        if driver.ignored_hint and await _tokenizes_supplied(requests, body, wanted):
+            why_not = f"{why_not}, although the engine itself takes them: {driver.ignored_hint}"
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
     return found._replace(why=why_not)
+
+
+async def _tokenizes_supplied(requests: ProbeRequests, body: Mapping[str, Any], wanted: bytes) -> bool:
+    """Whether `/tokenize` uses supplied ids, as vLLM 0.27 and later do: a proxy forwards that route to the engine unchanged."""
+    answer = (await requests.post("/tokenize", body)).json()
+    return isinstance(answer, dict) and answer.get("tokens") == ids.unpack(wanted)
 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:

@@ -36,9 +36,10 @@ from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
 from tokencache.engine.drivers.base import ExactPrompt
 from tokencache.engine.image_names import ImageNames
 from tokencache.engine.images import read_places
-from tokencache.engine.model import Engine, Model
+from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
+from tokencache.engine.ranks import is_refused_rank
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
@@ -181,14 +182,15 @@ class Dispatch:
         pauses: Iterator[float] | None = None
         while True:
             change = updates.next
-            for engine in self._services.pool.order(self._call.session):
+            for endpoint in self._services.pool.order(self._call.session):
+                engine = endpoint.engine
                 if refused is not None:
                     refused.close()
                 try:
                     if continuation is not None:
-                        answer = await self._post_piece(continuation, engine)
+                        answer = await self._post_piece(continuation, endpoint)
                     else:
-                        self.planned = await self._plan(engine)
+                        self.planned = await self._plan(endpoint)
                         answer = await self._post_call()
                 except EngineError as why:
                     refused = self._failed(engine, why)
@@ -221,14 +223,14 @@ class Dispatch:
             self._services.pool.mark_down(engine, why)
         return _Refusal(str(why), error=why)
 
-    async def _plan(self, engine: Engine) -> PlannedCall:
-        """Plan the call for an engine.
+    async def _plan(self, endpoint: Endpoint) -> PlannedCall:
+        """Plan the call for an endpoint.
 
         Raises:
             EngineError: the engine cannot be reached, or cannot serve now.
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
-        chat, session, started = self._chat, self._call.session, self._since or time.time()
+        chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.time()
         plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
         thinking = await self._thinking_marks(model) if model is not None and budget_of(chat.fields) is not None else None
         metrics.BEFORE.observe(time.time() - started)
@@ -243,6 +245,7 @@ class Dispatch:
         streams = chat.stream and not whole
         return PlannedCall(
             engine=engine,
+            rank=endpoint.rank,
             model=model,
             plan=plan,
             weights=weights,
@@ -300,16 +303,17 @@ class Dispatch:
         continuation.check_places(read_places(answer.headers))
         return answer
 
-    async def _post_piece(self, continuation: Continuation, engine: Engine) -> aiohttp.ClientResponse:
-        """Post the request for the next piece of a reply to an engine.
+    async def _post_piece(self, continuation: Continuation, endpoint: Endpoint) -> aiohttp.ClientResponse:
+        """Post the request for the next piece of a reply to an endpoint.
 
         Raises:
             EngineError: the engine cannot be reached, or cannot serve now.
             ContinuationError: the reply cannot be continued there.
         """
+        engine = endpoint.engine
         model = await engine.model(self._chat.model)
         weights = await self._services.versions.begin(engine, model, self._salted())
-        self.planned = planned = msgspec.structs.replace(self.planned, engine=engine, model=model, weights=weights)
+        self.planned = planned = msgspec.structs.replace(self.planned, engine=engine, rank=endpoint.rank, model=model, weights=weights)
         exact = continuation.exact(model.capability)
         await continuation.find_own_limit(self.derender_request(b""), model.capability.max_model_len)
         self._request.advance(RequestEvent.SEND)
@@ -350,13 +354,16 @@ class Dispatch:
             log.warning("session %s call %s: the places of its images are not known: %s", self._call.session, self._call.id, why)
             return None
 
-    def check(self, found: set[str]) -> None:
-        """Probe the engine again if the incidents of its reply contradict the probe: another engine may run at its URL now."""
-        engine, model = self.planned.engine, self.planned.model
+    def check(self, found: set[str], reply: Reply) -> None:
+        """Probe the engine again if its reply, or its incidents, contradict the probe: another engine may run at its URL now."""
+        engine, model, rank = self.planned.engine, self.planned.model, self.planned.rank
         if IncidentKind.ENGINE_DISAGREES in found:
-            engine.doubt("it used other ids than were sent")
+            hint = engine.driver.ignored_hint
+            engine.doubt("it used other ids than were sent" + (f" ({hint})" if hint else ""))
         elif IncidentKind.NO_TOKEN_IDS in found and model is not None and model.capability.level != "relay":
             engine.doubt("it no longer says which ids it used")
+        elif rank is not None and is_refused_rank(reply.refusal, reply.error):  # vLLM refuses a rank after it began a stream
+            engine.lost_rank(rank)
 
     def _reason_against(self, model: Model) -> str:
         """Return why a reply that the engine breaks off is not continued; `""` if it is."""

@@ -242,7 +242,7 @@ class Endpoints:
 
     def _engine(self, session: str) -> Engine:
         """Return the engine that a session uses."""
-        return self._pool.order(session)[0]
+        return self._pool.order(session)[0].engine
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         if own := asked.request.headers.get(REQUEST_ID):

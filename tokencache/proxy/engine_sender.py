@@ -20,6 +20,7 @@ from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
+from tokencache.engine.ranks import RANK_HEADER, is_refused_rank
 from tokencache.errors import NOT_NOW, OK, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
@@ -179,13 +180,23 @@ class EngineSender:
     async def _write_and_post(
         self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target
     ) -> aiohttp.ClientResponse:
-        request = await self._write(planned, exact, chat, target)
+        request, rank = await self._write(planned, exact, chat, target), planned.rank
         self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
         self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
         self._posts += 1
         headers = with_request_id(self._exchange.headers, self._call.id, self._posts)
         self.posted = headers[REQUEST_ID]
-        return await planned.engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+        engine = planned.engine
+        if rank is None or RANK_HEADER in headers:  # a rank that the client names stays, as in a direct call
+            return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+        headers[RANK_HEADER] = str(rank)
+        answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+        if answer.status in REFUSED and is_refused_rank(answer.status, await answer.read()):
+            answer.close()
+            engine.lost_rank(rank)
+            del headers[RANK_HEADER]
+            answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
+        return answer
 
     async def _write(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
         """Write a request, with the salt."""

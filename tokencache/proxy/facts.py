@@ -56,6 +56,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: the engine.
+        rank: the data-parallel rank to which the session is pinned; `None` if the engine has only one.
         model: the model; `None` if the engine could not be probed.
         plan: how it is sent.
         weights: the readings of the engine's policy version.
@@ -70,6 +71,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     model: Model | None
     plan: Plan
     weights: VersionReading
+    rank: int | None = None
     thinking: ThinkingMarks | None = None
     whole: bool = False
     gathers: bool = False

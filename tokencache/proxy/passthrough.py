@@ -47,7 +47,7 @@ async def relay_to(
         EngineError: no engine can be reached, one failed after the request was sent, or, in a session, the answer is neither success nor
             error. Nothing was sent to the client.
     """
-    engines = pool.order(session)
+    engines = [endpoint.engine for endpoint in pool.order(session)]
     for engine in engines:
         try:
             answer = await _send(request, engine.upstream, path, headers, body)

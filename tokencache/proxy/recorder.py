@@ -161,7 +161,8 @@ def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     planned = plan.prompt
     if planned is None or echoed == planned or (not plan.whole and echoed.startswith(planned)):
         return _with_media(facts, UsedPrompt(echoed, fragment, plan))
-    return UsedPrompt(echoed, fragment, plan.rendered(Reason.ENGINE_DISAGREES), _difference(planned, plan, echoed))
+    difference = _difference(planned, plan, echoed, facts.planned.engine.driver.ignored_hint)
+    return UsedPrompt(echoed, fragment, plan.rendered(Reason.ENGINE_DISAGREES), difference)
 
 
 def own_prompt(facts: CallFacts, choice: Choice) -> UsedPrompt | None:
@@ -191,14 +192,14 @@ def _with_media(facts: CallFacts, prompt: UsedPrompt) -> UsedPrompt:
     return UsedPrompt(prompt.ids, prompt.fragment, plan.rendered(Reason.ENGINE_DISAGREES), difference)
 
 
-def _difference(sent: bytes, plan: Plan, echoed: bytes) -> str:
-    """Describe how the prompt that the engine used differs from the planned one, which was sent."""
+def _difference(sent: bytes, plan: Plan, echoed: bytes, hint: str) -> str:
+    """Describe how the prompt that the engine used differs from the planned one, which was sent, and what may help."""
     tokens, same = ids.count(sent), ids.common_head(sent, echoed)
     if sent.endswith(echoed):
         return f"the engine cut the prompt: it used the last {ids.count(echoed)} of {tokens} ids"
     if plan.last_reply is not None and same >= plan.last_reply.end:
         return f"the engine used the history's {plan.last_reply.end} ids, and another tail after them"
-    return f"the engine used other ids than were sent: they differ from index {same} of {tokens} on"
+    return f"the engine used other ids than were sent: they differ from index {same} of {tokens} on" + (f" ({hint})" if hint else "")
 
 
 # --- the tokens ---

@@ -204,10 +204,11 @@ def vllm(vllm_server):
 
 ENGINES = {
     "two engines": r"/test_continued_replies\.py",
+    "two ranks": r"/test_ranks\.py",
     "development mode": r"/test_(weight_updates|weight_recipes|policy_versions|scoring)\.py",
     "images": r"/test_(prefixes|image_prompts)\.py|/test_image_sessions\.py::(?!.*\[generate)",
     "images without the plugin": r"/test_image_sessions\.py::.*\[generate",
-    "scaled out": r"/test_(completions_driver|members_alike)\.py",
+    "scaled out": r"/test_(derendered_prompts|members_alike)\.py",
     "processed log probabilities": r"\[processed_logprobs\]",
     "policy": r"/test_trl\.py",
     "base model": r"/test_base_model\.py",

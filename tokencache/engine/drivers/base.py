@@ -142,8 +142,10 @@ class Driver(ABC):
         images: whether it can supply an exact prompt with images, where the engine accepts one (`engine.images`).
         prefixes: whether it can name a prompt by a hash, where the engine accepts that (`engine.prefixes`).
         generates: whether it uses the routes of `engine.generate`, where the engine has them.
+        ranks: whether it pins requests to a data-parallel rank, where the engine has several (`engine.ranks`).
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
+        ignored_hint: what to do if something in front of the engine replaces supplied ids; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
             searches vLLM's refusals for the first two defaults; the last is from vLLM's check of supplied ids (0.32,
             `v1/engine/input_processor.py`).
@@ -161,8 +163,10 @@ class Driver(ABC):
     images: ClassVar[bool] = False
     prefixes: ClassVar[bool] = False
     generates: ClassVar[bool] = False
+    ranks: ClassVar[bool] = False
     pinned: Mapping[str, Any] = {}
     refusal_hint: ClassVar[str] = ""
+    ignored_hint: ClassVar[str] = ""
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
     weights_route: ClassVar[str] = "/weight_info"

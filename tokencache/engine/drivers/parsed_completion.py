@@ -121,7 +121,9 @@ async def _visible(request: ReplacedChat, choice: dict[str, Raw], tokens: list[i
     stopped = bytes(choice.get("finish_reason", NULL)) == b'"stop"'
     if stopped and reason.startswith(b'"'):
         text = choice.get("text", NULL)
-        if bytes(text) in {b"null", b'""'}:
+        if bytes(text) == b"null":
+            raise EngineError("the engine did not return the text before the stop string; the tokens are recorded")
+        if bytes(text) == b'""':
             return []
         if not (left := await EngineRenderer(request.upstream).encode(fields.get("model", NULL), text, request.headers)):
             raise EngineError("/tokenize cannot tokenize the text before the stop string; the tokens are recorded")

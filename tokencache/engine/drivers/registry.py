@@ -9,6 +9,7 @@ from tokencache.engine.drivers.base import Driver
 from tokencache.engine.drivers.nemo_gym import NemoGym
 from tokencache.engine.drivers.nemo_rl import NemoRl
 from tokencache.engine.drivers.text_prompts import TextPrompts
+from tokencache.engine.drivers.token_prompts import TokenPrompts
 from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.upstream import Upstream
 
@@ -32,6 +33,7 @@ DRIVERS: dict[str, Callable[[DriverOptions], Driver]] = {
     NemoRl.name: lambda options: NemoRl(options.sampling),
     NemoGym.name: lambda options: NemoGym(options.sampling),
     TextPrompts.name: lambda options: TextPrompts(options.parser),
+    TokenPrompts.name: lambda options: TokenPrompts(options.parser),
 }
 
 

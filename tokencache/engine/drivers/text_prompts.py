@@ -24,20 +24,17 @@ from multidict import CIMultiDict
 
 from tokencache.core import ids
 from tokencache.core.reasons import Reason
-from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import NULL
 from tokencache.dialects.members import CHAT_ONLY, GUIDING, LIMITS
-from tokencache.engine.derender import ANY_MESSAGES, RENDER, Derender
+from tokencache.engine.derender import ANY_MESSAGES, RENDER
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
+from tokencache.engine.drivers.derendered import DerenderedPrompts, ParseReply
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_completion
-from tokencache.engine.drivers.vllm import Vllm, binds_late, members_with_ids
-from tokencache.engine.reply import Reply
-from tokencache.engine.template.agreement import EPISODE, TOOL
-from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError
+from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 from tokencache.engine.upstream import EngineClient, EngineResponse, Upstream
-from tokencache.errors import NOT_NOW, EngineError
+from tokencache.errors import EngineError
 from tokencache.recent import Recent
 
 Raw = msgspec.Raw
@@ -47,10 +44,8 @@ UNSUPPORTED = Reason.NOT_FOR_COMPLETIONS
 """The reason for a call that text completions cannot express, so that it is sent as a chat completion."""
 
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
-_PROMPT = "prompt_token_ids"
 _NOT_EVERYWHERE = ("bad_words",)
 """Members of a chat request that vLLM's text completions silently ignored in 0.20 to 0.25."""
-_CHECK = Raw(b"[" + EPISODE[0] + b"]")
 _MOST_GUIDES = 256
 
 
@@ -77,18 +72,15 @@ class _Rendered(msgspec.Struct):
         return Guidance(public or None, self.sampling_params.max_tokens)
 
 
-class TextPrompts(Vllm):
+class TextPrompts(DerenderedPrompts):
     """The driver `completions`. `parser` answers render and derender; if it is `None`, the engine does."""
 
     name = "completions"
     how = "prompts of /v1/completions, parsed by derender"
-    skips_experts = False  # these versions do not know the member
     images = False
 
     def __init__(self, parser: Upstream | None = None) -> None:
-        super().__init__(streams=False)
-        self._parser = parser
-        self._derender = Derender(parser)
+        super().__init__(parser)
         self._guidance: Recent[bytes, Guidance] = Recent(_MOST_GUIDES)
 
     async def request(self, call: ChatCall, prompt: ExactPrompt | None, target: Target) -> EngineRequest:
@@ -134,71 +126,9 @@ class TextPrompts(Vllm):
         """Post to the parser, or to the engine if there is none; only the engine gets the harness's own headers."""
         return await (upstream.query(path, body, headers) if self._parser is None else self._parser.query(path, body))
 
-    def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
-        """See `Driver.probe_members`."""
-        del reply
-        return {"messages": [Raw(question)], _PROMPT: prompt}
-
-    async def ask(self, upstream: EngineClient, body: Mapping[str, Any]) -> EngineResponse:
-        """See `Driver.ask`."""
-        if _PROMPT not in body:
-            return await super().ask(upstream, body)
-        request = ReplacedChat(
-            upstream, _raw({name: value for name, value in body.items() if name != _PROMPT and (name != "model" or value)})
-        )
-        answer = await upstream.post(COMPLETIONS, text_completion(request.fields, ids.Fragment(ids.pack(body[_PROMPT])), Guidance()))
-        if answer.status != HTTPStatus.OK:
-            return answer
-        parsed = await parse_completion(self._derender, request, answer.body)
-        if parsed.error:
-            return EngineResponse(HTTPStatus.SERVICE_UNAVAILABLE if parsed.temporary else HTTPStatus.BAD_GATEWAY, parsed.error.encode())
-        return EngineResponse(answer.status, parsed.body)
-
-    async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
-        """See `Driver.cannot_parse`. Compares derender with chat for a reply of the model, and tests it with a rendered tool call."""
-        request: dict[str, Any] = {"model": model, "messages": _CHECK, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
-        answer = await self.ask(upstream, request)
-        chat = Reply()
-        chat.add(answer.body)
-        prompt = chat.prompt.packed
-        if answer.status in NOT_NOW or prompt is None or 0 not in chat.choices:
-            raise EngineError(f"the engine answered {answer.status}", status=answer.status)
-        try:
-            sampled = chat.choices[0].ids[:-1] if chat.choices[0].finish_reason == "stop" else chat.choices[0].ids
-            own = await self._derendered(upstream, request, ids.unpack(prompt), sampled)
-            theirs, ours = (reply.choices[0].message(with_reasoning=True) for reply in (chat, own))
-            if [_complete(theirs.content), _complete(theirs.reasoning)] != [_complete(ours.content), _complete(ours.reasoning)]:
-                return "derender divides a reply into reasoning and text otherwise than chat: it may have other parsers"
-            request |= {"tools": TOOL, "max_tokens": 1}
-            if (await self.ask(upstream, request)).status in REFUSALS:
-                return ""  # an engine without a parser for tool calls refuses tools
-            args = RenderArgs(b"", b"", {}, {}, {}, TOOL)
-            before = await renderer.render(model, EPISODE[:1], args, generation=True)
-            after = await renderer.render(model, EPISODE[:2], args, generation=False)
-            start = ids.common_head(before, after)
-            called = await self._derendered(upstream, request, ids.unpack(ids.head(before, start)), ids.unpack(ids.tail(after, start)))
-        except RenderError as why:
-            return f"derender cannot be tested with a tool call: {why}"
-        except EngineError as why:
-            if why.passing:
-                raise
-            return str(why)
-        calls = [(call.name, msgspec.json.decode(call.arguments)) for call in called.choices[0].message(with_reasoning=True).calls]
-        return "" if calls == [("f", {"a": "b"})] else "derender does not find the tool call that the template writes"
-
-    async def _derendered(self, upstream: EngineClient, request: Mapping[str, Any], prompt: list[int], reply: list[int]) -> Reply:
-        """Parse a reply with given ids, as if the token limit had ended it.
-
-        Raises:
-            EngineError: derender cannot be reached, or refuses.
-        """
-        choice = {"index": 0, "text": "", "token_ids": reply, _PROMPT: prompt, "finish_reason": "length"}
-        parsed = await parse_completion(self._derender, ReplacedChat(upstream, _raw(request)), msgspec.json.encode({"choices": [choice]}))
-        if parsed.error:
-            raise EngineError(parsed.error, reached=not parsed.temporary)
-        found = Reply()
-        found.add(parsed.body)
-        return found
+    async def _sample(self, request: ReplacedChat, prompt: list[int]) -> tuple[EngineResponse, ParseReply]:
+        body = text_completion(request.fields, ids.Fragment(ids.pack(prompt)), Guidance())
+        return await request.upstream.post(COMPLETIONS, body), parse_completion
 
 
 def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: Guidance) -> bytes:
@@ -217,14 +147,5 @@ def text_completion(fields: Mapping[str, Raw], prompt: ids.Fragment, guidance: G
     return b"".join((memoryview(msgspec.json.encode(body))[:-1], b',"prompt":[', *prompt.pieces, b"]}"))
 
 
-def _raw(members: Mapping[str, Any]) -> dict[str, Raw]:
-    return {name: Raw(msgspec.json.encode(value)) for name, value in members.items()}
-
-
 def _has(fields: Mapping[str, Raw], name: str) -> bool:
     return bytes(fields.get(name, NULL)) not in _EMPTY
-
-
-def _complete(text: str | None) -> str:
-    """Return a text without an incomplete character at its end."""
-    return (text or "").rstrip("\ufffd")

@@ -47,7 +47,9 @@ class Vllm(Driver):
     images = True
     prefixes = True
     generates = True
+    ranks = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
+    ignored_hint = "a server that disaggregates prefill replaces kv_transfer_params: use --engine generate behind it"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
         """Create a driver; without `streams` it requests only whole replies. `parser` derenders; if it is `None`, the engine does."""

@@ -1,5 +1,10 @@
-"""Token prompts on a real vLLM's text completions, parsed by its derender: as for an engine without ids in chat."""
+"""Exact prompts on routes of a real vLLM that do not parse, with its derender.
 
+`completions` calls it as an engine without ids in chat. `generate` calls it behind a proxy that disaggregates prefill, with this vLLM in
+both roles, so the engine's log has each request of the proxy twice.
+"""
+
+import contextlib
 import itertools
 
 import pytest
@@ -8,6 +13,7 @@ from rig.exported import assert_exported, generations, trajectory, turns
 from rig.harness import TOOLS
 from rig.server import MODEL
 
+from tests.engine.prefill_relay import PrefillRelay
 from tests.system.nemo.agents import AGENTS
 from tokencache.store.memory import MemoryStore
 
@@ -16,17 +22,32 @@ STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
 
-@pytest.fixture
-async def before(scaled_out):
-    async with proxying(scaled_out.url, MemoryStore(), engine="completions") as found:
+@pytest.fixture(params=["completions", "generate"])
+async def before(scaled_out, request):
+    async with contextlib.AsyncExitStack() as opened:
+        relay = PrefillRelay(scaled_out.url, scaled_out.url)
+        url = await opened.enter_async_context(relay.serve()) if request.param == "generate" else scaled_out.url
+        found = await opened.enter_async_context(proxying(url, MemoryStore(), engine=request.param))
         await found.proxy.engine.model(MODEL)
         yield found
+
+
+class Log(GroundTruth):
+    """The engine's log, without the requests for one token with which it prefilled; each had the prompt of the next request."""
+
+    async def read_new_episodes(self):
+        found = await super().read_new_episodes()
+        if self.proxied.proxy.engine.driver.name == "completions":
+            return found
+        prefilled, decoded = found[::2], found[1::2]
+        assert [(prompt, len(sampled)) for prompt, sampled in prefilled] == [(prompt, 1) for prompt, _ in decoded]
+        return decoded
 
 
 @pytest.fixture
 async def scaled_out_log(before, scaled_out):
     """The engine's log from here on."""
-    ground_truth = GroundTruth(before, scaled_out)
+    ground_truth = Log(before, scaled_out)
     await ground_truth.read_new()
     return ground_truth
 
@@ -42,10 +63,23 @@ def words(reply):
     )
 
 
-async def test_the_probe_finds_the_completions_driver(before):
+async def test_what_the_probe_finds(before, request):
     found = (await before.proxy.engine.model(MODEL)).capability
-    assert (found.level, found.driver, found.tokenizes) == ("exact", "completions", True)
+    assert (found.level, found.tokenizes) == ("exact", True)
+    assert found.driver in request.node.name
     assert found.stop_ids
+
+
+async def test_chat_behind_the_proxy_is_recorded_and_the_probe_says_why(scaled_out):
+    async with PrefillRelay(scaled_out.url, scaled_out.url).serve() as url, proxying(url, MemoryStore(), engine="vllm") as found:
+        capability = (await found.proxy.engine.model(MODEL)).capability
+        assert capability.level == "record"
+        assert "although the engine itself takes them: a server that disaggregates prefill replaces kv_transfer_params" in capability.why
+        harness = found.harness("s").say("EPISODE:talk please")
+        for _ in range(2):
+            await harness.turn()
+        assert_exported(await trajectory(found, "s"), harness.answered, sequences=2)
+        assert [turn["reason"] for turn in await turns(found, "s")] == ["", "record-only"]
 
 
 @STREAMS
