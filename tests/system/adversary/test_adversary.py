@@ -550,8 +550,18 @@ async def test_after_a_reply_that_is_not_known_a_reply_may_be_another_one_after_
     await talk.ask({"content": "I look, and then I look again."}, Entry(ASK), *([own] if as_many else []), Entry(ASK))
     done = await talk.ask({"content": "I look, and then I look again."}, hurry)
     talk.tally.counts.clear()
-    await talk.ask({"content": "Yes."}, hurry, own, hurry, done, Entry(ASK))
+    await talk.ask({"content": "Yes."}, Entry(ASK), own, hurry, done, Entry(ASK))
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+async def test_a_reply_is_not_owed_where_a_message_in_its_position_may_be_it_changed():
+    hurry = Entry({"role": "user", "content": "Hurry."})
+    for first, owed in ((Entry(ASK), 1), (hurry, 0)):
+        talk, own = Judged(), Entry({"role": "assistant", "content": "I see."})
+        done = await talk.ask({"content": "I look, and then I look again."}, hurry)
+        talk.tally.counts.clear()
+        await talk.ask({"content": "Yes."}, first, own, hurry, done, Entry(ASK))
+        assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
 @pytest.mark.parametrize(("again", "owed"), [(True, 1), (False, 2)])
