@@ -285,7 +285,9 @@ class IncidentKind(StrEnum):
     )
 
 
-_WITHOUT_REPLY = frozenset(kind for kind in IncidentKind if kind.hole or kind in {IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN})
+_WITHOUT_REPLY = frozenset(
+    {*(kind for kind in IncidentKind if kind.hole), IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN, IncidentKind.CLIENT_GONE}
+)
 
 
 def failed_calls(incidents: Iterable[Incident], recorded: Collection[str]) -> list[Incident]:

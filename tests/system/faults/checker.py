@@ -51,7 +51,8 @@ class Findings:
     """The findings, as sentences.
 
     `turns` were received whole, of which `recorded` are in a turn. `continued` turns have several pieces. `marked` are the sessions marked
-    incomplete, with the kinds of holes that they name. `outcomes` counts sessions. `incidents` has what the sessions report, for the sentences about them.
+    incomplete, with the kinds of holes that they name. `outcomes` counts sessions. `incidents` has what the sessions report, for the
+    sentences about them.
     """
 
     turns: int = 0
