@@ -150,9 +150,7 @@ class CallAttempt:
                     await self._store(self._write_cancelled_turns())
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    left = self._call.incident(IncidentKind.CLIENT_GONE, "the client left before an engine took the call")
-                    # Of the time at which the call began: the next call may begin before it is noticed that the client left this one.
-                    await self.close([msgspec.structs.replace(left, at=self._call.started)])
+                    await self.close([self._call.abandoned()])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()

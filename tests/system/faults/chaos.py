@@ -110,7 +110,7 @@ class Campaign:
                 self._over = True
                 await self._tell(0)
             self.timeline.note("ends")
-            found = await asyncio.to_thread(stack.check, self.agents)
+            found = await asyncio.to_thread(stack.check, self.agents, finish=True)
         self.seconds = time.monotonic() - began
         self.ends = Counter(end for agent in self.agents for one in agent.asked for end in one.ends)
         return found
