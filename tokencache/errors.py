@@ -20,6 +20,9 @@ OK = 200
 NOT_NOW = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Status codes of an engine that has sampled nothing and may accept the call later. vLLM 0.33 returns 503 while it is paused."""
 
+NO_ROUTE = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
+"""Status codes of an engine that does not have a route."""
+
 _SUCCESSES, _REFUSALS, _ERRORS = range(200, 300), range(400, 500), range(400, 600)
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 

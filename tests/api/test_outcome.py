@@ -98,6 +98,33 @@ async def test_a_harness_that_leaves_during_a_reply(stream):
         assert (await finished(rig))[0] == "harness"
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+async def test_a_harness_that_leaves_before_an_engine_takes_its_call(repeated):
+    async with proxied(hold=60.0) as rig:
+        await say(rig)
+        rig.engine.faults.extend([Fault.answer(503, "{}")] * 200)
+        asking = asyncio.create_task(say(rig))
+
+        async def waits():
+            return (await rig.info())["open_calls"]
+
+        await until(waits)
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asking
+
+        async def ended():
+            return not await waits()
+
+        await until(ended)
+        rig.engine.faults.clear()
+        if repeated:
+            await say(rig)
+        assert await finished(rig) == (
+            ("ok", "", True) if repeated else ("harness", "client-gone: the client left before an engine took the call", False)
+        )
+
+
 async def test_a_session_whose_budget_is_spent():
     async with proxied(max_calls=1) as rig:
         await say(rig)

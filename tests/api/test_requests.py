@@ -157,6 +157,13 @@ class TestQueryParameters:
         assert (message, blamed) == (f"unknown query parameter {param!r}: did you mean {nearest!r}?", param)
         assert await rig.get(f"{BASE}/sessions/{SESSION}")
 
+    @pytest.mark.parametrize("path", ["/sessions?run=r", "/sessions?incident=late-call", "/queue?group=g"])
+    async def test_a_parameter_of_another_route_is_refused(self, rig, path):
+        """Otherwise a filter that does nothing selects everything."""
+        name = path.partition("?")[2].partition("=")[0]
+        message, blamed = await error(rig, "GET", BASE + path)
+        assert (f"unknown query parameter {name!r}: this route does not have it; it has " in message, blamed) == (True, name)
+
     @pytest.mark.parametrize("query", ["_=1700000000", "ts=5", "v=2", "utm_source=x", "=", "nocache"])
     async def test_parameters_of_other_tools_are_ignored(self, rig, query):
         await rig.say(SESSION, [user("hi")])

@@ -202,8 +202,8 @@ class ForgetsTombstones(MemoryStore):
 
 
 class NeverLiftsTombstones(MemoryStore):
-    async def lift_tombstone(self, session):
-        pass
+    async def delete(self, session, *, reuse=False):
+        return await self.session(session) is not None and await super().delete(session, reuse=reuse)
 
 
 class JoinsAnyCall(MemoryStore):

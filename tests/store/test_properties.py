@@ -136,7 +136,7 @@ STEPS = st.one_of(
     ),
     *(operation(name, NAMES, CALLS) for name in ("mark_orphaned", "settle", "commit")),
     operation("delete", NAMES, options=[{}, {"reuse": True}]),
-    *(operation(name, NAMES) for name in ("lift_tombstone", "finish", "settings")),
+    *(operation(name, NAMES) for name in ("finish", "settings")),
     operation("add_incidents", NAMES, [Incident("x")]),
     operation("seal", NAMES, options=[{}, {"force": True, "at": 1.5}]),
     operation("define", NAMES, st.sampled_from(SETTINGS), Labels("defined"), options=[{}, {"exist_ok": True}, {"adopt": True}]),

@@ -113,7 +113,6 @@ async def test_every_operation_is_one_round_trip(store, redis, sent):
         lambda: store.unbind_key("k"),
         store.ping,
         lambda: store.delete("s"),
-        lambda: store.lift_tombstone("s"),
     ]
     for operation in operations:
         sent.clear()

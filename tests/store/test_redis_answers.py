@@ -53,7 +53,7 @@ ACCEPTED = {
     "list": {"contexts", "demands", "documents", "live_replicas"},
     "list of nil": {"documents", "live_replicas"},
     "0": YES_NO | COUNTS | {"define"},
-    "1": YES_NO | COUNTS | {"define", "lift_tombstone", "remove", "withdraw", "watch", "unwatch"},
+    "1": YES_NO | COUNTS | {"define", "remove", "withdraw", "watch", "unwatch"},
     "7": COUNTS,
 }
 """Operations that accept an answer, because a server that is right may give it to them. To all others it is wrong."""

@@ -75,7 +75,6 @@ def operations(store, epoch):
         "contexts": lambda: store.contexts("s", ["a"]),
         "seal": lambda: store.seal("s", force=True),
         "delete": lambda: store.delete("s"),
-        "lift_tombstone": lambda: store.lift_tombstone("s"),
         "documents": lambda: store.documents("s", ["d"]),
         "delete_document": lambda: store.delete_document("s", "d"),
         "bind_key": lambda: store.bind_key("h", Binding("s")),

@@ -1,7 +1,7 @@
 """What all handlers of the API share: JSON bodies, query parameters, and the errors for names that the API does not know.
 
 A member of a request's body that the route does not have is refused (422), because it would have no effect. Other tools may add query
-parameters of their own, such as `?_=1`, so only those that look like misspelled ones are refused.
+parameters of their own, such as `?_=1`, so only those that look like misspelled ones, or that another route has, are refused.
 """
 
 import math
@@ -95,20 +95,21 @@ def _form(kind: inspect.Type) -> str:
             return _SCALARS.get(type(kind), '"…"')
 
 
-def refuse_misspelled(request: web.Request, known: Collection[str]) -> None:
-    """Check that no query parameter looks like a misspelled one of `known`.
+def refuse_parameters(request: web.Request, known: Collection[str], others: Collection[str]) -> None:
+    """Check that no query parameter looks like a misspelled one of `known`, or is one of `others`, which other routes have.
 
     Raises:
-        HarnessError: 422: one does.
+        HarnessError: 422: one is.
     """
     for name in request.query:
-        nearest = None if name in known else _nearest(name, known, _MISSPELLED)
-        if nearest is not None:
-            raise HarnessError(
-                f"unknown query parameter {_quoted(name)}: did you mean {nearest!r}?",
-                status=HTTPStatus.UNPROCESSABLE_ENTITY,
-                param=name[:_SHOWN],
-            )
+        if name in known:
+            continue
+        nearest = _nearest(name, known, _MISSPELLED)
+        if nearest is not None or name in others:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            hint = f"did you mean {nearest!r}?" if nearest is not None else f"this route does not have it; {has}"
+            message = f"unknown query parameter {_quoted(name)}: {hint}"
+            raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param=name[:_SHOWN])
 
 
 class _Unknown(NamedTuple):

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tokencache import __version__
 from tokencache.api.auth import AdminAuth, Handler
-from tokencache.api.http import refuse_misspelled
+from tokencache.api.http import refuse_parameters
 from tokencache.api.listing import MAX_LIMIT, STAGES
 from tokencache.api.requests import (
     Acknowledge,
@@ -651,13 +651,14 @@ OPERATIONS = (
 )
 
 _BY_ID = {operation.id: operation for operation in OPERATIONS}
+_PARAMETERS = frozenset(parameter.name for operation in OPERATIONS for parameter in operation.query)
 
 
 def register(app: web.Application, auth: AdminAuth, handlers: Mapping[str, Handler]) -> None:
     """Add handlers, by the ids of their operations, to an application.
 
-    `auth` checks the admin key. HEAD is answered where GET is. A misspelled query parameter is refused with 422. An operation without a
-    body ignores one: HTTP clients and proxies may add it.
+    `auth` checks the admin key. HEAD is answered where GET is. A query parameter that is misspelled, or another operation's, is refused
+    with 422. An operation without a body ignores one: HTTP clients and proxies may add it.
     """
     for name, handler in handlers.items():
         operation = _BY_ID[name]
@@ -672,7 +673,7 @@ def _checked(operation: Operation, handler: Handler) -> Handler:
     parameters = [parameter.name for parameter in operation.query]
 
     async def checked(request: web.Request) -> web.StreamResponse:
-        refuse_misspelled(request, parameters)
+        refuse_parameters(request, parameters, _PARAMETERS)
         return await handler(request)
 
     return checked

@@ -181,7 +181,7 @@ class IncidentKind(StrEnum):
     CLIENT_GONE = (
         "client-gone",
         "",
-        "the harness disconnected during a stream; the turn is recorded up to there",
+        "the harness disconnected during a stream, of which the turn is recorded up to there, or before an engine took the call",
         "None: harnesses do this on Escape and on timeouts.",
     )
     ENGINE_DISAGREES = (
@@ -285,7 +285,9 @@ class IncidentKind(StrEnum):
     )
 
 
-_WITHOUT_REPLY = frozenset(kind for kind in IncidentKind if kind.hole or kind in {IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN})
+_WITHOUT_REPLY = frozenset(
+    {*(kind for kind in IncidentKind if kind.hole), IncidentKind.ENGINE_REFUSED, IncidentKind.UPSTREAM_DOWN, IncidentKind.CLIENT_GONE}
+)
 
 
 def failed_calls(incidents: Iterable[Incident], recorded: Collection[str]) -> list[Incident]:

@@ -21,12 +21,11 @@ from tokencache.core.media import Places
 from tokencache.dialects.json_io import FIELDS
 from tokencache.engine.derender import RENDER
 from tokencache.engine.upstream import EngineClient, EngineResponse
-from tokencache.errors import EngineError
+from tokencache.errors import NO_ROUTE, EngineError
 
 Raw = msgspec.Raw
 
 GENERATE = "/inference/v1/generate"
-_NO_ROUTE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 _NONE = Raw(b'"none"')
 _NOT_SENT = ("request_id", "features", "stream", "stream_options", "token_offsets")
 """Members of a rendered request that are not sent to `generate`: the images are sent as parts, and the reply is not streamed."""
@@ -84,7 +83,7 @@ async def has_routes(engine: EngineClient, model: str, question: bytes) -> bool:
         EngineError: the engine cannot be reached.
     """
     answer = await engine.query(RENDER, msgspec.json.encode({"model": model, "messages": [Raw(question)], "mm_payload": _NONE}))
-    return answer.status not in _NO_ROUTE
+    return answer.status not in NO_ROUTE
 
 
 async def render_request(engine: EngineClient, fields: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> RenderedRequest:

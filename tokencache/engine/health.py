@@ -26,7 +26,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.renderer import RenderError
-from tokencache.errors import EngineError
+from tokencache.errors import NO_ROUTE, EngineError
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ TIMEOUT_SECONDS = 5.0
 """Seconds to wait for an answer."""
 STRIKES = 3
 """Number of slow or bad answers in a row after which an engine is marked down."""
-_NO_ROUTE = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
-"""HTTP status codes of a server that has no `GET /health`."""
 RECONSIDER_SECONDS = 60.0
 """Seconds after which an engine that differs from the others is probed again."""
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
@@ -166,7 +164,7 @@ class EngineMonitor:
             await self.engine.upstream.connect()
             return ""
         status = (await self.engine.upstream.get("/health")).status
-        self.has_health = status not in _NO_ROUTE
+        self.has_health = status not in NO_ROUTE
         return f"/health answered {status}" if status >= HTTPStatus.INTERNAL_SERVER_ERROR and self.has_health else ""
 
     async def _read_label(self) -> None:
@@ -177,7 +175,7 @@ class EngineMonitor:
         """
         if self.has_health and self.has_label:
             answer = await self.engine.upstream.get(self.engine.driver.weights_route)
-            self.has_label = answer.status not in _NO_ROUTE
+            self.has_label = answer.status not in NO_ROUTE
             self.engine.weight_label = self.engine.driver.weight_label(answer) or ""
 
     def mark_down(self, why: str) -> None:

@@ -15,7 +15,7 @@ from tokencache.errors import EngineError, HarnessError
 
 log = logging.getLogger(__name__)
 
-_NO_ROUTE = " answered 404"
+_NOT_FOUND = " answered 404"
 
 
 class WeightUpdates:
@@ -81,6 +81,6 @@ class WeightUpdates:
 
 def _cannot_pause(problems: dict[str, Failure]) -> str:
     told = "; ".join(f"{url}: {failure.reason}" for url, failure in problems.items())
-    if any(_NO_ROUTE in failure.reason for failure in problems.values()):
+    if any(_NOT_FOUND in failure.reason for failure in problems.values()):
         told += ". Start vLLM with VLLM_SERVER_DEV_MODE=1, which enables /pause; or send the mode none, and pause the engines yourself"
     return f"not all engines could be paused, and the others were resumed: {told}"

@@ -150,7 +150,7 @@ class CallAttempt:
                     await self._store(self._write_cancelled_turns())
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    await self.close()
+                    await self.close([self._call.abandoned()])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()

@@ -46,6 +46,14 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
         """Make an incident of this call."""
         return kind.incident(detail, call=self.id, hole=hole, at=time.time(), status=status)
 
+    def abandoned(self) -> Incident:
+        """Make the incident of a client that left before an engine took the call.
+
+        Its time is that at which the call began: the client's next call may begin before its leaving is noticed.
+        """
+        detail = "the client left before an engine took the call"
+        return IncidentKind.CLIENT_GONE.incident(detail, call=self.id, at=self.started)
+
     def note(self, kind: IncidentKind, detail: str) -> None:
         """Keep an incident until the end of the call."""
         self.noted.append(self.incident(kind, detail))

@@ -671,9 +671,6 @@ class Store(Protocol):
         A tombstone refuses late calls for a while. With `reuse` there is no tombstone, and an existing one is lifted.
         """
 
-    async def lift_tombstone(self, session: str) -> None:
-        """Allow the name of a deleted session to be used again."""
-
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         """Read documents of a session; `None` for each that does not exist. One round trip."""
 

@@ -389,9 +389,6 @@ class MemoryStore(MemoryQueue):
             self._tombstones[session] = True
         return known
 
-    async def lift_tombstone(self, session: str) -> None:
-        self._tombstones.pop(session, None)
-
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         held = self._sessions.get(session)
         return [held.documents.get(name) if held else None for name in names]

@@ -60,7 +60,7 @@ async def check_media_deletion(store: Store) -> None:
     same((await store.stored_media(session), await store.media(session, medium.sha256)), ([], None), "media of a deleted session")
     async with raises(SessionGoneError, "put_media in a deleted session"):
         await store.put_media(session, old, medium, content, limit=_LIMIT)
-    await store.lift_tombstone(session)
+    await store.delete(session, reuse=True)
     await store.begin(session, "k", [])
     async with raises(SessionGoneError, "put_media in a former epoch"):
         await store.put_media(session, old, medium, content, limit=_LIMIT)

@@ -4,13 +4,13 @@
     make chaos ARGS="--turns 400 --seed 3"
 
 Agents in three dialects, streaming and not, with tools, forks and sub-agents, call a random replica each time; sometimes one disconnects in
-the middle of a reply, and some break down at the first call that fails. Meanwhile disasters happen, one after the other, in an order that the seed decides, each kind as often as any
-other. At the end everything the harnesses received is compared with the engines' own log and with the exports that a trainer would fetch
-(`checker`). A second part breaks engines that have derender, so the replies that they break off are continued. A last part does the same to
-a Redis without persistence, which restarts empty.
+the middle of a reply, and some break down at the first call that fails. Meanwhile disasters happen, one after the other, in an order that
+the seed decides, each kind as often as any other. At the end everything the harnesses received is compared with the engines' own log and
+with the exports that a trainer would fetch (`checker`). A second part breaks engines that have derender, so the replies that they break off
+are continued. A last part does the same to a Redis without persistence, which restarts empty.
 
-The exit code is 1 if anything was lost, false, or missing without a mark. The seed decides what is requested, what breaks and in which
-order; how calls and disasters coincide depends on the machine.
+The exit code is 1 if anything was lost, false, misjudged, or missing without a mark. The seed decides what is requested, what breaks and in
+which order; how calls and disasters coincide depends on the machine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Campaign:
                 self._over = True
                 await self._tell(0)
             self.timeline.note("ends")
-            found = await asyncio.to_thread(stack.check, self.agents)
+            found = await asyncio.to_thread(stack.check, self.agents, finish=True)
         self.seconds = time.monotonic() - began
         self.ends = Counter(end for agent in self.agents for one in agent.asked for end in one.ends)
         return found

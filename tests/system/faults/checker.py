@@ -51,7 +51,8 @@ class Findings:
     """The findings, as sentences.
 
     `turns` were received whole, of which `recorded` are in a turn. `continued` turns have several pieces. `marked` are the sessions marked
-    incomplete, with the kinds of holes that they name. `outcomes` counts sessions. `incidents` has what the sessions report, for the sentences about them.
+    incomplete, with the kinds of holes that they name. `outcomes` counts sessions. `incidents` has what the sessions report, for the
+    sentences about them.
     """
 
     turns: int = 0
@@ -172,7 +173,7 @@ class _Session:
         if not headless:
             self._unmarked()
         if not memory_lost:
-            self._outcome()
+            self._outcome(answers)
 
     def _lost(self, answers: Mapping[str, list[tuple[str, Any]]], *, forgiven: bool) -> None:
         for call in self._calls:
@@ -192,14 +193,14 @@ class _Session:
                 words = f"session {self._name}: {len(entry.completion_ids)} tokens of {entry.request_id} were sampled and not recorded"
                 (self._found.unmarked if self._export["complete"] else self._found.unnamed).append(words)
 
-    def _outcome(self) -> None:
-        """Whether the outcome is what the harness knows of its last call."""
+    def _outcome(self, answers: Mapping[str, list[tuple[str, Any]]]) -> None:
+        """Whether the outcome is what the harness knows of its last call. One with a turn may have been sent whole, and not been read."""
         last, kind, complete = self._calls[-1], self._export["outcome"], self._export["complete"]
         self._found.outcomes[kind] += 1
         told = f"the harness's last call ended with {last.ends}, and the outcome is {kind} ({self._export['outcome_detail']})"
         if self._export["valid"] != (complete and kind == "ok"):
             self._false(f"is valid: {self._export['valid']}, complete: {complete}, and the outcome is {kind}")
-        elif last.received is None and _SEEN.fullmatch(last.ends[-1]) and self._export["valid"]:
+        elif last.received is None and last.mark not in answers and _SEEN.fullmatch(last.ends[-1]) and self._export["valid"]:
             self._found.misjudged.append(f"session {self._name}: is valid although {told}")
         elif last.received is not None and complete and kind != "ok":
             self._found.misjudged.append(f"session {self._name}: is not valid although {told}")

@@ -106,11 +106,18 @@ class Stack:
     def export(self, session: str) -> dict[str, Any] | None:
         return self._asked(f"{SESSIONS}/{session}/trajectories?drift=off")
 
-    def check(self, agents: Iterable[Agent], *, memory_lost: bool = False) -> Findings:
-        """Waits until the living replicas serve no call and have saved everything, exports the sessions, and compares all records."""
+    def check(self, agents: Iterable[Agent], *, memory_lost: bool = False, finish: bool = False) -> Findings:
+        """Waits until the living replicas serve no call and have saved everything, exports the sessions, and compares all records.
+
+        With `finish` the sessions are finished before, as a trainer does.
+        """
         agents = list(agents)
         block_until(lambda: all(proxy.gauge("calls_in_flight") == 0 for proxy in self.proxies if proxy.alive), "the end of all calls")
         self.saved()
+        living = next(proxy for proxy in self.proxies if proxy.alive)
+        for session in {agent.session for agent in agents} if finish else ():
+            status, answer = ask(f"{living.url}{SESSIONS}/{session}/finish", {"reward": 0.0})
+            assert status in {_OK, _GONE}, (status, answer)
         exports = {session: self.export(session) for session in {agent.session for agent in agents}}
         return check(
             [one for agent in agents for one in agent.asked], read_ground_truth(self.ground_truth), exports, memory_lost=memory_lost

@@ -440,10 +440,6 @@ class FileStore(FileQueue):
             db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, self.now() + self._tombstone))
         return row is not None
 
-    @ends
-    def lift_tombstone(self, db: sqlite3.Connection, session: str) -> None:
-        db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
-
     @reads
     def documents(self, db: sqlite3.Connection, session: str, names: Sequence[str]) -> list[bytes | None]:
         row = self._find(db, session)

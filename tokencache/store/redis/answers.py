@@ -118,7 +118,6 @@ FORMS: dict[str, Form] = {
     scripts.ADD_REWARD: _YES_NO,
     scripts.REWARDS: _STRINGS,
     scripts.DELETE: _YES_NO,
-    scripts.LIFT_TOMBSTONE: _number(1),
     scripts.DOCUMENTS: _OPTIONALS,
     scripts.DELETE_DOCUMENT: _YES_NO,
     scripts.PUT_MEDIA: _number(scripts.OVER_LIMIT, scripts.STORED, scripts.NO_SESSION),

@@ -401,14 +401,6 @@ return 1
 """
 )
 
-LIFT_TOMBSTONE = (
-    SESSION_KEY
-    + """
-if gone then redis.call('UNLINK', session) end
-return 1
-"""
-)
-
 DELETE_DOCUMENT = (
     SESSION_KEY
     + """

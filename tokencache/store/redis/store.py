@@ -398,9 +398,6 @@ class RedisStore:
         tombstone = 0 if reuse else self._tombstone
         return bool(await self._script("delete", scripts.DELETE, [self._keys.session(session)], tombstone, repeatable=False))
 
-    async def lift_tombstone(self, session: str) -> None:
-        await self._script("lift_tombstone", scripts.LIFT_TOMBSTONE, [self._keys.session(session)])
-
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         if not names:
             return []
