@@ -8,16 +8,12 @@ What was read before a pause may have changed after it, as at every `await`: cac
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from collections.abc import Sequence
 
 LARGE = 2**17
 """Bytes that are worked on between two pauses. Smaller data have none."""
 PER_MESSAGE = LARGE // 32
-"""Bytes that a message counts in addition to its own: short messages take as long as long ones."""
+"""Bytes that a shorter message counts, too: most of its time does not depend on its length."""
 
 
 async def pause() -> None:
@@ -25,6 +21,12 @@ async def pause() -> None:
     await asyncio.sleep(0)
 
 
-async def off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call C code that releases the GIL, in another thread if its data have a `size` of `LARGE` bytes or more."""
-    return await asyncio.to_thread(work, *args, **kwargs) if size >= LARGE else work(*args, **kwargs)
+def parts_of(messages: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """Divide messages into parts with a pause between them: of at most 32 messages, and about `LARGE` bytes unless one is longer."""
+    parts, start, size = list[Sequence[bytes]](), 0, 0
+    for place, message in enumerate(messages):
+        if size + PER_MESSAGE > LARGE:
+            parts.append(messages[start:place])
+            start, size = place, 0
+        size += max(PER_MESSAGE, len(message))
+    return [*parts, messages[start:]]

@@ -138,6 +138,8 @@ async def split_whole(body: bytes) -> SplitBody:
         await pause()
     start = _find_list(body, bytes(raw))
     spans = find_spans(body, entries, start) if start >= 0 else None
+    if large:
+        await pause()
     return SplitBody(fields, entries, spans if spans is not None else array("Q"))
 
 
@@ -216,14 +218,15 @@ class IncrementalParser:
         entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
         return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
 
-    def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory) -> None:
+    def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory, secret: bytes) -> None:
         """Remember a parsed body for the session's next one; without a session nothing is remembered.
 
-        Another call of the session may have been parsed since the body was split, so what it continues is in `split`.
+        Another call of the session may have been parsed since the body was split, so what it continues is in `split`. With another
+        `secret` than that of the chain, it is not remembered.
         """
         self._cache.pop(session, None)
         before = split.before
-        if not session or not split.spans:
+        if not session or not split.spans or secret != self._secret:
             return
         if before is not None:
             start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size
