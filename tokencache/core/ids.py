@@ -84,7 +84,7 @@ class Fragment:
 
     def __init__(self, packed: bytes = b"", *, written: bytes = b"") -> None:
         """Create the fragment of packed ids; or of ids whose JSON is already there: `written`."""
-        self._pieces = (written,) if written else ()
+        self._pieces: tuple[bytes, ...] = (written,) if written else ()
         self._packed: tuple[bytes, ...] = (packed,) if packed else ()
 
     def __bool__(self) -> bool:
@@ -108,10 +108,10 @@ class Fragment:
         """Write at most `_PART` ids of the JSON; false if all is written."""
         if not self._packed:
             return False
-        first, rest = self._packed[0], self._packed[1:]
+        first, *rest = self._packed
         self._packed = (head(first, _PART),)
-        self._pieces = self.pieces
-        self._packed = (tail(first, _PART), *rest) if count(first) > _PART else rest
+        self._pieces, left = self.pieces, tail(first, _PART)
+        self._packed = (left, *rest) if left else tuple(rest)
         return True
 
     @property

@@ -24,8 +24,8 @@ _NAME = b'"prompt_token_ids":['
 _NOT_DIGITS = b" \t\r\n-"
 """Characters that a JSON list of integers may contain in addition to brackets, digits and commas."""
 _NOWHERE = b"", 0, 0
-_PART = LARGE
-"""Bytes of a list that are parsed between two pauses: 1 ms."""
+_PART = 2**16
+"""Bytes of a list that are parsed between two pauses: 0.6 ms."""
 FIRST_MARK = b'"=0"'
 _BEGIN = b'"='
 
@@ -135,11 +135,7 @@ class PromptEcho:
         start, end = _span(data)
         raw = data[start - 1 : end + 1] if end else b""
         if len(raw) > LARGE:
-            packed = await read_long_ids(raw)
-            highest = 0
-            for at in range(0, len(packed or ()), _PART):
-                highest = max(highest, highest_of(packed[at : at + _PART])) if packed else 0
-                await pause()
+            packed, highest = await read_long_ids(raw)
             self._read, self._highest = (raw, packed), (packed, highest)
 
     def cut(self, data: bytes) -> bytes:
@@ -183,22 +179,21 @@ def _span(data: bytes) -> tuple[int, int]:
     return (start, end) if start >= len(_NAME) and end >= 0 else (0, 0)
 
 
-async def read_long_ids(raw: bytes) -> bytes | None:
-    """Pack the ids of a raw JSON list as `read_ids`, with pauses."""
-    parts, at, end = list[bytes](), 1, len(raw) - 1
-    while end - at > _PART:  # split at a comma: a list of ids has no other
-        comma = raw.find(b",", at + _PART, end)
-        if comma < 0:
-            break
+async def read_long_ids(raw: bytes) -> tuple[bytes | None, int]:
+    """Pack the ids of a raw JSON list as `read_ids`, with pauses; also returns the highest one, 0 if there is none."""
+    parts, highest, at, end = list[bytes](), 0, 1, len(raw) - 1
+    while True:
         await pause()
-        part = read_ids(b"[%b]" % raw[at:comma])
-        if not part:
-            return None
+        comma = raw.find(b",", at + _PART, end) if end - at > _PART else -1  # a list of ids has commas only between them
+        part = read_ids(b"%b%b%b" % (raw[:1], raw[at:comma], b"]") if comma >= 0 else raw[:1] + raw[at:])
+        if part is None or not (part or (comma < 0 and not parts)):
+            return None, 0
         parts.append(part)
+        highest = max(highest, highest_of(part))
+        if comma < 0:
+            await pause()
+            return b"".join(parts), highest
         at = comma + 1
-    await pause()
-    last = read_ids(raw[:1] + raw[at:])
-    return b"".join((*parts, last)) if last or (last is not None and not parts) else None
 
 
 def read_ids(raw: bytes) -> bytes | None:

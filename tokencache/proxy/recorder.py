@@ -34,7 +34,7 @@ from tokencache.engine.logprob_kind import LogprobKind
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice
-from tokencache.pauses import LARGE
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import CallFacts
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import NOTHING_KNOWN, PieceVersions, joined
@@ -83,9 +83,11 @@ class _Sampled(msgspec.Struct, frozen=True):
 
 async def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
     """Make the turns of a call, and its incidents. The same facts give the same turns, unless other prefixes are cached."""
-    incidents = [*facts.call.noted, *_incidents(facts)]
+    incidents, large = [*facts.call.noted, *_incidents(facts)], len(facts.planned.plan.prefix or facts.reply.prompt.packed or b"") > LARGE
     if facts.judged.wrong_prompt:
         return Recorded([], [], [*incidents, _incident(facts, IncidentKind.INCONSISTENT_REPLY, facts.judged.wrong_prompt)])
+    if large:
+        await pause()
     prompt = used_prompt(facts)
     if prompt is None:
         return Recorded([], [], [*incidents, *_no_prompt(facts)])
@@ -100,6 +102,8 @@ async def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
         entry, prefix = await _entry(facts, own_prompt(facts, choice) or prompt, index, choice, prefixes)
         entries.append(entry)
         cached.append(prefix)
+        if large:
+            await pause()
     return Recorded(entries, cached, incidents)
 
 
@@ -294,7 +298,11 @@ async def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
     context = Context(messages, args.tools, args.members, args.kwargs)
-    return await asyncio.to_thread(pack_context, context) if size > LARGE else pack_context(context)
+    if size <= LARGE:
+        return pack_context(context)
+    packed = await asyncio.to_thread(pack_context, context)
+    await pause()
+    return packed
 
 
 def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.errors import OK, EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
-from tokencache.pauses import LARGE
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.facts import BegunCall, EndedPiece
@@ -146,6 +146,7 @@ class Body(WholeSource):
             if len(body) > LARGE:
                 self._body = body
                 await self.reply.prompt.read_ahead(body)
+                await pause()
                 self._body = b""
             return self._take(body)
         self._parsing = asyncio.ensure_future(parse(body))

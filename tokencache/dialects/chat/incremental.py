@@ -22,7 +22,7 @@ from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
-from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
+from tokencache.dialects.json_io import FIELDS, VALUES, fields_of, items_of, strict_fields
 from tokencache.errors import HarnessError
 from tokencache.pauses import LARGE, pause
 from tokencache.recent import RecentBySize
@@ -128,9 +128,12 @@ async def split_whole(body: bytes) -> SplitBody:
     if large:
         await pause()
     try:
-        entries = entries_of(raw)
+        items = items_of(raw)
     except (ValueError, RecursionError):
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
+    if large:
+        await pause()
+    entries = [bytes(item) for item in items]
     for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")

@@ -25,6 +25,8 @@ from tokencache.recent import Recent
 log = logging.getLogger(__name__)
 
 REPLY = b'{"role":"assistant","content":"."}'
+_MANY = 256
+"""Messages of a conversation from which on it is written between two pauses."""
 MOST_BOUNDARIES, MOST_GENERATION_PROMPTS = 4096, 64
 """Limits for what is remembered: template arguments and system prompts come from clients and may be new with every call."""
 
@@ -160,6 +162,8 @@ class LearnedTemplate:
 
     async def full(self, request: TailRequest, marked: Mapping[int, Boundary], *, end: int | None = None, generation: bool = True) -> bytes:
         """Render the whole conversation, or what precedes `end`, with the sentinel in the replies at the places of `marked`."""
+        if len(request.raw) > _MANY:
+            await pause()
         messages = list(request.raw[:])  # a slice is cut faster than its items
         for place in marked:
             messages[place] = b""

@@ -76,7 +76,7 @@ class EngineRenderer:
         written, parts = list[bytes](), parts_of(messages)
         for part in parts:
             written += map(with_reasoning, part)
-            if part is not parts[-1]:
+            if len(parts) > 1:
                 await pause()
         body: dict[str, Any] = {
             **args.members,
@@ -145,12 +145,15 @@ async def _tokens_of(answer: bytes) -> tuple[bytes, int | None]:
     Raises:
         ValueError, OverflowError: it has no list of ids.
     """
+    if len(answer) > LARGE:
+        await pause()
     start = answer.find(_TOKENS) + len(_TOKENS) - 1
     end = answer.find(b"]", start) + 1
     if start >= len(_TOKENS) - 1 and end - start > LARGE:
         with contextlib.suppress(ValueError):  # the text that was found belongs to another member
             cut = msgspec.json.decode(cut_out(answer, [(start, end)]), type=_CutTokenized)
-            if (packed := await read_long_ids(answer[start:end])) is not None:
+            packed, _ = await read_long_ids(answer[start:end])
+            if packed is not None:
                 return packed, cut.max_model_len
     whole = msgspec.json.decode(answer, type=_Tokenized)
     return ids.pack(whole.tokens), whole.max_model_len
