@@ -8,23 +8,47 @@ What was read before a pause may have changed after it, as at every `await`: cac
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from weakref import WeakKeyDictionary
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-LARGE = 2**17
+LARGE = 2**18
 """Bytes that are worked on between two pauses. Smaller data have none."""
-PER_MESSAGE = LARGE // 32
-"""Bytes that a message counts in addition to its own: short messages take as long as long ones."""
+MESSAGES = 32
+"""Messages that are worked on between two pauses, if they are short."""
+
+_waiting = WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]]()
+"""The pauses of each loop that have not ended, in the order in which they began."""
 
 
 async def pause() -> None:
-    """Let other calls run."""
-    await asyncio.sleep(0)
+    """Let other calls run. In each turn of the loop one pause ends, so that a turn takes no longer if many have long bodies."""
+    await _end_of_pause()
 
 
-async def off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call C code that releases the GIL, in another thread if its data have a `size` of `LARGE` bytes or more."""
-    return await asyncio.to_thread(work, *args, **kwargs) if size >= LARGE else work(*args, **kwargs)
+def _end_of_pause() -> Awaitable[None]:
+    loop = asyncio.get_running_loop()
+    waiting, ended = _waiting.setdefault(loop, deque()), loop.create_future()
+    waiting.append(ended)
+    if len(waiting) == 1:
+        loop.call_soon(_end_one, loop)
+    return ended
+
+
+def _end_one(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = _waiting[loop]
+    ended = waiting.popleft()
+    if not ended.done():  # otherwise its call was cancelled
+        ended.set_result(None)
+    if waiting:
+        loop.call_soon(_end_one, loop)
+
+
+def parts_of(messages: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """Divide messages into parts with a pause between them: of at most 32 messages, and `LARGE` bytes unless one is longer."""
+    if len(messages) > MESSAGES:
+        return [part for start in range(0, len(messages), MESSAGES) for part in parts_of(messages[start : start + MESSAGES])]
+    if len(messages) < 2 or sum(map(len, messages)) <= LARGE:  # noqa: PLR2004 - one message has no parts
+        return [messages]
+    middle = len(messages) // 2
+    return [*parts_of(messages[:middle]), *parts_of(messages[middle:])]

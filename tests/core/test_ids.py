@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import struct
 
 import pytest
@@ -46,6 +47,21 @@ def test_fragments_grow_in_pieces(lists):
         assert (bool(fragment), fragment.tokens) == (bool(values), len(values))
         assert json.loads(b"[%s]" % bytes(fragment)) == values, "a longer one does not change it"
         assert fragment.tokens == len(values)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2**14], [2**14 + 1], [40_000, 3, 20_000], [5] * 40])
+def test_a_fragment_is_written_in_parts_that_stay_whole(lengths):
+    rng, fragment, values = random.Random(1), ids.Fragment(), list[int]()
+    for length in lengths:
+        added = [rng.randrange(150_000) for _ in range(length)]
+        fragment, values = fragment.extended(ids.pack(added)), values + added
+    parts = 0
+    while fragment.write_part():
+        parts += 1
+        assert fragment.tokens == len(values)
+        assert json.loads(b"[%s]" % bytes(fragment.extended(b""))) == values, "another call may read it in between"
+    assert parts >= max(1, len(values) // 2**14)
+    assert json.loads(b"[%s]" % bytes(fragment)) == values
 
 
 def test_pieces_of_a_fragment_do_not_grow_in_number():

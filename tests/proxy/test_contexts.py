@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
-from tests.support.reading import read_chat
+from tests.support.reading import at_once, read_chat
 from tokencache.core.context import unpack_context, whole_context
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.figures import judge_reply
@@ -78,7 +78,7 @@ def test_of_images_only_references_are_stored_with_the_messages():
     planned = PlannedCall(engine=None, model=None, plan=Plan(match="plain", reason=call.plain), weights=VersionReading(UNREPORTED, NO_SALT))
     begun = BegunCall(id="c", session="s", chat=call, started=0.0)
     facts = CallFacts(call=begun, epoch="l", planned=planned, reply=reply, judged=judge_reply(reply), ended=1.0)
-    recorded = turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000))
+    recorded = at_once(turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000)))
     (entry,), (held,) = recorded.entries, recorded.prefixes
     assert entry.turn.marks == ("media",)
     assert entry.keys == ()  # the engine did not say where the image is, so no call continues from here

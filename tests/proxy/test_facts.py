@@ -3,7 +3,7 @@
 import json
 
 from tests.proxy.kit import user
-from tests.support.reading import read_chat
+from tests.support.reading import at_once, read_chat
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.figures import judge_reply
@@ -40,7 +40,7 @@ def test_the_same_facts_give_the_same_turns():
         judged=judge_reply(reply),
         ended=1.0,
     )
-    first, again = (turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000)) for _ in range(2))
+    first, again = (at_once(turns_of(facts, PrefixCache(MemoryStore(), max_bytes=1000))) for _ in range(2))
     assert (again.entries, again.incidents) == (first.entries, first.incidents)
     (entry,) = first.entries
     assert (entry.turn.marks, ids.unpack(entry.tokens.completion), entry.turn.seconds) == (("uncertain",), [5], 1.0)

@@ -181,12 +181,13 @@ class _SentPrompt:
 
     async def same_text(self, sites: Sequence[Site]) -> list[bool]:
         """Return for each site whether prompt and rendering decode to the same text there."""
-        return causes.same_text(sites, await self._decode(causes.texts_to_decode(ids.unpack(self.prompt), sites)))
+        return causes.same_text(sites, await self._decode(causes.texts_to_decode(ids.as_array(self.prompt), sites)))
 
     async def _decode(self, pieces: Sequence[Sequence[int]]) -> list[str]:
         """Decode pieces of tokens, in one request if possible. In the separator, a run of one token is longer than any in the pieces."""
-        tokens = iter(dict.fromkeys(ids.unpack(self.prompt)))  # the first two: usually a special token and a word
-        repeated, border = next(tokens), next(tokens, None)
+        tokens = ids.as_array(self.prompt)
+        repeated = tokens[0]  # usually a special token, and the next one a word
+        border = next((token for token in tokens if token != repeated), None)
         if border is not None and len(pieces) > 1:
             separator = [border, *[repeated] * (1 + max(_longest_run(piece, repeated) for piece in pieces)), border]
             mark = await self._text(separator)

@@ -22,9 +22,12 @@ import msgspec
 ID_BYTES = 4
 _MAX_PIECES = 32
 """Maximum number of pieces; more are joined into one. Each turn adds one."""
+_PART = 2**14
+"""Ids that `Fragment.write_part` writes at once: 0.6 ms."""
 _JSON_GROWTH = 2
 """Largest size of a fragment over that of the packed ids: an id of up to seven digits and a comma, for four bytes."""
 _JSON = msgspec.json.Encoder()
+_NATIVE = sys.byteorder == "little"
 
 
 def pack(ids: Iterable[int]) -> bytes:
@@ -43,11 +46,15 @@ def pack(ids: Iterable[int]) -> bytes:
 
 def unpack(packed: bytes) -> list[int]:
     """Unpack token ids into a list of ints."""
-    ids = array("i")
-    ids.frombytes(packed)
-    if sys.byteorder == "big":
+    return (array("i", packed) if _NATIVE else as_array(packed)).tolist()
+
+
+def as_array(packed: bytes) -> "array[int]":
+    """Unpack token ids into an array, which takes a tenth of the time of a list; for code that reads few of them."""
+    ids = array("i", packed)
+    if not _NATIVE:
         ids.byteswap()
-    return ids.tolist()
+    return ids
 
 
 def count(packed: bytes) -> int:
@@ -77,8 +84,8 @@ class Fragment:
 
     def __init__(self, packed: bytes = b"", *, written: bytes = b"") -> None:
         """Create the fragment of packed ids; or of ids whose JSON is already there: `written`."""
-        self._pieces = (written,) if written else ()
-        self._packed = (packed,) if packed else ()
+        self._pieces: tuple[bytes, ...] = (written,) if written else ()
+        self._packed: tuple[bytes, ...] = (packed,) if packed else ()
 
     def __bool__(self) -> bool:
         """Whether there are ids."""
@@ -96,6 +103,16 @@ class Fragment:
             before = self._pieces if len(self._pieces) < _MAX_PIECES else (b"".join(self._pieces),)
             self._pieces, self._packed = (*before, b"," + added if before else added), ()
         return self._pieces
+
+    def write_part(self) -> bool:
+        """Write at most `_PART` ids of the JSON; false if all is written."""
+        if not self._packed:
+            return False
+        first, *rest = self._packed
+        self._packed = (head(first, _PART),)
+        self._pieces, left = self.pieces, tail(first, _PART)
+        self._packed = (left, *rest) if left else tuple(rest)
+        return True
 
     @property
     def tokens(self) -> int:
@@ -141,9 +158,9 @@ def common_head(a: bytes, b: bytes) -> int:
     if a == b:
         return count(a)
     low, high = 0, min(len(a), len(b)) // ID_BYTES
-    while low < high:  # bisection: each step is one memcmp
+    while low < high:  # bisection: each step is one memcmp of what is not known yet to be equal
         middle = (low + high + 1) // 2
-        if a[: middle * ID_BYTES] == b[: middle * ID_BYTES]:
+        if a[low * ID_BYTES : middle * ID_BYTES] == b[low * ID_BYTES : middle * ID_BYTES]:
             low = middle
         else:
             high = middle - 1
@@ -155,7 +172,7 @@ def common_end(a: bytes, b: bytes) -> int:
     low, high = 0, min(len(a), len(b)) // ID_BYTES
     while low < high:
         middle = (low + high + 1) // 2
-        if a[len(a) - middle * ID_BYTES :] == b[len(b) - middle * ID_BYTES :]:
+        if a[len(a) - middle * ID_BYTES : len(a) - low * ID_BYTES] == b[len(b) - middle * ID_BYTES : len(b) - low * ID_BYTES]:
             low = middle
         else:
             high = middle - 1

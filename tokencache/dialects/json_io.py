@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -185,8 +185,13 @@ def entries_of(raw: Raw) -> list[bytes]:
     Raises:
         ValueError: it is not a list.
     """
+    return [bytes(item) for item in items_of(raw)]
+
+
+def items_of(raw: Raw) -> Sequence[Raw | bytes]:
+    """Return the items of a JSON list as `entries_of`, before they are copied."""
     try:
-        return [bytes(item) for item in VALUES.decode(raw)]
+        return VALUES.decode(raw)
     except msgspec.DecodeError:
         decoded = json.loads(bytes(raw))
         if not isinstance(decoded, list):

@@ -30,9 +30,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
-from tokencache.engine.prompt_echo import read_ids
+from tokencache.engine.prompt_echo import highest_of, read_ids
 from tokencache.engine.reply import Choice, Reply
 
 ABOVE_ALL_IDS = 2**31
@@ -100,18 +99,18 @@ def wrong_prompt(reply: Reply) -> str:
     own = [choice.prompt for _, choice in sorted(reply.choices.items())]
     if any(own):
         return _wrong_prompts(own, reply)
-    if reply.prompt.agreed or (packed := reply.prompt.packed) is None:
+    if reply.prompt.agreed or reply.prompt.packed is None:
         return ""
     counted = reply.prompt_counted
     if counted is not None and counted != reply.prompt.tokens:
         return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
-    return _above(packed, reply)
+    return _above(reply.prompt.highest, reply)
 
 
-def _above(packed: bytes, reply: Reply) -> str:
+def _above(highest: int, reply: Reply) -> str:
     """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
     limit = reply.prompt.limit
-    if not limit or (highest := max(ids.unpack(packed), default=0)) < limit:
+    if not limit or highest < limit:
         return ""
     return f"the prompt has the id {highest}, of {limit} that are possible"
 
@@ -120,7 +119,7 @@ def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     """As `wrong_prompt`, for a text completion: the choices of one prompt follow each other, and each has the ids of the prompt."""
     if not all(own):
         return "not all choices have the ids of their prompt"
-    if above := next(filter(None, (_above(read_ids(prompt) or b"", reply) for prompt in {*own})), ""):
+    if above := next(filter(None, (_above(highest_of(read_ids(prompt) or b""), reply) for prompt in {*own})), ""):
         return above
     if not reply.prompt_counted or len(own) != reply.expected:
         return ""

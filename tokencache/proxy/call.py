@@ -270,7 +270,7 @@ class CallAttempt:
             media_kept = not reply.choices or await self._ledger.keep_media(self._begun, call)
         try:
             facts = await self._ledger.keep_experts(self._facts(mark, detail, unanswered=unanswered, media_kept=media_kept))
-            recorded = turns_of(facts, self._ledger.prefixes)
+            recorded = await turns_of(facts, self._ledger.prefixes)
         except Exception as why:  # a bug in tokencache: the client gets its reply, and the trainer an incident
             log.exception("session %s call %s: no turn could be made of the reply", call.session, call.id)
             incidents = [call.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")]

@@ -42,6 +42,7 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.ranks import is_refused_rank
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
 from tokencache.proxy.continuation import NO_EXACT_IMAGES, AbortedPolicy, Continuation, ContinuationError, reason_against
@@ -262,10 +263,13 @@ class Dispatch:
         Raises:
             EngineError: the engine cannot be reached.
         """
-        self._request.advance(RequestEvent.SEND)
         call, planned = self._call, self.planned
         chat = as_stream(call.chat) if planned.gathers else as_whole(call.chat) if planned.whole else call.chat
         exact = planned.plan.exact
+        if exact is not None and len(exact.ids) > LARGE and not (planned.model is not None and planned.model.capability.prefixes):
+            while exact.fragment.write_part():
+                await pause()
+        self._request.advance(RequestEvent.SEND)
         answer = await self._post(planned, exact, chat)
         if self.sender.request.not_exact:
             self.planned = planned = planned.rendered(self.sender.request.not_exact)

@@ -257,7 +257,7 @@ class Ledger:
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
             _count([lost])
             self.prefixes.forget(epoch)
-            recorded = turns_of(facts, self.prefixes)
+            recorded = await turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
         return recorded

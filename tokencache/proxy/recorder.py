@@ -4,6 +4,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 (`engine-disagrees`). It does not continue another turn, and no turn continues it.
 """
 
+import asyncio
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
@@ -33,6 +34,7 @@ from tokencache.engine.logprob_kind import LogprobKind
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Choice
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import CallFacts
 from tokencache.proxy.plan import Plan
 from tokencache.proxy.policy_version import NOTHING_KNOWN, PieceVersions, joined
@@ -79,11 +81,13 @@ class _Sampled(msgspec.Struct, frozen=True):
     pieces: tuple[ReplyPiece, ...]
 
 
-def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
+async def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
     """Make the turns of a call, and its incidents. The same facts give the same turns, unless other prefixes are cached."""
-    incidents = [*facts.call.noted, *_incidents(facts)]
+    incidents, large = [*facts.call.noted, *_incidents(facts)], len(facts.planned.plan.prefix or facts.reply.prompt.packed or b"") > LARGE
     if facts.judged.wrong_prompt:
         return Recorded([], [], [*incidents, _incident(facts, IncidentKind.INCONSISTENT_REPLY, facts.judged.wrong_prompt)])
+    if large:
+        await pause()
     prompt = used_prompt(facts)
     if prompt is None:
         return Recorded([], [], [*incidents, *_no_prompt(facts)])
@@ -95,9 +99,11 @@ def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
         incidents += _incidents_of(facts, index, choice)
         if facts.mark == TurnMark.ENGINE_ABORTED and not facts.judged.found[index].tokens:
             continue
-        entry, prefix = _entry(facts, own_prompt(facts, choice) or prompt, index, choice, prefixes)
+        entry, prefix = await _entry(facts, own_prompt(facts, choice) or prompt, index, choice, prefixes)
         entries.append(entry)
         cached.append(prefix)
+        if large:
+            await pause()
     return Recorded(entries, cached, incidents)
 
 
@@ -283,15 +289,21 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
     return best
 
 
-def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
+async def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
     """Pack the messages that are not stored with another turn, with references in place of images and other media."""
-    messages = []
+    messages, size = [], 0
     for index, raw in enumerate(chat.raw_messages[shared : chat.answered_messages], shared):
         messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
+        size += len(raw)
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
-    return pack_context(Context(messages, args.tools, args.members, args.kwargs))
+    context = Context(messages, args.tools, args.members, args.kwargs)
+    if size <= LARGE:
+        return pack_context(context)
+    packed = await asyncio.to_thread(pack_context, context)
+    await pause()
+    return packed
 
 
 def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> dict[str, Any]:
@@ -379,7 +391,7 @@ def _logprob_kind(facts: CallFacts, sampled: _Sampled) -> LogprobKind:
     return facts.planned.model.capability.logprobs if facts.planned.model is not None and sampled.logprobs else ""
 
 
-def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
+async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
     """Make the turn of one choice, with its prefix."""
     call, chat, plan, model = facts.call, facts.call.chat, prompt.plan, facts.planned.model
     answered, sampled = chat.answers, _sampled(facts, prompt, index, choice)
@@ -456,7 +468,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
     chain = answered.chain if answered is not None else ()
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
-    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), _context(chat, plan, context_shared)), prefix
+    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), await _context(chat, plan, context_shared)), prefix
 
 
 _BROKEN_OFF = frozenset({"length", "abort", "error"})

@@ -29,6 +29,7 @@ from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.errors import OK, EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.facts import BegunCall, EndedPiece
@@ -123,6 +124,7 @@ class Body(WholeSource):
         super().__init__(reply)
         self._answer, self._chat, self._dispatch, self._holding = answer, chat, dispatch, holding
         self._parsing: asyncio.Future[ParsedCompletion] | None = None
+        self._body = b""  # a long one whose ids are read ahead
 
     async def read(self) -> bytes:
         """See `WholeSource.read`; without long arrays that the client did not request."""
@@ -141,12 +143,19 @@ class Body(WholeSource):
             return b""
         parse = self._dispatch.sender.request.parse
         if parse is None:
+            if len(body) > LARGE:
+                self._body = body
+                await self.reply.prompt.read_ahead(body)
+                await pause()
+                self._body = b""
             return self._take(body)
         self._parsing = asyncio.ensure_future(parse(body))
         return self._take_parsed(await asyncio.shield(self._parsing))
 
     async def read_for_record(self) -> None:
         """See `ReplySource.read_for_record`."""
+        if self._body:
+            self._take(self._body)
         if self._parsing is not None:
             self._take_parsed(await self._parsing)
 
@@ -212,6 +221,10 @@ class Stream(ReplySource):
             with StreamProtocol(self._answer, self.settle) as stream:
                 while data := await stream.next():
                     arrived = self._splitter.feed(data)
+                    for event in arrived:
+                        if len(event) > LARGE:
+                            await self.reply.prompt.read_ahead(event)
+                    event = b""
                     del data  # what this frame names, it keeps until the next event: the echo of a prompt, for as long as the stream
                     yield arrived
                     del arrived

@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.sessions import SessionRequest, SettingsCache
@@ -116,6 +117,8 @@ async def body_of(request: web.Request) -> bytes:
             raise
         request[KEPT] = body
     await check_values(body)
+    if len(body) > LARGE:
+        await pause()
     return body
 
 
@@ -188,6 +191,7 @@ async def check_values(body: bytes) -> None:
     """
     if len(body) < _SMALL:
         return
+    await pause()
     if body.count(b"{") <= MOST_OBJECTS and (len(body) <= MOST_VALUES or body.count(b",") + body.count(b"[") <= MOST_VALUES):
         return
     objects = values = at = 0
@@ -198,7 +202,7 @@ async def check_values(body: bytes) -> None:
         if objects > MOST_OBJECTS or values > MOST_VALUES:
             break
         if place % _BETWEEN_PAUSES == 0:
-            await asyncio.sleep(0)
+            await pause()
     objects += body.count(b"{", at)
     values += body.count(b",", at) + body.count(b"[", at)
     if objects > MOST_OBJECTS or values > MOST_VALUES:

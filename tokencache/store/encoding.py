@@ -114,9 +114,8 @@ def _narrowed(packed: bytes) -> bytes | None:
     tokens = len(packed) // ID_BYTES
     if packed[3::ID_BYTES].count(0) < tokens:
         return None
-    narrow = bytearray(tokens * _NARROW_BYTES)
-    for place in range(_NARROW_BYTES):
-        narrow[place::_NARROW_BYTES] = packed[place::ID_BYTES]
+    narrow = bytearray(packed)
+    del narrow[3::ID_BYTES]
     return bytes(narrow)
 
 

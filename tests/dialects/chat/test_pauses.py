@@ -1,5 +1,6 @@
 """Calls that are read with pauses: what runs in between changes no call, and no part is long."""
 
+import asyncio
 import json
 import random
 from collections.abc import Coroutine
@@ -9,12 +10,19 @@ import pytest
 
 from tests.support.reading import at_once
 from tests.support.reading import read_chat as read_at_once
+from tokencache import pauses
 from tokencache.dialects.chat import request
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.vocabulary import MessageReader, ReadMessage
 
 Reading = Coroutine[Any, Any, ChatCall]
+
+
+@pytest.fixture(autouse=True)
+def _stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests run the coroutines from pause to pause, without an event loop."""
+    monkeypatch.setattr(pauses, "_end_of_pause", lambda: asyncio.sleep(0))
 
 
 def _messages(rng: random.Random, number: int) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ class Stack:
         for chunk in chunks:
             heard.add(chunk)
         facts = self._facts(BegunCall(id=name, session=session, chat=call, started=0.0), begun, plan, model, heard, broken=broken)
-        recorded = turns_of(facts, self.ledger.prefixes)
+        recorded = await turns_of(facts, self.ledger.prefixes)
         called.answer = b"" if broken else encoder.whole(data)
         await self.ledger.end(begun, facts, recorded, encoder.documents())
         called.turn = recorded.entries[0].turn if recorded.entries else None

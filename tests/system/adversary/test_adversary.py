@@ -189,8 +189,8 @@ def test_it_finds_a_visible_part_that_begins_late(monkeypatch):
 def test_it_finds_a_recorder_that_drops_turns(monkeypatch):
     rng = random.Random(3)
 
-    def careless(facts, prefixes):
-        return turns_of(facts, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
+    async def careless(facts, prefixes):
+        return await turns_of(facts, prefixes) if rng.random() > 0.02 else Recorded([], [], [])
 
     monkeypatch.setattr(stack, "turns_of", careless)
     assert finds("lost")

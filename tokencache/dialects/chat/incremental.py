@@ -22,7 +22,7 @@ from tokencache.core.chain import Conversation
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
 from tokencache.dialects.chat.vocabulary import MessageReader
-from tokencache.dialects.json_io import FIELDS, VALUES, entries_of, fields_of, strict_fields
+from tokencache.dialects.json_io import FIELDS, VALUES, fields_of, items_of, strict_fields
 from tokencache.errors import HarnessError
 from tokencache.pauses import LARGE, pause
 from tokencache.recent import RecentBySize
@@ -128,9 +128,12 @@ async def split_whole(body: bytes) -> SplitBody:
     if large:
         await pause()
     try:
-        entries = entries_of(raw)
+        items = items_of(raw)
     except (ValueError, RecursionError):
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
+    if large:
+        await pause()
+    entries = [bytes(item) for item in items]
     for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
@@ -138,6 +141,8 @@ async def split_whole(body: bytes) -> SplitBody:
         await pause()
     start = _find_list(body, bytes(raw))
     spans = find_spans(body, entries, start) if start >= 0 else None
+    if large:
+        await pause()
     return SplitBody(fields, entries, spans if spans is not None else array("Q"))
 
 
@@ -216,14 +221,15 @@ class IncrementalParser:
         entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
         return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
 
-    def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory) -> None:
+    def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory, secret: bytes) -> None:
         """Remember a parsed body for the session's next one; without a session nothing is remembered.
 
-        Another call of the session may have been parsed since the body was split, so what it continues is in `split`.
+        Another call of the session may have been parsed since the body was split, so what it continues is in `split`. With another
+        `secret` than that of the chain, it is not remembered.
         """
         self._cache.pop(session, None)
         before = split.before
-        if not session or not split.spans:
+        if not session or not split.spans or secret != self._secret:
             return
         if before is not None:
             start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size

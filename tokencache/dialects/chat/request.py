@@ -24,7 +24,7 @@ from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
-from tokencache.pauses import LARGE, PER_MESSAGE, pause
+from tokencache.pauses import parts_of, pause
 
 Raw = msgspec.Raw
 
@@ -238,8 +238,8 @@ async def read_chat(
     shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
-    if parser.secret == secret:  # the secret of the store may have changed meanwhile
-        parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
+    history = ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten)
+    parser.remember(session, body, split, history, secret)
     return call
 
 
@@ -264,13 +264,11 @@ async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistor
 
 async def _read_new(parser: IncrementalParser, entries: Sequence[bytes]) -> list[ReadMessage]:
     """Parse messages; raises the errors of `MessageReader.read`."""
-    new, size, read = list[ReadMessage](), 0, parser.messages.read
-    for raw in entries:
-        if size > LARGE:
+    new, parts = list[ReadMessage](), parts_of(entries)
+    for part in parts:
+        new += map(parser.messages.read, part)
+        if part is not parts[-1]:
             await pause()
-            size = 0
-        size += PER_MESSAGE + len(raw)
-        new.append(read(raw))
     return new
 
 

@@ -3,21 +3,25 @@
 The engine's own rendering is the reference for every other renderer. `/tokenize` needs no flag on any vLLM version.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
+from tokencache.engine.prompt_echo import cut_out, read_long_ids
 from tokencache.engine.upstream import EngineClient
 from tokencache.errors import NOT_NOW, OK, EngineError
+from tokencache.pauses import LARGE, parts_of, pause
 
 Raw = msgspec.Raw
 REFUSALS = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY})
 """HTTP status codes with which an engine rejects a conversation permanently. Other error codes may be temporary."""
+_TOKENS = b'"tokens":['
 
 
 class RenderError(Exception):
@@ -69,9 +73,14 @@ class EngineRenderer:
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
+        written, parts = list[bytes](), parts_of(messages)
+        for part in parts:
+            written += map(with_reasoning, part)
+            if len(parts) > 1:
+                await pause()
         body: dict[str, Any] = {
             **args.members,
-            "messages": Raw(b"[" + b",".join(map(with_reasoning, messages)) + b"]"),
+            "messages": Raw(b"[" + b",".join(written) + b"]"),
             "add_generation_prompt": generation,
         }
         if model:
@@ -88,11 +97,11 @@ class EngineRenderer:
             kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
             raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
         try:
-            tokenized = msgspec.json.decode(answer.body, type=_Tokenized)
-            self.max_model_len = tokenized.max_model_len or self.max_model_len
-            return ids.pack(tokenized.tokens)
+            tokens, max_model_len = await _tokens_of(answer.body)
         except (ValueError, OverflowError) as why:
             raise RenderError(f"{self.route} returned no token ids: {why}") from why
+        self.max_model_len = max_model_len or self.max_model_len
+        return tokens
 
     async def encode(self, model: str | Raw, text: str | Raw, headers: Mapping[str, str] | None = None) -> list[int]:
         """Return the ids of a text, without ids that the tokenizer puts before every text; none if the engine does not tokenize it.
@@ -121,6 +130,33 @@ class EngineRenderer:
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
     max_model_len: int | None = None
+
+
+class _CutTokenized(msgspec.Struct):
+    """The same with a mark in place of the ids (`prompt_echo`)."""
+
+    tokens: Literal["=0"]
+    max_model_len: int | None = None
+
+
+async def _tokens_of(answer: bytes) -> tuple[bytes, int | None]:
+    """Read an answer of `/tokenize`: the packed ids, and the limit of prompt and reply together; a long one with pauses.
+
+    Raises:
+        ValueError, OverflowError: it has no list of ids.
+    """
+    if len(answer) > LARGE:
+        await pause()
+    start = answer.find(_TOKENS) + len(_TOKENS) - 1
+    end = answer.find(b"]", start) + 1
+    if start >= len(_TOKENS) - 1 and end - start > LARGE:
+        with contextlib.suppress(ValueError):  # the text that was found belongs to another member
+            cut = msgspec.json.decode(cut_out(answer, [(start, end)]), type=_CutTokenized)
+            packed, _ = await read_long_ids(answer[start:end])
+            if packed is not None:
+                return packed, cut.max_model_len
+    whole = msgspec.json.decode(answer, type=_Tokenized)
+    return ids.pack(whole.tokens), whole.max_model_len
 
 
 class _Detokenized(msgspec.Struct):
