@@ -74,7 +74,7 @@ async def test_chat_behind_the_proxy_is_recorded_and_the_probe_says_why(scaled_o
     async with PrefillRelay(scaled_out.url, scaled_out.url).serve() as url, proxying(url, MemoryStore(), engine="vllm") as found:
         capability = (await found.proxy.engine.model(MODEL)).capability
         assert capability.level == "record"
-        assert "although the engine itself takes them: a server that disaggregates prefill replaces kv_transfer_params" in capability.why
+        assert "although the engine itself takes them: if a server in front of vLLM replaces kv_transfer_params" in capability.why
         harness = found.harness("s").say("EPISODE:talk please")
         for _ in range(2):
             await harness.turn()

@@ -145,7 +145,7 @@ class Driver(ABC):
         ranks: whether it pins requests to a data-parallel rank, where the engine has several (`engine.ranks`).
         pinned: sampling parameters that the engine requires, whatever a harness requests. The trainer's own policy overrides them.
         refusal_hint: what to check if the engine refuses the driver's requests with a 500 without a message; `""` if there is no advice.
-        ignored_hint: what to do if something in front of the engine replaces supplied ids; `""` if there is no advice.
+        ignored_hint: what to do if a server in front of the engine replaces supplied ids; `""` if there is no advice.
         overflow_words: texts by which a refusal (400) of a prompt that leaves no room for a reply is recognized. NeMo Gym's server (0.7.0)
             searches vLLM's refusals for the first two defaults; the last is from vLLM's check of supplied ids (0.32,
             `v1/engine/input_processor.py`).

@@ -11,7 +11,7 @@ messages. In a request to `generate` the prompt is the member `token_ids`, which
 
 A call without an exact prompt is a chat completion: its messages are rendered in any case. Replies are not streamed: `generate` streams ids
 and text, but no messages. vLLM (0.32, 0.33) parses a stream of ids only by `derender`, with a request for each part, which reads all
-earlier ids again.
+earlier ids again: 270 ms for 3,500 of them (`engine.derender`).
 """
 
 from functools import partial

@@ -49,7 +49,7 @@ class Vllm(Driver):
     generates = True
     ranks = True
     how = "kv_transfer_params.prompt_token_ids is the prompt"
-    ignored_hint = "a server that disaggregates prefill replaces kv_transfer_params: use --engine generate behind it"
+    ignored_hint = "if a server in front of vLLM replaces kv_transfer_params, as disaggregated prefill does, use --engine generate"
 
     def __init__(self, *, streams: bool = True, parser: Upstream | None = None) -> None:
         """Create a driver; without `streams` it requests only whole replies. `parser` derenders; if it is `None`, the engine does."""
