@@ -287,7 +287,7 @@ class CallAttempt:
             if self._services.spans is not None:
                 self._services.spans.answered(facts, recorded, self._exchange.headers)
         metrics.AFTER.observe(time.time() - ended)
-        metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).inc()
+        metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).add(1)
         for incident in incidents:
             _log(self._call, incident)
 

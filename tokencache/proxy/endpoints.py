@@ -250,7 +250,7 @@ class Endpoints:
         response = Response(asked.request, call, exchange, holding_of(asked.request))
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
-        metrics.IN_FLIGHT.inc()
+        metrics.IN_FLIGHT.add(1)
         began = time.monotonic()
         try:
             return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
@@ -268,7 +268,7 @@ class Endpoints:
             status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
             return await response.fail(status, f"the call was given up: {why.client_message}")
         finally:
-            metrics.IN_FLIGHT.dec()
+            metrics.IN_FLIGHT.add(-1)
             metrics.CALL_SECONDS.observe(time.monotonic() - began)
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:

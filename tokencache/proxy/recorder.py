@@ -6,6 +6,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 
 from collections.abc import Mapping
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -69,11 +70,15 @@ class UsedPrompt(msgspec.Struct, frozen=True):
 
 
 class _Sampled(msgspec.Struct, frozen=True):
-    """The ids of a choice that are certain, and their log probabilities, packed; the ranges that were forced, their versions and pieces."""
+    """The ids of a choice that are certain, and their log probabilities, packed; the ranges that were forced, their versions and pieces.
+
+    `kind` is that of the log probabilities.
+    """
 
     ids: list[int]
     packed: bytes
     logprobs: bytes
+    kind: LogprobKind
     forced: tuple[Span, ...] | None
     versions: PieceVersions
     pieces: tuple[ReplyPiece, ...]
@@ -216,7 +221,8 @@ def _sampled(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice) -
             logprobs[start:end] = [0.0] * (end - start)
         known = ids.pack_logprobs(logprobs)
     pieces = _pieces(facts, choice, len(tokens)) if facts.pieces else ()
-    return _Sampled(tokens, packed, known, forced, _versions(facts, index, len(tokens)), pieces)
+    kind: LogprobKind = facts.planned.model.capability.logprobs if facts.planned.model is not None and known else ""
+    return _Sampled(tokens, packed, known, kind, forced, _versions(facts, index, len(tokens)), pieces)
 
 
 def _forced(facts: CallFacts, prompt: UsedPrompt, completion: bytes) -> tuple[Span, ...] | None:
@@ -282,10 +288,10 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
     return best
 
 
-def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
-    """Pack the messages that are not stored with another turn, with references in place of images and other media."""
+def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes:
+    """Pack the messages up to `until` that are not stored with another turn, with references in place of images and other media."""
     messages = []
-    for index, raw in enumerate(chat.raw_messages[shared : chat.answered_messages], shared):
+    for index, raw in enumerate(chat.raw_messages[shared:until], shared):
         messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
     if shared:
         return pack_context(Context(messages), plan.basis.served)
@@ -298,7 +304,7 @@ def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> 
     if conversation is None or chat.plain:
         return {}
     until = len(conversation.messages)
-    replies = {*plan.client_places, *(anchor.place for anchor in plan.anchors)}
+    replies = {*plan.client_places, *map(attrgetter("place"), plan.anchors)}
     start = plan.basis.messages + 1 if plan.parent is not None and not plan.anchors else 0
     return {
         "judged": evidence.judged_hash(conversation, until, chat.leniency, chat.handles),
@@ -314,7 +320,7 @@ def _keys(facts: CallFacts, prompt: UsedPrompt, choice: Choice, served: Message,
     may_return = not chat.continues or bool(rest_of(received) or received.calls)  # without them it would be the beginning alone
     if answered is not None and not chat.plain and may_return and (not chat.media or prompt.media):
         if facts.judged.whole and choice.finish_reason:
-            restored = with_stop_string(served, choice.stop_reason)
+            restored = with_stop_string(served, choice.stop_reason) if choice.stop_reason is not None else None
             keys = turn_keys(answered, served, digest(served), handle=chat.reply_handle, leniency=chat.leniency, restored=restored)
             if chat.has_stop_strings and not served.calls:  # its harness may add words to it
                 keys = (*keys, position_key(answered.chain[-1]))
@@ -351,14 +357,15 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 # --- the turn ---
 
 
-def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled) -> tuple[str, ...]:
+def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the marks of a turn; `sampling` are the recorded members of the request."""
     model = facts.planned.model
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
         TurnMark.ENGINE_ABORTED: choice.finish_reason == "abort",
         TurnMark.NO_LOGPROBS: bool(sampled.ids) and not sampled.logprobs,
-        TurnMark.RAW_LOGPROBS: _logprob_kind(facts, sampled) == "raw" and bool(bending(facts.call.chat.sampling)),
+        TurnMark.RAW_LOGPROBS: sampled.kind == "raw" and bool(bending(sampling)),
         TurnMark.UNCERTAIN: facts.judged.uncertain,
         TurnMark.ENGINE_ERROR: bool(facts.reply.error),
         TurnMark.FORCED: bool(sampled.forced),
@@ -371,17 +378,14 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
-    return (*(name for name, there in marks.items() if there), *sampled.versions.marks())
-
-
-def _logprob_kind(facts: CallFacts, sampled: _Sampled) -> LogprobKind:
-    return facts.planned.model.capability.logprobs if facts.planned.model is not None and sampled.logprobs else ""
+    return (*[name for name, there in marks.items() if there], *sampled.versions.marks())
 
 
 def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
     """Make the turn of one choice, with its prefix."""
     call, chat, plan, model = facts.call, facts.call.chat, prompt.plan, facts.planned.model
-    answered, sampled = chat.answers, _sampled(facts, prompt, index, choice)
+    answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
+    sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
     base, shared = _base(facts, prompt, prefixes)
     context_base, context_shared = _context_base(facts, plan, prefixes)
     served = received = choice.message(with_reasoning=chat.shows_reasoning)
@@ -389,7 +393,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         begun = plan.begun or chat.messages[-1]
         served = whole_reply(begun, received)
     said = choice.finish_reason or ("abort" if facts.mark else None)
-    ended = finish_reason(choice, chat.fields, ids.count(prompt.ids), model) if facts.judged.whole else said
+    ended = finish_reason(choice, chat.fields, prompt_tokens, model) if facts.judged.whole else said
     broken_off = choice.finish_reason == "abort" or facts.mark in {TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED}
     routed = ("", plan.basis.routed)
     experts, experts_start = routed if facts.judged.uncertain else facts.experts.get(index, routed)
@@ -400,7 +404,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         choice=index,
         created=call.started,
         seconds=round(facts.ended - call.started, 6),
-        marks=_marks(facts, prompt, choice, sampled),
+        marks=_marks(facts, prompt, choice, sampled, sampling),
         # the turns that it continues
         match=plan.match,
         reason=plan.reason,
@@ -411,19 +415,19 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         # its tokens
         base=base,
         shared=shared,
-        prompt_tokens=ids.count(prompt.ids),
+        prompt_tokens=prompt_tokens,
         completion_tokens=len(sampled.ids),
         prefix_hash=hash_ids(packed),
         completion_hash=hash_ids(sampled.packed),
         logprobs_hash=hash_logprobs(sampled.logprobs),
-        logprob_kind=_logprob_kind(facts, sampled),
+        logprob_kind=sampled.kind,
         forced=sampled.forced or (),
         pieces=sampled.pieces,
         media=prompt.media,
         experts=experts,
         experts_start=experts_start,
         # the policy that sampled them
-        versions=[msgspec.structs.asdict(span) for span in sampled.versions.spans],
+        versions=[*map(msgspec.structs.asdict, sampled.versions.spans)],
         version_source=sampled.versions.source,
         prompt_version=sampled.versions.prompt,
         kv=sampled.versions.kv,
@@ -445,9 +449,9 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         dialect=chat.dialect,
         stream=chat.stream,
         harness=chat.harness,
-        messages=chat.answered_messages,
+        messages=answered_messages,
         tools=chat.tool_count,
-        sampling=chat.sampling,
+        sampling=sampling,
         replaced=dict(chat.replaced),
         context_base=context_base,
         context_shared=context_shared,
@@ -455,7 +459,9 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
     chain = answered.chain if answered is not None else ()
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
-    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), _context(chat, plan, context_shared)), prefix
+    return Entry(
+        turn, tokens, _keys(facts, prompt, choice, served, received), _context(chat, plan, context_shared, answered_messages)
+    ), prefix
 
 
 _BROKEN_OFF = frozenset({"length", "abort", "error"})

@@ -15,7 +15,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
@@ -26,6 +25,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.reply_encoder import EVENT_STREAM, ReplyEncoder
 from tokencache.dialects.sse import event_of
 from tokencache.engine.chunks import as_chunks
+from tokencache.engine.connections import Answer
 from tokencache.engine.figures import certain_choices
 from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
@@ -118,7 +118,7 @@ class WholeRelayedResponse(RelayedResponse, web.Response):
     """A relayed response with a whole body. Head and body are sent in one write, so the client wakes up once."""
 
 
-def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
+def open_response(answer: Answer, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
     headers = _headers_of(answer, drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
@@ -126,7 +126,7 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
     return response
 
 
-def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = False) -> web.Response:
+def whole_response(answer: Answer, body: bytes, *, made: bool = False) -> web.Response:
     """Make a response with the engine's status, reason and headers, and this body; `made`: it is JSON, and not the engine's own."""
     headers = _headers_of(answer, _PLUGIN_HEADERS | {"content-length"})
     if made:
@@ -136,7 +136,7 @@ def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = 
     return response
 
 
-def _headers_of(answer: aiohttp.ClientResponse, drop: frozenset[str]) -> CIMultiDict[str]:
+def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
     """Copy an engine's headers. A redirect to the engine's own address leads to the same path at the proxy: no client is sent past it."""
     headers, own = end_to_end_headers(answer.headers, drop=drop), answer.url.raw_host or ""
     for name, value in [*headers.items()]:
@@ -199,7 +199,7 @@ class Response:
         assert self.opened is not None  # noqa: S101 - `_send_head` sets it
         return self.opened
 
-    async def open_like(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def open_like(self, answer: Answer) -> web.StreamResponse:
         """Send the engine's head, unless a head was sent."""
         if self.opened is None:
             response = open_response(answer, drop=_PLUGIN_HEADERS | {"content-length"})
