@@ -41,7 +41,8 @@ class RecentBySize(Recent[K, V]):
         self._sizes: dict[K, int] = {}
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
+        self.total -= self._sizes.pop(key, 0)
+        super().pop(key, None)
         size = self._size(value)
         if size > self.most:
             return

@@ -158,8 +158,7 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
-        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self._ask("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data)
+        return await self._ask(path, headers, body)
 
     async def get(self, path: str) -> EngineResponse:
         """Send a GET request and read the complete answer.
@@ -167,10 +166,14 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
-        return await self._ask("GET", path, None, None)
+        return await self._ask(path)
 
-    async def _ask(self, method: str, path: str, headers: Mapping[str, str] | None, body: Body) -> EngineResponse:
-        answer = await self._send(method, path, headers, body)
+    async def _ask(self, path: str, headers: Mapping[str, str] | None = None, body: Any = None) -> EngineResponse:
+        if body is None:
+            answer = await self._send("GET", path, None, None)
+        else:
+            data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+            answer = await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data)
         try:
             read = await answer.read(most=MOST_ANSWER)
         except (aiohttp.ClientError, TimeoutError) as why:
@@ -189,7 +192,7 @@ class Upstream:
         pauses: Iterator[float] | None = None
         while True:
             try:
-                return await (self.get(path) if body is None else self.post(path, body, headers))
+                return await self._ask(path, headers, body)
             except EngineError as why:
                 pauses = pauses or islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
                 pause = next(pauses, None)

@@ -135,8 +135,7 @@ class WholeDelivery(ReplyDelivery):
 
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`."""
-        async with self._response.keep_alive():
-            body = await self._source.read()
+        body = await self._response.keep_alive(self._source.read())
         end = self._source.end
         if end.kind is EndKind.ABORTED and self._may_resample:
             return end

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -42,7 +41,7 @@ RETURNED_ID = web.RequestKey("returned_id", str)
 """A client's own id of its request, which comes back with the answer."""
 _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
 """Headers that the plugin adds to answers. They are not for clients."""
-_NO_KEEP_ALIVE = contextlib.nullcontext()
+T = TypeVar("T")
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -181,12 +180,16 @@ class Response:
         """Whether the client has left and nobody else waits for the reply, so that the call must end."""
         return self.disconnected and self.client.state is not ClientState.ORPHANED
 
-    def keep_alive(self) -> AbstractAsyncContextManager[None]:
-        """Send keep-alive events while the context is open, if the client requested a stream."""
+    def keep_alive(self, work: Awaitable[T]) -> Awaitable[T]:
+        """Return some work, which sends keep-alive events until it is done if the client requested a stream."""
         if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
-            return _NO_KEEP_ALIVE
+            return work
+        return self._with_keep_alive(work)
+
+    async def _with_keep_alive(self, work: Awaitable[T]) -> T:
         self._keep_alive = KeepAlive(self.exchange.keep_alive, self._send_keep_alive)
-        return self._keep_alive
+        async with self._keep_alive:
+            return await work
 
     async def _send_keep_alive(self) -> None:
         await (await self.open()).write(self.exchange.encoder.keep_alive())

@@ -322,4 +322,8 @@ def _key_of_query(path: str) -> tuple[str, str]:
 def _key(headers: Mapping[str, str], in_query: str) -> str:
     """Return the request's key that is one of the proxy's, preferably a registered one; `""` if there is none."""
     keys = [*keys_in(headers), in_query]
-    return next((key for prefix in (REGISTERED_KEY, SESSION_KEY) for key in keys if key.startswith(prefix)), "")
+    for prefix in (REGISTERED_KEY, SESSION_KEY):
+        for key in keys:
+            if key.startswith(prefix):
+                return key
+    return ""
