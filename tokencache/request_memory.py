@@ -68,14 +68,14 @@ class RequestMemory:
         """
         if self.total + size > self.most:
             raise _refused(what, f"all requests together hold {self.total} of {self.most} bytes")
-        self._add(owner, what, size)
+        self._count(owner, what, size)
         self.total += size
         metrics.REQUEST_MEMORY[what].add(size)
 
     def remove(self, owner: Owner, what: What, size: int) -> None:
         """Count bytes no more."""
         self.total -= size
-        self._leave(owner, size)
+        self._count(owner, what, -size)
         metrics.REQUEST_MEMORY[what].add(-size)
 
     def move(self, old: Owner, new: Owner, size: int) -> None:
@@ -84,20 +84,16 @@ class RequestMemory:
         Raises:
             MemoryFullError: they would pass its limit; nothing was changed.
         """
-        self._add(new, "body", size)
-        self._leave(old, size)
+        self._count(new, "body", size)
+        self._count(old, "body", -size)
 
-    def _add(self, owner: Owner, what: What, size: int) -> None:
-        """Count bytes for an owner; raises `MemoryFullError` if they would pass its limit."""
+    def _count(self, owner: Owner, what: What, size: int) -> None:
+        """Count bytes for an owner, or no more if their number is below 0; raises `MemoryFullError` if they would pass its limit."""
         before, share = self._by_owner.get(owner, 0), self._of_tenant if owner.is_tenant else self._of_session
-        if before + size > share:
+        if size > 0 and before + size > share:
             raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
-        self._by_owner[owner] = before + size
-
-    def _leave(self, owner: Owner, size: int) -> None:
-        left = self._by_owner.get(owner, 0) - size
-        if left:
-            self._by_owner[owner] = left
+        if before + size:
+            self._by_owner[owner] = before + size
         else:
             self._by_owner.pop(owner, None)
 

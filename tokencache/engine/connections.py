@@ -67,6 +67,11 @@ class _Protocol(ResponseHandler):
         super().connection_made(transport)
         self._socket = _sockets.pop(transport.get_extra_info("socket").fileno(), None)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Resume a connection that is paused; a reader calls this for each part that it takes."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
+
     def is_usable(self, now: float) -> bool:
         """Whether it may be used again: nothing has arrived that no request asked for, and the other side keeps it open."""
         if self.should_close or self.transport is None or self.transport.is_closing() or now - self.kept_since > IDLE_SECONDS:

@@ -33,7 +33,6 @@ from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.engine.connections import Answer
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
-from tokencache.engine.drivers.base import ExactPrompt
 from tokencache.engine.image_names import ImageNames
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Engine, Model
@@ -263,7 +262,7 @@ class Dispatch:
         call, planned = self._call, self.planned
         chat = as_stream(call.chat) if planned.gathers else as_whole(call.chat) if planned.whole else call.chat
         exact = planned.plan.exact
-        answer = await self._post(planned, exact, chat)
+        answer = await self.sender.post(planned, exact, chat)
         if self.sender.request.not_exact:
             self.planned = planned = planned.rendered(self.sender.request.not_exact)
         if exact is None or self.sender.request.not_exact or answer.status not in REFUSED:
@@ -276,7 +275,7 @@ class Dispatch:
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", call.session, call.id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", call.session, call.id, words[:300].decode(errors="replace"))
         self.planned = planned = planned.rendered(Reason.ENGINE_REFUSED_IDS)
-        answer = await self._post(planned, None, chat)
+        answer = await self.sender.post(planned, None, chat)
         if answer.status == OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             planned.engine.doubt("it refused the ids that it was sent")
         return answer
@@ -313,14 +312,7 @@ class Dispatch:
         exact = continuation.exact(model.capability)
         await continuation.find_own_limit(self.derender_request(b""), model.capability.max_model_len)
         self._request.advance(RequestEvent.SEND)
-        return await self._post(planned, exact, continuation.call)
-
-    async def _post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Answer:
-        try:
-            return await self.sender.post(planned, exact, chat)
-        except EngineError as why:
-            planned.engine.forget(str(why))
-            raise
+        return await self.sender.post(planned, exact, continuation.call)
 
     def begin_reply(self, reply: Reply, answer: Answer) -> None:
         """Note what is known of a reply before it arrives: from the plan, and from the head of the engine's answer."""

@@ -20,7 +20,7 @@ from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
-from tokencache.errors import NOT_NOW, OK, is_error
+from tokencache.errors import NOT_NOW, OK, EngineError, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -76,7 +76,7 @@ class EngineSender:
         return Target(engine, path, headers, known.max_model_len, known.image_support, names, generates=known.generates)
 
     async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Answer:
-        """Post a request with an exact prompt; with `None` the engine renders.
+        """Post a request with an exact prompt; with `None` the engine renders. After a failure the engine is probed again.
 
         Args:
             planned: the call as it is planned for an engine.
@@ -88,12 +88,16 @@ class EngineSender:
         """
         self.proven = False
         target = self.target(planned)
-        if target.names:
-            return await self._post_images(planned, exact, chat, target)
-        name = self._name(planned, exact, chat)
-        if name is None:
-            return await self._write_and_post(planned, exact, chat, target)
-        return await self._post_named(planned, exact, chat, target, name)
+        try:
+            if target.names:
+                return await self._post_images(planned, exact, chat, target)
+            name = self._name(planned, exact, chat)
+            if name is None:
+                return await self._write_and_post(planned, exact, chat, target)
+            return await self._post_named(planned, exact, chat, target, name)
+        except EngineError as why:
+            planned.engine.forget(str(why))
+            raise
 
     def _name(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
         """Name the prompt, if the engine accepts that.

@@ -222,27 +222,50 @@ def read_chat(
     model_name = call.model.encode("utf-8", "surrogatepass")
     try:
         scope = scope_of(call.model, call.fields) + model_name + b"\0" + call.args.template
-        new = [parser.messages.read(raw) for raw in raw_messages[split.old :]]
+        new = _read_new(parser, raw_messages[split.old :], split.old)
     except (ValueError, RecursionError):  # an unknown kind of message, JSON that msgspec refuses, invalid UTF-8, or nested too deeply
         call.plain = Reason.UNREADABLE_HISTORY
         return call
-    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
     if known is not None and known.scope == scope:
-        call.conversation = extend(known.conversation, messages, digests, exacts)
+        call.conversation = extend(known.conversation, new.messages, new.digests, new.exacts)
     else:
+        messages, digests, exacts = new.messages, new.digests, new.exacts
         if known is not None:
             before = known.conversation
             messages, digests, exacts = [*before.messages, *messages], [*before.digests, *digests], [*before.exacts, *exacts]
         call.conversation = build_conversation(scope, messages, digests, exacts, model=model_name, secret=parser.secret)
-    media = {index: r.media for index, r in enumerate(new, split.old) if r.media}
-    call.media = {**known.media, **media} if known is not None and known.media else media
-    malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
-    call.malformed = (*known.malformed, *malformed) if known is not None else malformed
+    call.media = {**known.media, **new.media} if known is not None and known.media else new.media
+    call.malformed = (*known.malformed, *new.malformed) if known is not None else tuple(new.malformed)
     shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
     parser.remember(session, body, split, ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten))
     return call
+
+
+class _NewMessages(msgspec.Struct):
+    """The messages of a request that were not read before; `media` and `malformed` as in `ChatCall`."""
+
+    messages: list[Message] = []
+    digests: list[bytes] = []
+    exacts: list[bytes] = []
+    media: dict[int, tuple[MediaPart, ...]] = {}
+    malformed: list[int] = []
+
+
+def _read_new(parser: IncrementalParser, raw_messages: Sequence[bytes], start: int) -> _NewMessages:
+    """Read messages from an index on. Raises the errors of `MessageReader.read`."""
+    new = _NewMessages()
+    for index, raw in enumerate(raw_messages, start):
+        read = parser.messages.read(raw)
+        new.messages.append(read.message)
+        new.digests.append(read.digest)
+        new.exacts.append(read.exact)
+        if read.media:
+            new.media[index] = read.media
+        if read.malformed:
+            new.malformed.append(index)
+    return new
 
 
 def refuse_prompts(fields: dict[str, Raw]) -> None:
