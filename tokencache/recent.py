@@ -79,6 +79,15 @@ class Expiring(MutableMapping[K, V]):
         entry = self._entries.get(key)
         return entry[1] if entry is not None and self._now() < entry[0] else None
 
+    def renew(self, key: K) -> V | None:
+        """Begin the time of a key again, and return its value; `None` if there is none, or it has expired."""
+        entry, now = self._entries.get(key), self._now()
+        if entry is None or entry[0] <= now:
+            return None
+        self._entries[key] = now + self._seconds, entry[1]
+        self._entries.move_to_end(key)
+        return entry[1]
+
     def __getitem__(self, key: K) -> V:
         until, value = self._entries[key]
         if self._now() >= until:

@@ -258,9 +258,10 @@ def turn_keys(
     for other in (*expected_rewritings(served, leniency), *([restored] if restored is not None else [])):
         form = digest(other)
         chains[chain_key(_link(before, other, form))] = replies[reply_key(form, model)] = None
-    names = filter(None, (_call_key(served, model), handle_key(handle, conversation.salt)))
-    places = [position_key(before)] if served.calls else []
-    return (*chains, *replies, *names, *places)
+    names = [handle_key(handle, conversation.salt)] if handle else []
+    if served.calls:
+        names = [*filter(None, (_call_key(served, model),)), *names, position_key(before)]
+    return (*chains, *replies, *names)
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
@@ -280,7 +281,7 @@ def lookup_keys(conversation: Conversation, last: int | None = None, handles: Ma
         keys[position_key(conversation.chain[i])] = None
         keys[chain_key(conversation.chain[i + 1])] = None
         keys[reply_key(conversation.digests[i], conversation.model_key)] = None
-        if name := call_key(conversation, i):
+        if conversation.messages[i].calls and (name := call_key(conversation, i)):
             keys[name] = None
         if handle := handles.get(i, ""):
             keys[handle_key(handle, conversation.salt)] = None

@@ -31,6 +31,7 @@ never guesses: if several recorded turns with different tokens remain, it choose
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -691,4 +692,5 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
 
 def _interchangeable(found: Sequence[_Found], *, in_place: bool) -> bool:
     """Whether these turns have the same tokens, so that any of them may be used."""
-    return len({one.hit.turn.prefix_hash if in_place else one.hit.turn.completion_hash for one in found}) == 1
+    same = attrgetter("hit.turn.prefix_hash" if in_place else "hit.turn.completion_hash")
+    return len({*map(same, found)}) == 1

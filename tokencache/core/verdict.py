@@ -113,7 +113,7 @@ def _explain_text(served: Message, echoed: Message) -> Iterator[_Form]:
     """Yield the forms of the served message with the echoed text; fewest rules first."""
     if served.media != echoed.media:
         return
-    if served.text == echoed.text:
+    if served.content == echoed.content or served.text == echoed.text:
         yield _Form(served, _judge_text(served, echoed))
         return
     closed = bool(inline_end(echoed.content or ""))

@@ -84,8 +84,11 @@ def judge_reply(reply: Reply, *, broken_off: bool = False) -> Judgement:
 
 def judge(reply: Reply, *, whole: bool = False) -> dict[int, Finding]:
     """Judge all choices of a reply, as far as it arrived; `whole` is whether it is complete, so that its usage must be there."""
-    wrong = _wrong_as_a_whole(reply) or ("the engine did not count its tokens" if whole and reply.must_count and not reply.counts else "")
-    return {index: _judge(choice, reply, wrong) for index, choice in reply.choices.items()}
+    choices = reply.choices
+    wrong = _wrong_as_a_whole(reply, choices)
+    if whole and reply.must_count and not reply.counts:
+        wrong = wrong or "the engine did not count its tokens"
+    return {index: _judge(choice, reply, wrong) for index, choice in choices.items()}
 
 
 def certain_choices(reply: Reply) -> dict[int, Choice]:
@@ -131,9 +134,8 @@ def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     return ""
 
 
-def _wrong_as_a_whole(reply: Reply) -> str:
+def _wrong_as_a_whole(reply: Reply, choices: Mapping[int, Choice]) -> str:
     """Return why no id of a reply is certain, in words."""
-    choices = reply.choices
     if choices and not 0 <= min(choices) <= max(choices) < reply.expected:
         return f"it has a choice {min(choices) if min(choices) < 0 else max(choices)}, and {reply.expected} were requested"
     if reply.counted is not None and reply.counted != (sampled := sum(choice.sampled for choice in choices.values())):

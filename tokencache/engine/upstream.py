@@ -118,24 +118,16 @@ class Upstream:
         """Number of requests of `send` that have started and not ended. The proxy's own requests (`get`, `post`) do not count."""
         return self._awaited + (len(self._connections.answering) if self._connections is not None else 0)
 
-    async def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Body = None) -> Answer:
+    async def send(
+        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: Body = None, counted: bool = True
+    ) -> Answer:
         """Send a request and return when the head of the answer has arrived; the caller must read the answer to its end, or close it.
 
-        `path` is sent unchanged, with its percent-encoding and query.
+        `path` is sent unchanged, with its percent-encoding and query. `counted` is whether it counts as under way.
 
         Raises:
             EngineError: the engine cannot be reached, or closed the connection without an answer.
         """
-        self._awaited += 1
-        try:
-            answer = await self._send(method, path, headers, body)
-        finally:
-            self._awaited -= 1
-        if self._connections is not None and answer.connection is not None:
-            self._connections.answering.add(answer)
-        return answer
-
-    async def _send(self, method: str, path: str, headers: Mapping[str, str] | None, body: Body) -> Answer:
         if self._connections is None:
             raise RuntimeError("Upstream.open() has not been called")
         if self._closed:
@@ -144,13 +136,19 @@ class Upstream:
         if self._authorization:
             sent.popall("Authorization", None)
             sent["Authorization"] = self._authorization
+        self._awaited += counted
         try:
-            return await self._connections.request(method, self._base.raw_path.rstrip("/") + path.partition("#")[0], sent, body)
+            answer = await self._connections.request(method, self._base.raw_path.rstrip("/") + path.partition("#")[0], sent, body)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as why:
             cause = why.os_error if isinstance(why, aiohttp.ClientConnectorError) else why
             raise self._unreachable(cause, str(cause or why)) from why
         except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as why:
             raise EngineError("the engine gave no answer", private=f"{self.url}: {type(why).__name__}: {why}") from why
+        finally:
+            self._awaited -= counted
+        if counted and answer.connection is not None:
+            self._connections.answering.add(answer)
+        return answer
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> EngineResponse:
         """Post JSON (bytes unchanged, anything else encoded) and read the complete answer.
@@ -170,10 +168,11 @@ class Upstream:
 
     async def _ask(self, path: str, headers: Mapping[str, str] | None = None, body: Any = None) -> EngineResponse:
         if body is None:
-            answer = await self._send("GET", path, None, None)
+            answer = await self.send("GET", path, counted=False)
         else:
             data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-            answer = await self._send("POST", path, {**(headers or {}), "Content-Type": "application/json"}, data)
+            typed = {**(headers or {}), "Content-Type": "application/json"}
+            answer = await self.send("POST", path, headers=typed, body=data, counted=False)
         try:
             read = await answer.read(most=MOST_ANSWER)
         except (aiohttp.ClientError, TimeoutError) as why:

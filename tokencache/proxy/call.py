@@ -278,7 +278,8 @@ class CallAttempt:
             await self._ledger.settle(self._begun, call.session, call.id, incidents)
         else:
             incidents = recorded.incidents
-            self._dispatch.check({incident.kind for incident in incidents})
+            if incidents:
+                self._dispatch.check({incident.kind for incident in incidents})
             documents = {**weights.salt.documents, **(self._exchange.encoder.documents() if facts.judged.whole else {})}
             if facts.judged.whole and unanswered:
                 documents |= {undelivered(self.id): b"1"}

@@ -157,13 +157,13 @@ def _no_prompt(facts: CallFacts) -> list[Incident]:
 def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     """Return the prompt that the engine reports for all choices, or for a single one with `echo`; `None` if it reports none."""
     plan, whole = facts.planned.plan, facts.reply.prompt
-    if not echo and whole.agreed and (exact := plan.exact) is not None:
-        return _with_media(facts, UsedPrompt(exact.ids, exact.fragment, plan))
+    planned = plan.prompt
+    if not echo and whole.agreed and planned is not None and plan.fragment is not None:
+        return _with_media(facts, UsedPrompt(planned, plan.fragment, plan))
     echoed = read_ids(echo) if echo else whole.packed
     if echoed is None:
         return None
     fragment = as_fragment(echo, echoed) if echo else whole.fragment
-    planned = plan.prompt
     if planned is None or echoed == planned or (not plan.whole and echoed.startswith(planned)):
         return _with_media(facts, UsedPrompt(echoed, fragment, plan))
     return UsedPrompt(echoed, fragment, plan.rendered(Reason.ENGINE_DISAGREES), _difference(planned, plan, echoed))

@@ -144,6 +144,11 @@ class GuardedConnection(web.RequestHandler):
             if self._head_timer is not None:
                 self._end_head()
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Resume a connection that is paused; a reader calls this for each part that it takes."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
+
     def _hold_head(self, size: int) -> None:
         if self._received > HEAD_BYTES:
             log.info("a connection is closed: its request's head has more than %d bytes", HEAD_BYTES)
