@@ -7,9 +7,11 @@ those of workers that died. Gauges come from live workers only.
 
 import functools
 import os
+from bisect import bisect_left
+from collections.abc import Callable
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times would only double the series
@@ -18,24 +20,33 @@ REGISTRY = CollectorRegistry()
 
 
 class Counter(prometheus_client.Counter):
-    """A counter that does not check each time whether all labels are given: without them it has no value."""
+    """A counter. `add` adds an amount in one call; only a counter with all its labels has it."""
 
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        """See prometheus_client; exemplars are not used."""
-        del exemplar
-        self._value.inc(amount)
+    add: Callable[[float], None]
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self.add = self._value.inc
 
 
 class Gauge(prometheus_client.Gauge):
-    """A gauge, like `Counter`."""
+    """A gauge, like `Counter`; `add` also takes an amount below 0."""
 
-    def inc(self, amount: float = 1) -> None:
-        """See prometheus_client."""
-        self._value.inc(amount)
+    add: Callable[[float], None]
 
-    def dec(self, amount: float = 1) -> None:
-        """See prometheus_client."""
-        self._value.inc(-amount)
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self.add = self._value.inc
+
+
+class Histogram(prometheus_client.Histogram):
+    """A histogram that does not check each time whether all labels are given."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """See prometheus_client; exemplars are not used."""
+        del exemplar
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 CALLS = Counter("tokencache_calls", "Model calls in sessions, by how they ended.", ["dialect", "outcome"], registry=REGISTRY)

@@ -41,7 +41,8 @@ class RecentBySize(Recent[K, V]):
         self._sizes: dict[K, int] = {}
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
+        self.total -= self._sizes.pop(key, 0)
+        super().pop(key, None)
         size = self._size(value)
         if size > self.most:
             return
@@ -77,6 +78,15 @@ class Expiring(MutableMapping[K, V]):
         """Return the value of a key; `None` if there is none, or it has expired."""
         entry = self._entries.get(key)
         return entry[1] if entry is not None and self._now() < entry[0] else None
+
+    def renew(self, key: K) -> V | None:
+        """Begin the time of a key again, and return its value; `None` if there is none, or it has expired."""
+        entry, now = self._entries.get(key), self._now()
+        if entry is None or entry[0] <= now:
+            return None
+        self._entries[key] = now + self._seconds, entry[1]
+        self._entries.move_to_end(key)
+        return entry[1]
 
     def __getitem__(self, key: K) -> V:
         until, value = self._entries[key]

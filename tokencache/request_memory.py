@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -69,16 +68,15 @@ class RequestMemory:
         """
         if self.total + size > self.most:
             raise _refused(what, f"all requests together hold {self.total} of {self.most} bytes")
-        held = self._checked(owner, what, size)
+        self._count(owner, what, size)
         self.total += size
-        self._by_owner[owner] = held
-        metrics.REQUEST_MEMORY[what].inc(size)
+        metrics.REQUEST_MEMORY[what].add(size)
 
     def remove(self, owner: Owner, what: What, size: int) -> None:
         """Count bytes no more."""
         self.total -= size
-        self._leave(owner, size)
-        metrics.REQUEST_MEMORY[what].dec(size)
+        self._count(owner, what, -size)
+        metrics.REQUEST_MEMORY[what].add(-size)
 
     def move(self, old: Owner, new: Owner, size: int) -> None:
         """Count bytes for another owner.
@@ -86,21 +84,16 @@ class RequestMemory:
         Raises:
             MemoryFullError: they would pass its limit; nothing was changed.
         """
-        held = self._checked(new, "body", size)
-        self._leave(old, size)
-        self._by_owner[new] = held
+        self._count(new, "body", size)
+        self._count(old, "body", -size)
 
-    def _checked(self, owner: Owner, what: What, size: int) -> int:
-        """Return what an owner would hold with some more bytes; raises `MemoryFullError` if that passes its limit."""
+    def _count(self, owner: Owner, what: What, size: int) -> None:
+        """Count bytes for an owner, or no more if their number is below 0; raises `MemoryFullError` if they would pass its limit."""
         before, share = self._by_owner.get(owner, 0), self._of_tenant if owner.is_tenant else self._of_session
-        if before + size > share:
+        if size > 0 and before + size > share:
             raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
-        return before + size
-
-    def _leave(self, owner: Owner, size: int) -> None:
-        left = self._by_owner.get(owner, 0) - size
-        if left:
-            self._by_owner[owner] = left
+        if before + size:
+            self._by_owner[owner] = before + size
         else:
             self._by_owner.pop(owner, None)
 
@@ -178,22 +171,6 @@ def holding_of(request: web.Request) -> Holding:
     assert task is not None  # noqa: S101 - aiohttp runs each request in one
     found.keep(task)
     return found
-
-
-async def read_reply(answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
-    """Read a whole answer of an engine.
-
-    Raises:
-        MemoryFullError: it would pass a limit.
-        ClientError: the engine broke it off.
-    """
-    if answer.content.at_eof():
-        return await answer.read()  # it was read before
-    chunks = []
-    while chunk := await answer.content.readany():
-        holding.take("reply", len(chunk))
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def machine_memory(root: Path = Path("/")) -> int:

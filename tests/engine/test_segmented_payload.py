@@ -4,7 +4,7 @@ import pytest
 from aiohttp import web
 
 from tests.engine.listening import listening
-from tokencache.engine.upstream import SegmentedPayload, Upstream
+from tokencache.engine.upstream import Upstream
 
 LONG = b"1234567," * 200_000  # too long to be joined
 
@@ -28,8 +28,9 @@ async def test_segments_arrive_in_order(segments):
         await upstream.open()
         try:
             for _ in range(2):  # the second on the same connection
-                async with await upstream.send("POST", "/", body=SegmentedPayload(segments)) as answer:
-                    assert answer.status == 200
+                answer = await upstream.send("POST", "/", body=segments)
+                assert answer.status == 200
+                assert await answer.read() == b""
         finally:
             await upstream.close()
     whole = b"".join(segments)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tests.proxy.raw import read_message
+from tests.support.leading import lead_to
 from tests.support.pairwise import some
 from tests.support.waiting import PATIENCE
 
@@ -70,7 +71,7 @@ async def recut(middleman, **settings):
     server = await asyncio.start_server(middleman.client, "127.0.0.1", 0)
     async with server, proxied(**settings) as rig:
         middleman.engine = rig.up
-        rig.proxy.upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await lead_to(rig.proxy.upstream, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         yield rig
 
 
@@ -136,7 +137,7 @@ async def test_a_slow_harness_slows_the_engine():
 
     async with recut(Middleman(as_it_comes)) as rig:
         server = await asyncio.start_server(endless, "127.0.0.1", 0)
-        rig.proxy.upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await lead_to(rig.proxy.upstream, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         host, port = rig.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, port, limit=1024)
         body = b'{"model":"sim","stream":true,"messages":[{"role":"user","content":"go on for ever"}]}'

@@ -8,6 +8,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, proxied
 from tests.proxy.raw import Tiny, exchange, read_message
+from tests.support.leading import lead_to
 from tests.support.pairwise import some
 from tests.support.waiting import PATIENCE
 
@@ -161,7 +162,7 @@ async def test_an_upload_is_forwarded_piece_by_piece(tiny):
 
     upstream._client = handler
     server = await asyncio.start_server(handler, "127.0.0.1", 0)
-    rig.proxy.upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await lead_to(rig.proxy.upstream, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     call = asyncio.create_task(rig.http.post(rig.url + "/t", data=body()))
     await asyncio.wait_for(got.wait(), PATIENCE)
     more.set()
@@ -216,7 +217,7 @@ async def test_a_broken_answer_is_broken_off(tiny, where):
 
 
 async def test_an_unreachable_engine_is_a_502(rig):
-    rig.proxy.upstream.url = "http://127.0.0.1:9"
+    await lead_to(rig.proxy.upstream, "http://127.0.0.1:9")
     status, said = await rig.post(None, messages=[])
     assert status == 502
     assert said["error"]["type"] == "upstream_error"

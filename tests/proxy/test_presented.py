@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.core.settings import SOME
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, assembled, echo, proxied, results, user
+from tests.support.leading import lead_to
 from tests.support.pairwise import cases
 from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
@@ -242,7 +243,7 @@ async def test_a_network_that_delivers_crumbs(rig):
         await asyncio.gather(carry(reader, back, 1 << 16), carry(there, writer, 3), return_exceptions=True)
 
     server = await asyncio.start_server(wire, "127.0.0.1", 0)
-    rig.proxy.upstream.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await lead_to(rig.proxy.upstream, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     messages = [user("EPISODE:demo")]
     for _ in range(3):
         status, chunks = await rig.post("s", messages=messages, tools=TOOLS, stream=True)

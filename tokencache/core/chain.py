@@ -35,8 +35,7 @@ ended it.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -64,6 +63,8 @@ class Conversation(msgspec.Struct, frozen=True):
         salt: 16 bytes, for keyed hashes of values that the conversation does not contain, such as handles.
         first_places: role → place of its first message; `FIRST_CALL`, `FIRST_MEDIA` and `FIRST_ANSWER` → places of other messages.
         call_count: the number of calls in the messages.
+        replies: the places of the assistant messages, in order.
+        system_count: the number of system messages at the beginning.
     """
 
     messages: tuple[Message, ...]
@@ -75,15 +76,8 @@ class Conversation(msgspec.Struct, frozen=True):
     salt: bytes = b""
     first_places: dict[str, int] = {}
     call_count: int = 0
-
-    def replies(self) -> Iterator[int]:
-        """Yield the places of the assistant messages, the last one first. Lazy, because callers rarely need more than one."""
-        return (i for i in range(len(self.messages) - 1, -1, -1) if self.messages[i].role == "assistant")
-
-    @property
-    def system_count(self) -> int:
-        """The number of system messages at the beginning."""
-        return next((i for i, message in enumerate(self.messages) if message.role != "system"), len(self.messages))
+    replies: tuple[int, ...] = ()
+    system_count: int = 0
 
     @property
     def sampling_context(self) -> bytes:
@@ -126,18 +120,22 @@ def build_conversation(
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
-    answered = _places(next((m.calls for m in reversed(known.messages) if m.role == "assistant"), ()))
-    first_places = dict(known.first_places)
+    answered = _places(known.messages[known.replies[-1]].calls) if known.replies else _NO_CALLS
+    first_places, replies = dict(known.first_places), list(known.replies)
+    call_count, system_count = known.call_count, known.system_count
     for place, (message, own, exact) in enumerate(zip(messages, digests, exacts, strict=True), len(known.messages)):
         first_places.setdefault(message.role, place)
+        call_count += len(message.calls)
+        system_count += message.role == "system" and system_count == place
         if message.media:
             first_places.setdefault(FIRST_MEDIA, place)
         if message.role == "assistant":
+            replies.append(place)
             if message.calls:
                 first_places.setdefault(FIRST_CALL, place)
             if "user" in first_places:
                 first_places.setdefault(FIRST_ANSWER, place)
-            answered = _places(message.calls) if message.calls else _NO_CALLS
+            answered = _places(message.calls)
             chain.append(_link(chain[-1], message, own))
             written_chain.append(xxhash.xxh3_128_digest(written_chain[-1] + exact))
         else:
@@ -152,7 +150,9 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
         model_key=known.model_key,
         salt=known.salt,
         first_places=first_places,
-        call_count=known.call_count + sum([len(message.calls) for message in messages]),
+        call_count=call_count,
+        replies=tuple(replies),
+        system_count=system_count,
     )
 
 
@@ -169,6 +169,8 @@ def before_last(known: Conversation) -> Conversation:
         salt=known.salt,
         first_places={name: place for name, place in known.first_places.items() if place < last},
         call_count=known.call_count - len(known.messages[last].calls),
+        replies=tuple(place for place in known.replies if place < last),
+        system_count=min(known.system_count, last),
     )
 
 
@@ -182,7 +184,7 @@ _NO_CALLS: Mapping[str, int] = MappingProxyType({})
 
 def _places(calls: Sequence[ToolCall]) -> Mapping[str, int]:
     """Map the ids of a reply's calls to their numbers, an id that is there twice to the first."""
-    return {call.id: n for n, call in reversed([*enumerate(calls)])}
+    return {call.id: n for n, call in reversed([*enumerate(calls)])} if calls else _NO_CALLS
 
 
 def _link(previous: bytes, message: Message, own: bytes, answered: Mapping[str, int] = _NO_CALLS) -> bytes:
@@ -251,13 +253,15 @@ def turn_keys(
 
     `own` is the digest of `served`. `restored` is the reply with its stop string (`added_text.with_stop_string`).
     """
-    others = [*expected_rewritings(served, leniency), *([restored] if restored is not None else [])]
-    forms = [(served, own), *((message, digest(message)) for message in others)]
-    chains = [chain_key(_link(conversation.chain[-1], message, form)) for message, form in forms]
-    digests = [reply_key(form, conversation.model_key) for _, form in forms]
-    names = filter(None, (_call_key(served, conversation.model_key), handle_key(handle, conversation.salt)))
-    places = [position_key(conversation.chain[-1])] if served.calls else []
-    return (*dict.fromkeys(chains), *dict.fromkeys(digests), *names, *places)
+    before, model = conversation.chain[-1], conversation.model_key
+    chains, replies = {chain_key(_link(before, served, own)): None}, {reply_key(own, model): None}
+    for other in (*expected_rewritings(served, leniency), *([restored] if restored is not None else [])):
+        form = digest(other)
+        chains[chain_key(_link(before, other, form))] = replies[reply_key(form, model)] = None
+    names = [handle_key(handle, conversation.salt)] if handle else []
+    if served.calls:
+        names = [*filter(None, (_call_key(served, model),)), *names, position_key(before)]
+    return (*chains, *replies, *names)
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
@@ -273,8 +277,12 @@ def lookup_keys(conversation: Conversation, last: int | None = None, handles: Ma
     `handles` maps places to handles.
     """
     keys: dict[bytes, None] = {}
-    for i in islice(conversation.replies(), last):
-        names = (call_key(conversation, i), handle_key(handles.get(i, ""), conversation.salt))
-        places = (position_key(conversation.chain[i]), chain_key(conversation.chain[i + 1]))
-        keys |= dict.fromkeys((*places, reply_key(conversation.digests[i], conversation.model_key), *filter(None, names)))
+    for i in reversed(conversation.replies[-last:] if last is not None else conversation.replies):
+        keys[position_key(conversation.chain[i])] = None
+        keys[chain_key(conversation.chain[i + 1])] = None
+        keys[reply_key(conversation.digests[i], conversation.model_key)] = None
+        if conversation.messages[i].calls and (name := call_key(conversation, i)):
+            keys[name] = None
+        if handle := handles.get(i, ""):
+            keys[handle_key(handle, conversation.salt)] = None
     return list(keys)

@@ -7,9 +7,9 @@ them. So the text of a conversation is stored once. What a continuation adds beg
 message is the compression dictionary, so an unchanged echo takes about 30 bytes.
 """
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 import msgspec
@@ -59,14 +59,15 @@ compresses less."""
 _SHORT = 16 * 1024
 """Bytes of a context below which the fast level is used: for 2 kB, 33 µs instead of 57, and 2 % more bytes (AMD EPYC, cold caches)."""
 _PLAIN, _ECHO = b"p", b"e"
-_TEXTS = json.JSONEncoder(ensure_ascii=False)
 
 
 def _dictionary(echoed: Message | None) -> bytes:
     if echoed is None:
         return _SHAPE
-    texts = [echoed.content, echoed.reasoning, *(text for call in echoed.calls for text in (call.id, call.name, call.arguments))]
-    return _SHAPE + b"".join([_TEXTS.encode(text).encode("utf-8", "surrogatepass") for text in texts if text])
+    texts = [echoed.content, echoed.reasoning]
+    for call in echoed.calls:
+        texts += call.id, call.name, call.arguments
+    return _SHAPE + "".join([encode_basestring(text) for text in texts if text]).encode("utf-8", "surrogatepass")
 
 
 def pack_context(context: Context, echoed: Message | None = None) -> bytes:

@@ -36,7 +36,7 @@ _WORD = re.compile(r"[A-Za-z0-9_]+|\w")
 
 def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
     """Whether the last assistant message of a conversation is an edited reply of one of these turns, the newest of which come last."""
-    place = next(conversation.replies(), None)
+    place = conversation.replies[-1] if conversation.replies else None
     if place is None:
         return False
     here = _Place(place, conversation.messages[place], conversation.chain[place], preceding_hash(conversation, place))

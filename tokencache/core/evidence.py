@@ -70,7 +70,7 @@ class ReturnedIdHashes(NamedTuple):
 
 def judged_hash(conversation: Conversation, until: int, leniency: Leniency, handles: Mapping[int, str]) -> bytes:
     """Hash the assistant messages among the first `until` exactly as written, and the rules that applied: 8 bytes."""
-    returned = "".join([handle for place, handle in handles.items() if place < until])
+    returned = "".join([handle for place, handle in handles.items() if place < until]) if handles else ""
     return xxhash.xxh3_64_digest(conversation.written_chain[until] + _rules(leniency.off, leniency.harness_rules) + returned.encode())
 
 

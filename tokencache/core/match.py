@@ -31,6 +31,7 @@ never guesses: if several recorded turns with different tokens remain, it choose
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -116,26 +117,28 @@ def match(
         echoed: place → hashes, for echoes with token ids. A place is read only where the ids matter.
     """
     if not any(hits.values()):  # nothing is known, as for a session's first call: no reply has to be compared
-        return Match("root") if next(conversation.replies(), None) is None else Match("plain", Reason.UNRECOGNISED_REPLY)
+        return Match("plain", Reason.UNRECOGNISED_REPLY) if conversation.replies else Match("root")
     finder = _Finder(conversation, hits, leniency, handles, turns or {}, echoed)
     claims: list[_Claim] = []
     parent: tuple[int, _Found] | None = None
-    for i in conversation.replies():
+    for i in reversed(conversation.replies):
         found = finder.in_place(i)
         if isinstance(found, str):
             claims.append(_Claim(i, (), found))
             continue
         if turns is not None:
             found = [one for one in found if finder.was_judged(one.hit.turn, i) or finder.still_holds(one.hit.turn)]
-        elif not all(finder.was_judged(one.hit.turn, i) for one in found):
-            return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
-        if found and _interchangeable(_turns(found), in_place=True):
+        else:
+            for one in found:
+                if not finder.was_judged(one.hit.turn, i):
+                    return Match("plain", Reason.UNRECOGNISED_REPLY, turns_wanted=True)
+        if found and _interchangeable(found, in_place=True):
             parent = (i, found[0])
             break
         # several prompts may have led to these tokens: the reply is certain, but not the tokens before it
         claims.append(_Claim(i, tuple(found)) if found else finder.elsewhere(i))
-    if parent is None and not claims:
-        return Match("root")
+    if not claims:  # as in nearly every call
+        return Match("root") if parent is None else _continued(conversation, *parent)
     # The lineage shows whether claimed turns are already in the parent's prompt, and which of them is the right one.
     # They also show whether other turns were sampled after the same message.
     if turns is None and any(len(claim.candidates) > (parent is None) or claim.after_message or claim.in_order for claim in claims):
@@ -143,7 +146,7 @@ def match(
     return _result(finder, list(reversed(claims)), parent)
 
 
-class _Found(NamedTuple):
+class _Found(msgspec.Struct, frozen=True):
     """A turn, and the verdict on a message of the history as its echo."""
 
     hit: Hit
@@ -174,30 +177,47 @@ def _result(finder: "_Finder", claims: list[_Claim], parent: tuple[int, _Found] 
     conversation = finder.conversation
     placed = evidence.placed_replies(parent[1].hit.turn, finder.turns) or () if parent is not None else ()
     inside = {reply.turn.id for reply in placed} | ({parent[1].hit.turn.id} if parent is not None else set())
-    if claims and any(claim.candidates for claim in claims):
+    if any(claim.candidates for claim in claims):
         until = parent[0] if parent is not None else 0
-        as_text = {i for i in conversation.replies() if i < until} - {reply.place for reply in placed}
+        as_text = {i for i in conversation.replies if i < until} - {reply.place for reply in placed}
         inside |= _claimed_by_others(finder, claims, as_text | {claim.place for claim in claims if not claim.candidates})
     anchors, reasons = _settle(finder, claims, inside, parent)
     rules = {rule for _, found in anchors for rule in found.verdict.rules}
     hits = tuple((place, found.hit) for place, found in anchors)
-    added = tuple(found.added for _, found in (*([parent] if parent is not None else []), *anchors) if found.added is not None)
+    added = tuple(found.added for _, found in anchors if found.added is not None)
     unsure = _unsure(conversation, anchors)
     if parent is None:
         if hits:
             return Match("resplice", Reason.CONTEXT_EDITED, None, 0, hits, tuple(sorted(rules)), added=added, unsure=unsure)
         return Match("plain", reasons[-1] if reasons else Reason.AMBIGUOUS_REPLY)
-    i, found = parent
-    rules.update(found.verdict.rules)
-    applied_rules = tuple(sorted(rules))
-    if not found.verdict.ids_kept:
-        unsure = (*unsure, call_key(conversation, i))
+    alone = _continued(conversation, *parent, reasons[-1] if reasons else "")
+    if not hits:
+        return alone
+    return alone._replace(
+        kind="resplice",
+        reason=Reason.CONTEXT_EDITED,
+        anchors=hits,
+        applied_rules=tuple(sorted({*rules, *alone.applied_rules})),
+        added=(*alone.added, *added),
+        unsure=(*unsure, *alone.unsure),
+    )
+
+
+def _continued(conversation: Conversation, i: int, found: _Found, reason: str = "") -> Match:
+    """Return the match of a history of which only the reply at `i`, in its position, is known."""
+    unsure: tuple[bytes, ...] = () if found.verdict.ids_kept else (call_key(conversation, i),)
     if found.added is not None and not found.added.restored:
         unsure = (*unsure, reply_key(conversation.digests[i], conversation.model_key))
-    if hits:
-        return Match("resplice", Reason.CONTEXT_EDITED, found.hit.turn, i + 1, hits, applied_rules, found.delivered, added, unsure)
-    kind: MatchKind = "branch" if found.hit.continued else "continue"
-    return Match(kind, reasons[-1] if reasons else "", found.hit.turn, i + 1, (), applied_rules, found.delivered, added, unsure)
+    return Match(
+        kind="branch" if found.hit.continued else "continue",
+        reason=reason,
+        parent=found.hit.turn,
+        at=i + 1,
+        applied_rules=tuple(sorted(found.verdict.rules)),
+        delivered=found.delivered,
+        added=() if found.added is None else (found.added,),
+        unsure=unsure,
+    )
 
 
 def _claimed_by_others(finder: "_Finder", claims: Sequence[_Claim], others: Collection[int]) -> set[str]:
@@ -275,7 +295,7 @@ def _narrow_claims(
         if claim.in_order:
             candidates = tuple(found for found in candidates if here.follows(found.hit.turn, at_least=True))
         candidates = here.narrow(candidates) if len(candidates) > 1 else candidates
-        is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(_turns(candidates), in_place=False)
+        is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(candidates, in_place=False)
         if is_certain and (claim.in_order or (claim.after_message and not here.led_to(_turns(candidates)))):
             is_certain = not finder.has_rival(claim, here)
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
@@ -335,7 +355,7 @@ class _Surroundings(NamedTuple):
         """
         message = self.preceding.message
         candidates = tuple(found for found in candidates if message and _message_before(found.hit.turn) == message) or candidates
-        if self.last is not None and not _interchangeable(_turns(candidates), in_place=False):
+        if self.last is not None and not _interchangeable(candidates, in_place=False):
             follows = [self.follows(found.hit.turn) for found in candidates]
             if True in follows:
                 candidates = tuple(found for found, follow in zip(candidates, follows, strict=True) if follow is not False)
@@ -358,7 +378,7 @@ def _served_key(turn: Turn, conversation: Conversation) -> bytes:
     return reply_key(digest(turn.served), conversation.model_key)
 
 
-class _Finder(NamedTuple):
+class _Finder(msgspec.Struct, frozen=True):
     """Finds the turn of a reply in a history; `match` documents the fields."""
 
     conversation: Conversation
@@ -371,37 +391,57 @@ class _Finder(NamedTuple):
     def in_place(self, i: int) -> list[_Found] | str:
         """Find the turns of a reply in its position, which have the same tokens; a reason if they are in doubt; empty if there are none."""
         echoed, chain = self.conversation.messages[i], self.conversation.chain[i]
-        by_name = [hit for hit in self._by_name(i) if hit.turn.position_key == chain]
-        whole = _once([*self.hits.get(chain_key(self.conversation.chain[i + 1]), ()), *by_name])
-        found = self._judged(i, whole)
-        known = {hit.turn.prefix_hash for hit in whole}  # a harness that disconnected and retried may have received the same tokens
-        others = [hit for hit in self.hits.get(position_key(chain), ()) if hit.turn.prefix_hash not in known]
-        aborted = [hit for hit in others if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
-        parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
-        found += [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
-        genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
-        found += [one for one in self._with_words_added(i) if one.hit.turn.id not in genuine]
-        several = len({one.hit.turn.id for one in found} | {hit.turn.id for hit in others}) > 1
+        whole = {hit.turn.id: hit for hit in self.hits.get(chain_key(self.conversation.chain[i + 1]), ())}
+        for hit in self._by_name(i):
+            if hit.turn.position_key == chain:
+                whole[hit.turn.id] = hit
+        found = self._judged(i, whole.values())
+        others: list[Hit] = []
+        undelivered = False
+        if in_position := self.hits.get(position_key(chain), ()):
+            known = {
+                hit.turn.prefix_hash for hit in whole.values()
+            }  # a harness that disconnected and retried may have received these tokens
+            others = [hit for hit in in_position if hit.turn.prefix_hash not in known]
+            more, undelivered = self._delivered(i, others)
+            found += more
+            genuine = {one.hit.turn.id for one in found if one.verdict.supplied}
+            found += [one for one in self._with_words_added(i, in_position) if one.hit.turn.id not in genuine]
+        several = len(found) + len(others) > 1 and len({hit.turn.id for hit in (*others, *[one.hit for one in found])}) > 1
         by_tokens = self._by_tokens(i, found) if several else []
         chosen = _choose(echoed, by_tokens or found)
         if isinstance(chosen, str):
             return chosen
         if chosen and not by_tokens:
-            undelivered = any(part is None for _, part in parts)
-            if undelivered or self._may_be_barred(i, found, chosen) or any(self._may_be_another(i, one, others) for one in chosen):
+            barred = undelivered or self._may_be_barred(i, found, chosen)
+            if barred or (others and any(self._may_be_another(i, one, others) for one in chosen)):
                 return Reason.AMBIGUOUS_REPLY
-        if any(not one.verdict.ids_kept and self._issued_to_another(i, one.hit.turn) for one in chosen):
-            return Reason.REWRITTEN_REPLY
-        if any(one.added is not None and not one.added.restored for one in chosen) and self._is_reply(i):
-            return Reason.AMBIGUOUS_REPLY
-        if any(one.verdict.kind == "rewritten" and self._is_whole_elsewhere(i, one.hit.turn) for one in chosen):
-            return Reason.AMBIGUOUS_REPLY
-        return chosen
+        return self._doubt(i, chosen) or chosen
+
+    def _delivered(self, i: int, others: Sequence[Hit]) -> tuple[list[_Found], bool]:
+        """Find the turns of interrupted replies of which a message is the beginning, and whether it may be that of others, too."""
+        echoed = self.conversation.messages[i]
+        aborted = [hit for hit in others if may_be_delivered(hit.turn, echoed) and not self._is_of_another(i, hit.turn)]
+        parts = [(hit, delivered_prefix(hit.turn, echoed, self.leniency)) for hit in aborted]
+        found = [_Found(hit, Verdict("rewritten", part.rules), part) for hit, part in parts if part is not None]
+        return found, len(found) < len(parts)
+
+    def _doubt(self, i: int, chosen: Sequence[_Found]) -> str:
+        """Return the reason why the turns that were chosen for a reply may not be its own; `""` if there is none."""
+        for one in chosen:
+            if not one.verdict.ids_kept and self._issued_to_another(i, one.hit.turn):
+                return Reason.REWRITTEN_REPLY
+        for one in chosen:
+            if one.added is not None and not one.added.restored and self._is_reply(i):
+                return Reason.AMBIGUOUS_REPLY
+            if one.verdict.kind == "rewritten" and self._is_whole_elsewhere(i, one.hit.turn):
+                return Reason.AMBIGUOUS_REPLY
+        return ""
 
     def _is_whole_elsewhere(self, i: int, turn: Turn) -> bool:
         """Whether another message is this reply as it was served, by its handle or a random id. Then the harness did not rewrite it."""
         names = _names(turn)
-        others = [place for place in self.conversation.replies() if place != i and not names.isdisjoint(self.names(place))]
+        others = [place for place in self.conversation.replies if place != i and not names.isdisjoint(self.names(place))]
         return any(self.is_whole(place, turn) for place in others)
 
     def names(self, i: int) -> set[str]:
@@ -446,9 +486,8 @@ class _Finder(NamedTuple):
         hits = self.hits.get(reply_key(self.conversation.digests[i], self.conversation.model_key), ())
         return any(found.verdict.supplied for found in self._judged(i, hits))
 
-    def _with_words_added(self, i: int) -> list[_Found]:
+    def _with_words_added(self, i: int, hits: Sequence[Hit]) -> list[_Found]:
         """Find the turns in a position to which the harness may have added words. Interrupted turns do not count."""
-        hits = self.hits.get(position_key(self.conversation.chain[i]), ())
         added = [(hit, added_text(hit.turn, self.conversation.messages[i], self.leniency)) for hit in hits]
         return [_Found(hit, one.verdict, None, one) for hit, one in added if one is not None and not self._is_of_another(i, hit.turn)]
 
@@ -592,14 +631,16 @@ class _Finder(NamedTuple):
 
     def _by_name(self, i: int) -> list[Hit]:
         """Return the turns known under the id of the reply's first call, and under its handle."""
+        if not (self.conversation.messages[i].calls or i in self.handles):
+            return []
         keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, ""), self.conversation.salt))
         return [hit for key in keys for hit in self.hits.get(key, ())]
 
     def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:
         """Compare the reply with each turn. A turn that was issued with another handle is foreign."""
-        echoed, judged = self.conversation.messages[i], []
+        echoed, handle, judged = self.conversation.messages[i], self.handles.get(i, ""), []
         for hit in hits:
-            if self._has_other_handle(i, hit.turn):
+            if handle and self._has_other_handle(i, hit.turn):
                 judged.append(_Found(hit, _OTHER_HANDLE))
                 continue
             verdict = judge(hit.turn.served, echoed, self.leniency)
@@ -662,15 +703,17 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
         genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
     if not genuine:
         return Reason.REWRITTEN_REPLY if _why_not(judged) == Reason.REWRITTEN_REPLY else []
-    if any(TurnMark.ENGINE_DISAGREES in found.hit.turn.marks for found in genuine):
-        return Reason.ENGINE_DISAGREES
+    for found in genuine:
+        if TurnMark.ENGINE_DISAGREES in found.hit.turn.marks:
+            return Reason.ENGINE_DISAGREES
     if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
-    if _interchangeable(_turns(genuine), in_place=True) or _interchangeable(_turns(genuine), in_place=False):
+    if _interchangeable(genuine, in_place=True) or _interchangeable(genuine, in_place=False):
         return genuine
     return Reason.AMBIGUOUS_REPLY
 
 
-def _interchangeable(turns: list[Turn], *, in_place: bool) -> bool:
+def _interchangeable(found: Sequence[_Found], *, in_place: bool) -> bool:
     """Whether these turns have the same tokens, so that any of them may be used."""
-    return len({turn.prefix_hash if in_place else turn.completion_hash for turn in turns}) == 1
+    same = attrgetter("hit.turn.prefix_hash" if in_place else "hit.turn.completion_hash")
+    return len({*map(same, found)}) == 1

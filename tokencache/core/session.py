@@ -63,8 +63,8 @@ class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     def over(self, other: "Budget") -> "Budget":
         """Return this budget, with the other's limits where this one has `None`."""
-        mine, others = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        return Budget(**{name: limit if limit is not None else others[name] for name, limit in mine.items()})
+        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
+        return Budget(*[limit if limit is not None else others for limit, others in pairs])
 
     def spent(self, *, calls: int, tokens: int, seconds: float) -> str:
         """Describe the limit that is used up; `""` if another call is allowed.

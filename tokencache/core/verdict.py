@@ -113,7 +113,7 @@ def _explain_text(served: Message, echoed: Message) -> Iterator[_Form]:
     """Yield the forms of the served message with the echoed text; fewest rules first."""
     if served.media != echoed.media:
         return
-    if served.text == echoed.text:
+    if served.content == echoed.content or served.text == echoed.text:
         yield _Form(served, _judge_text(served, echoed))
         return
     closed = bool(inline_end(echoed.content or ""))
@@ -129,8 +129,9 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
     rules = {*form.rules, *understood}
     if len(calls) != len(echoed.calls):
         return None
-    unproven = any(RULES[rule].verbatim_calls for rule in rules) and not _verbatim(calls, echoed.calls)
-    ids_kept = True
+    unproven, ids_kept, rewritten = False, True, False
+    for rule in rules:
+        unproven = unproven or (RULES[rule].verbatim_calls and not _verbatim(calls, echoed.calls))
     for ours, theirs in zip(calls, echoed.calls, strict=True):
         if ours.arguments != theirs.arguments or ours.name != theirs.name:
             needed = _judge_call(ours, theirs, leniency)
@@ -147,7 +148,8 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
     if reasoning is None:
         return Verdict("rewritten", ids_kept=ids_kept, supplied=False)
     rules |= reasoning
-    rewritten = any(RULES[rule].verdict == "rewritten" for rule in rules)
+    for rule in rules:
+        rewritten = rewritten or RULES[rule].verdict == "rewritten"
     # if a value changed, the ids must be unchanged
     supplied = all(map(leniency.allows, rules)) and (ids_kept or not rewritten) and not unproven
     kind: Kind = "rewritten" if rewritten or not supplied else "equivalent" if rules else "same"
@@ -209,7 +211,9 @@ def _judge_text(served: Message, echoed: Message) -> set[str]:
 
 
 def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> set[str] | None:
-    ours, theirs = _reasonings(served), _reasonings(echoed)
+    # the reasoning in its own member, and that at the beginning of the text: a reply may have both
+    ours = (served.reasoning or "").strip(BLANK), split_think(served.content)[0]
+    theirs = (echoed.reasoning or "").strip(BLANK), split_think(echoed.content)[0]
     if not {*theirs} <= {"", *ours}:
         return None
     rules = set()
@@ -221,11 +225,6 @@ def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> se
     if None not in (echoed.reasoning, served.reasoning) and echoed.reasoning != served.reasoning and ours[0] == theirs[0]:
         rules.add("whitespace")
     return rules
-
-
-def _reasonings(message: Message) -> tuple[str, str]:
-    """Return the reasoning in its own member, and the reasoning at the beginning of the text; a reply may have both."""
-    return (message.reasoning or "").strip(BLANK), split_think(message.content)[0]
 
 
 # Interrupted replies.

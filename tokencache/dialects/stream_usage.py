@@ -66,7 +66,7 @@ class HiddenUsage:
         elif _ERROR not in data and (self._waiting or _FINISH in data):
             self._waiting.append((event, data))
             return b""
-        return self.rest() + event
+        return self.rest() + event if self._waiting else event
 
     def rest(self, fingerprint: Raw = NULL) -> bytes:
         """Return the events that still wait, with the engine's fingerprint if it is known."""

@@ -1,6 +1,6 @@
 """Connects to the engines: finds out what each can do, sends prompts, and reads replies.
 
-`upstream`         sends HTTP requests to one engine
+`upstream`         sends HTTP requests to one engine; `connections` keeps the connections to it
 `routes`           the engine's routes that sample nothing
 `drivers`          all code that depends on the kind of engine
 `template`         renders conversations, and finds the tail after a history

@@ -65,9 +65,9 @@ class EarlierThoughts(msgspec.Struct, frozen=True):
         """
         if len(self.end) != 1 or len(self.begin) != 1:
             return self.closed
-        history, rest = ids.head(prompt, tail), ids.tail(prompt, tail)
-        marks = ids.pack(self.begin), ids.pack(self.end)
-        began, ended, begins, ends = [ids.find_last(part, mark) for part in (history, rest) for mark in marks]
+        begin, end = ids.pack(self.begin), ids.pack(self.end)
+        began, ended = ids.find_last(prompt, begin, 0, tail), ids.find_last(prompt, end, 0, tail)
+        begins, ends = ids.find_last(prompt, begin, tail), ids.find_last(prompt, end, tail)
         if max(began, ended) < 0 or ends > begins:
             return ()
         if begins >= 0:

@@ -27,6 +27,7 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 
 import msgspec
 
@@ -76,14 +77,17 @@ def judge_reply(reply: Reply, *, broken_off: bool = False) -> Judgement:
     """Judge a reply that has ended; `broken_off` is whether its end is missing although it may look complete."""
     complete = not (broken_off or reply.error or reply.unreadable)
     found, wrong = judge(reply, whole=complete), wrong_prompt(reply)
-    uncertain = bool(wrong) or any(finding.hole is not None for finding in found.values())
+    uncertain = bool(wrong) or any(map(attrgetter("hole"), found.values()))
     return Judgement(found, wrong, uncertain, complete and not uncertain)
 
 
 def judge(reply: Reply, *, whole: bool = False) -> dict[int, Finding]:
     """Judge all choices of a reply, as far as it arrived; `whole` is whether it is complete, so that its usage must be there."""
-    wrong = _wrong_as_a_whole(reply) or ("the engine did not count its tokens" if whole and reply.must_count and not reply.counts else "")
-    return {index: _judge(choice, reply, wrong) for index, choice in reply.choices.items()}
+    choices = reply.choices
+    wrong = _wrong_as_a_whole(reply, choices)
+    if whole and reply.must_count and not reply.counts:
+        wrong = wrong or "the engine did not count its tokens"
+    return {index: _judge(choice, reply, wrong) for index, choice in choices.items()}
 
 
 def certain_choices(reply: Reply) -> dict[int, Choice]:
@@ -96,9 +100,8 @@ def certain_choices(reply: Reply) -> dict[int, Choice]:
 
 def wrong_prompt(reply: Reply) -> str:
     """Return why the reported prompts of a reply are not certain, in words; `""` if they are."""
-    own = [choice.prompt for _, choice in sorted(reply.choices.items())]
-    if any(own):
-        return _wrong_prompts(own, reply)
+    if any(map(attrgetter("prompt"), reply.choices.values())):
+        return _wrong_prompts([choice.prompt for _, choice in sorted(reply.choices.items())], reply)
     if reply.prompt.agreed or reply.prompt.packed is None:
         return ""
     counted = reply.prompt_counted
@@ -130,12 +133,11 @@ def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     return ""
 
 
-def _wrong_as_a_whole(reply: Reply) -> str:
+def _wrong_as_a_whole(reply: Reply, choices: Mapping[int, Choice]) -> str:
     """Return why no id of a reply is certain, in words."""
-    strange = [index for index in reply.choices if not 0 <= index < reply.expected]
-    if strange:
-        return f"it has a choice {strange[0]}, and {reply.expected} were requested"
-    if reply.counted is not None and reply.counted != (sampled := sum(choice.sampled for choice in reply.choices.values())):
+    if choices and not 0 <= min(choices) <= max(choices) < reply.expected:
+        return f"it has a choice {min(choices) if min(choices) < 0 else max(choices)}, and {reply.expected} were requested"
+    if reply.counted is not None and reply.counted != (sampled := sum(choice.sampled for choice in choices.values())):
         return f"the engine counts {reply.counted} tokens, and reported {sampled} ids"
     return ""
 

@@ -23,6 +23,7 @@ A single version for a whole reply is stored as one span. It cannot show a chang
 
 from collections.abc import Sequence
 from http import HTTPStatus
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -232,7 +233,7 @@ class Choice:
             "assistant",
             content="".join(self.content) or None,
             reasoning=("".join(self.reasoning) or None) if with_reasoning else None,
-            calls=tuple(self.calls[i].whole() for i in sorted(self.calls)),
+            calls=tuple([self.calls[i].whole() for i in sorted(self.calls)]) if self.calls else (),
         )
 
     def replace_message(self, message: ReplyMessage) -> None:
@@ -417,11 +418,11 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        echoes = [chunk.prompt_token_ids, *[choice.prompt_token_ids for choice in chunk.choices]]
+        echoes = [chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)]
         if short is not data and not self._in_place(chunk, echoes):
             self.prompt.stop_cutting()
             return self.add(data)
-        if logprobs is not None and not (_of_chat(chunk) and any(choice.logprobs == _LOGPROBS_MARK for choice in chunk.choices)):
+        if logprobs is not None and not (_of_chat(chunk) and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
         self.error = self.error or non_null(chunk.error)
@@ -467,7 +468,7 @@ class Reply:
     @property
     def counts(self) -> bool:
         """Whether the engine counts the tokens that the last request sampled, each choice's or all."""
-        return self.counted is not None or all(choice.counted is not None for choice in self.choices.values())
+        return self.counted is not None or None not in map(attrgetter("counted"), self.choices.values())
 
     def trust_count(self) -> None:
         """Note that the ids were counted elsewhere: in a continued stream, the usage is the proxy's own."""
@@ -519,7 +520,7 @@ class Reply:
     def finished(self) -> bool:
         """Whether every choice has its finish reason: then the reply is complete, whatever the stream still contains."""
         choices = self.choices
-        return len(choices) >= self.expected and all(choice.finish_reason for choice in choices.values())
+        return len(choices) >= self.expected and all(map(_finish_reason, choices.values()))
 
     @property
     def cut(self) -> str:
@@ -557,9 +558,11 @@ class Reply:
     @property
     def aborted(self) -> bool:
         """Whether the engine itself ended all choices: `/pause?mode=abort` and `/abort_requests` (vLLM), weight updates."""
-        return self.finished and all(choice.finish_reason == "abort" for choice in self.choices.values())
+        choices = self.choices
+        return len(choices) >= self.expected and {*map(_finish_reason, choices.values())} == {"abort"}
 
 
+_finish_reason = attrgetter("finish_reason")
 _LOGPROBS_MARK = FIRST_MARK[1:-1].decode()
 
 
@@ -597,7 +600,7 @@ def _expert_spans(data: bytes) -> list[tuple[int, int]]:
 
 
 def _of_chat(chunk: _Chunk) -> bool:
-    return all(choice.text is None for choice in chunk.choices)
+    return {*map(attrgetter("text"), chunk.choices)} <= {None}
 
 
 def _weight_metadata(raw: Raw) -> _WeightMetadata | None:

@@ -22,6 +22,8 @@ from typing import Self, cast
 
 import aiohttp
 
+from tokencache.engine.connections import Answer
+
 _CHUNK_END = b"\n\n\r\n"
 """The end of a chunk that ends with an event."""
 
@@ -33,7 +35,7 @@ class StreamProtocol(asyncio.Protocol):
     whether the event needs no further processing. `next` raises any exception that it raises.
     """
 
-    def __init__(self, answer: aiohttp.ClientResponse, settle: Callable[[bytes], bool]) -> None:
+    def __init__(self, answer: Answer, settle: Callable[[bytes], bool]) -> None:
         self._content, self._settle = answer.content, settle
         self._tail = b""  # the end of the last bytes for the own protocol
         self._after_event = False  # the last bytes that were read ended with an event

@@ -189,7 +189,8 @@ class CallAttempt:
             raise asyncio.CancelledError
         if begun is None:
             return Opening()
-        return Opening(begun.epoch, begun.duplicate, tuple(hit.turn for hits in begun.hits[: len(first)] for hit in hits))
+        earlier = begun.hits[0] if first else ()
+        return Opening(begun.epoch, begun.duplicate, tuple([hit.turn for hit in earlier]) if earlier else ())
 
     async def close(self, incidents: Sequence[Incident] = ()) -> None:
         """End a call without a turn.
@@ -277,7 +278,8 @@ class CallAttempt:
             await self._ledger.settle(self._begun, call.session, call.id, incidents)
         else:
             incidents = recorded.incidents
-            self._dispatch.check({incident.kind for incident in incidents}, facts.reply)
+            if incidents:
+                self._dispatch.check({incident.kind for incident in incidents}, facts.reply)
             documents = {**weights.salt.documents, **(self._exchange.encoder.documents() if facts.judged.whole else {})}
             if facts.judged.whole and unanswered:
                 documents |= {undelivered(self.id): b"1"}
@@ -287,7 +289,7 @@ class CallAttempt:
             if self._services.spans is not None:
                 self._services.spans.answered(facts, recorded, self._exchange.headers)
         metrics.AFTER.observe(time.time() - ended)
-        metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).inc()
+        metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).add(1)
         for incident in incidents:
             _log(self._call, incident)
 
@@ -337,8 +339,7 @@ class CallAttempt:
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
-            async with self._response.keep_alive():
-                answer = await self._dispatch.accepted()
+            answer = await self._response.keep_alive(self._dispatch.accepted())
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
@@ -351,8 +352,7 @@ class CallAttempt:
             if self._call.chat.echoes:
                 await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
             end = await delivery.receive()
-            async with self._response.keep_alive():
-                await self._conclude(end)
+            await self._response.keep_alive(self._conclude(end))
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
             return None if end.kind is EndKind.ABORTED else await delivery.answer(end)

@@ -85,7 +85,7 @@ class ReturnedIds(Mapping[int, ReturnedIdHashes]):
         """Use the ids of a call; ids on other messages than replies are ignored."""
         self._echoes = _echoes_of_replies(call)
         self._required = call.required_prefix
-        self._last = next(call.conversation.replies(), -1) if call.conversation is not None else -1
+        self._last = call.conversation.replies[-1] if call.conversation is not None and call.conversation.replies else -1
         self._read: dict[int, _Reply | None] = {}
 
     @property

@@ -29,6 +29,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.json_io import FIELDS, member, value_of
 from tokencache.dialects.members import HARMLESS, LIMITS, SURVIVING
 from tokencache.dialects.sse import DONE, EventSplitter, data_of
+from tokencache.engine.connections import Answer
 from tokencache.engine.derender import Derender, DerenderRequest
 from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.figures import judge, wrong_prompt
@@ -250,7 +251,7 @@ class Continuation:
         fields = remaining_fields(self._call.fields, len(self.sampled), len(self._pieces), self._own_limit or 0)
         return msgspec.structs.replace(self._call, fields=fields, stream=True)
 
-    async def chunks(self, answer: aiohttp.ClientResponse | None, request: DerenderRequest) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, answer: Answer | None, request: DerenderRequest) -> AsyncGenerator[bytes, None]:
         """Read the next piece; yields the chunks (JSON) of the continued stream, as vLLM would have written it.
 
         Without an answer, the reply ends here, because its limit is reached. The reply is not finished afterwards if this piece was broken
@@ -283,7 +284,7 @@ class Continuation:
             self._reply.choices[0].versions = piece.versions(0) if piece.choices else []
             self.differs = words.differs
 
-    async def chunks_without_words(self, answer: aiohttp.ClientResponse | None) -> AsyncGenerator[bytes, None]:
+    async def chunks_without_words(self, answer: Answer | None) -> AsyncGenerator[bytes, None]:
         """Read the next piece; yields its chunks (JSON) as the engine writes them. Without an answer, the reply ends here.
 
         Raises:
@@ -301,9 +302,7 @@ class Continuation:
             _check_prompt(echo, packed)
             yield data
 
-    async def _middle_chunks(
-        self, words: "_Words", piece: Reply, answer: aiohttp.ClientResponse, waiting: _Sampled
-    ) -> AsyncIterator[bytes]:
+    async def _middle_chunks(self, words: "_Words", piece: Reply, answer: Answer, waiting: _Sampled) -> AsyncIterator[bytes]:
         """Read a piece to its end; yields chunks with the words so far."""
         packed, piece.prompt.sent = self.prompt
         loop = asyncio.get_running_loop()
@@ -430,7 +429,7 @@ def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
     return {**delta, "tool_calls": calls} if calls else delta
 
 
-async def events_of(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def events_of(answer: Answer) -> AsyncIterator[bytes]:
     """Read the data of a stream's events up to its end, however it ends: a lost connection is an end without a finish reason."""
     splitter, ended = EventSplitter(), False
     try:

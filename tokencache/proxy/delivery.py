@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from aiohttp import web
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import parse_engine_error
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
+from tokencache.engine.connections import Answer
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.reply import Reply
 from tokencache.engine.upstream import error_text
@@ -64,7 +64,7 @@ class ReplyDelivery(ABC):
         self,
         source: ReplySource,
         response: Response,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         driver: Driver,
         shown: Party[ShownState, ShownEvent],
         *,
@@ -135,8 +135,7 @@ class WholeDelivery(ReplyDelivery):
 
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`."""
-        async with self._response.keep_alive():
-            body = await self._source.read()
+        body = await self._response.keep_alive(self._source.read())
         end = self._source.end
         if end.kind is EndKind.ABORTED and self._may_resample:
             return end
@@ -355,7 +354,7 @@ def _is_object(body: bytes) -> bool:
 
 
 def delivery_of(
-    answer: aiohttp.ClientResponse,
+    answer: Answer,
     reply: Reply,
     call: BegunCall,
     dispatch: Dispatch,

@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import aiohttp
 import msgspec
 
 from tokencache import metrics
@@ -32,8 +31,8 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import budget_of
 from tokencache.dialects.chat.whole import as_stream, as_whole
 from tokencache.dialects.reply_encoder import EVENT_STREAM
+from tokencache.engine.connections import Answer
 from tokencache.engine.derender import ANY_MESSAGES, DerenderRequest
-from tokencache.engine.drivers.base import ExactPrompt
 from tokencache.engine.image_names import ImageNames
 from tokencache.engine.images import read_places
 from tokencache.engine.model import Endpoint, Engine, Model
@@ -101,7 +100,7 @@ class _Refusal(NamedTuple):
     """Why an engine did not accept a request: its answer, or the error if there is none."""
 
     words: str
-    answer: aiohttp.ClientResponse | None = None
+    answer: Answer | None = None
     error: EngineError | None = None
 
     @property
@@ -122,7 +121,7 @@ class _Refusal(NamedTuple):
         if self.answer is not None:
             self.answer.close()
 
-    def result(self) -> aiohttp.ClientResponse:
+    def result(self) -> Answer:
         """Return the answer; without one, raise the error."""
         if self.error is not None:
             raise self.error
@@ -168,7 +167,7 @@ class Dispatch:
         self.sender = EngineSender(call, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
         self._since = call.started
 
-    async def accepted(self, continuation: Continuation | None = None) -> aiohttp.ClientResponse:
+    async def accepted(self, continuation: Continuation | None = None) -> Answer:
         """Send the call, or the request for the next piece of its reply, until an engine accepts it or `Services.hold` seconds have passed.
 
         Returns:
@@ -196,7 +195,7 @@ class Dispatch:
                 except EngineError as why:
                     refused = self._failed(engine, why)
                 else:
-                    metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).inc()
+                    metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).add(1)
                     if answer.status not in NOT_NOW:
                         if refused is not None and refused_at:
                             self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
@@ -257,7 +256,7 @@ class Dispatch:
             again=again,
         )
 
-    async def _post_call(self) -> aiohttp.ClientResponse:
+    async def _post_call(self) -> Answer:
         """Post the planned call. If the engine refuses the exact prompt, post the call again as the client wrote it.
 
         Raises:
@@ -270,7 +269,7 @@ class Dispatch:
             while exact.fragment.write_part():
                 await pause()
         self._request.advance(RequestEvent.SEND)
-        answer = await self._post(planned, exact, chat)
+        answer = await self.sender.post(planned, exact, chat)
         if self.sender.request.not_exact:
             self.planned = planned = planned.rendered(self.sender.request.not_exact)
         if exact is None or self.sender.request.not_exact or answer.status not in REFUSED:
@@ -283,12 +282,12 @@ class Dispatch:
         log.warning("session %s call %s: the engine refused the spliced prompt with %d", call.session, call.id, answer.status)
         log.debug("session %s call %s: the engine answered: %s", call.session, call.id, words[:300].decode(errors="replace"))
         self.planned = planned = planned.rendered(Reason.ENGINE_REFUSED_IDS)
-        answer = await self._post(planned, None, chat)
+        answer = await self.sender.post(planned, None, chat)
         if answer.status == OK:  # so the ids were the cause: the vocabulary may have changed since the probe
             planned.engine.doubt("it refused the ids that it was sent")
         return answer
 
-    async def next_piece(self, continuation: Continuation) -> aiohttp.ClientResponse | None:
+    async def next_piece(self, continuation: Continuation) -> Answer | None:
         """Send the request for the next piece of a broken reply; `None` if the limits of the request allow no more tokens.
 
         Raises:
@@ -307,7 +306,7 @@ class Dispatch:
         continuation.check_places(read_places(answer.headers))
         return answer
 
-    async def _post_piece(self, continuation: Continuation, endpoint: Endpoint) -> aiohttp.ClientResponse:
+    async def _post_piece(self, continuation: Continuation, endpoint: Endpoint) -> Answer:
         """Post the request for the next piece of a reply to an endpoint.
 
         Raises:
@@ -321,16 +320,9 @@ class Dispatch:
         exact = continuation.exact(model.capability)
         await continuation.find_own_limit(self.derender_request(b""), model.capability.max_model_len)
         self._request.advance(RequestEvent.SEND)
-        return await self._post(planned, exact, continuation.call)
+        return await self.sender.post(planned, exact, continuation.call)
 
-    async def _post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
-        try:
-            return await self.sender.post(planned, exact, chat)
-        except EngineError as why:
-            planned.engine.forget(str(why))
-            raise
-
-    def begin_reply(self, reply: Reply, answer: aiohttp.ClientResponse) -> None:
+    def begin_reply(self, reply: Reply, answer: Answer) -> None:
         """Note what is known of a reply before it arrives: from the plan, and from the head of the engine's answer."""
         planned = self.planned
         if planned.model is not None:

@@ -139,13 +139,14 @@ class Endpoints:
             SettingsChangedError: the session has other settings; nothing was done.
             MemoryFullError: requests hold as much memory as they may; nothing was done.
         """
-        holding_of(request).belong_to(Owner(settings.tenant, True) if settings.tenant else Owner(session))
+        holding = holding_of(request)
+        holding.belong_to(Owner(settings.tenant, True) if settings.tenant else Owner(session))
         dropped = self._dropped_with_own_key if origin.own_key else self._options.dropped_headers
         headers = end_to_end_headers(request.headers, drop=dropped)
         for name in self._options.affinity_headers:
             headers.setdefault(name, session)
         harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
-        asked = SessionRequest(request, session, origin, settings, route, headers, harness, self._profiles.leniency(harness))
+        asked = SessionRequest(request, session, origin, settings, route, headers, harness, self._profiles.leniency(harness), holding)
         if dialect is not None:
             return await self._serve_dialect(asked, dialect)
         if request.method == "POST" and route == TOKENIZE:
@@ -247,10 +248,10 @@ class Endpoints:
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         if own := asked.request.headers.get(REQUEST_ID):
             asked.request[RETURNED_ID] = own
-        response = Response(asked.request, call, exchange, holding_of(asked.request))
+        response = Response(asked.request, call, exchange, asked.holding)
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
         run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
-        metrics.IN_FLIGHT.inc()
+        metrics.IN_FLIGHT.add(1)
         began = time.monotonic()
         try:
             return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
@@ -269,7 +270,7 @@ class Endpoints:
             status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
             return await response.fail(status, f"the call was given up: {why.client_message}")
         finally:
-            metrics.IN_FLIGHT.dec()
+            metrics.IN_FLIGHT.add(-1)
             metrics.CALL_SECONDS.observe(time.monotonic() - began)
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:

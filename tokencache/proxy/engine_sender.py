@@ -8,7 +8,6 @@ the first one, so nothing was sampled.
 import logging
 from http import HTTPStatus
 
-import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
@@ -16,12 +15,13 @@ from tokencache import metrics
 from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.connections import Answer
 from tokencache.engine.drivers.base import EngineRequest, ExactPrompt, Target
 from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.engine.ranks import RANK_HEADER, is_refused_rank
-from tokencache.errors import NOT_NOW, OK, is_error
+from tokencache.errors import NOT_NOW, OK, EngineError, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -76,8 +76,8 @@ class EngineSender:
             names = self._images.of_call(chat, engine.url, salt)
         return Target(engine, path, headers, known.max_model_len, known.image_support, names, generates=known.generates)
 
-    async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> aiohttp.ClientResponse:
-        """Post a request with an exact prompt; with `None` the engine renders.
+    async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Answer:
+        """Post a request with an exact prompt; with `None` the engine renders. After a failure the engine is probed again.
 
         Args:
             planned: the call as it is planned for an engine.
@@ -89,12 +89,16 @@ class EngineSender:
         """
         self.proven = False
         target = self.target(planned)
-        if target.names:
-            return await self._post_images(planned, exact, chat, target)
-        name = self._name(planned, exact, chat)
-        if name is None:
-            return await self._write_and_post(planned, exact, chat, target)
-        return await self._post_named(planned, exact, chat, target, name)
+        try:
+            if target.names:
+                return await self._post_images(planned, exact, chat, target)
+            name = self._name(planned, exact, chat)
+            if name is None:
+                return await self._write_and_post(planned, exact, chat, target)
+            return await self._post_named(planned, exact, chat, target, name)
+        except EngineError as why:
+            planned.engine.forget(str(why))
+            raise
 
     def _name(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> PromptName | None:
         """Name the prompt, if the engine accepts that.
@@ -114,7 +118,7 @@ class EngineSender:
 
     async def _post_named(
         self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
         call, engine = self._call, planned.engine
         answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, prompt=name))
@@ -139,7 +143,7 @@ class EngineSender:
         engine.doubt(problem)
         return await self._write_and_post(planned, exact, chat, target)
 
-    async def _problem(self, answer: aiohttp.ClientResponse) -> str:
+    async def _problem(self, answer: Answer) -> str:
         """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
         if answer.status == OK:
             problem = "the hash in the engine's answer is not that of the prompt"
@@ -158,7 +162,7 @@ class EngineSender:
         sent = len(name.tail) * 4 // 3  # base64
         metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
 
-    async def _post_images(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> aiohttp.ClientResponse:
+    async def _post_images(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
         """Post a request with named images. If the engine refuses it, it may not have one of them: post it again with all pixels."""
         answer, url = await self._write_and_post(planned, exact, chat, target), planned.engine.upstream.url
         held = [image for image in target.names if image.held]
@@ -177,9 +181,7 @@ class EngineSender:
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
         return answer
 
-    async def _write_and_post(
-        self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target
-    ) -> aiohttp.ClientResponse:
+    async def _write_and_post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
         request, rank = await self._write(planned, exact, chat, target), planned.rank
         self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
         self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)

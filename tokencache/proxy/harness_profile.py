@@ -44,7 +44,10 @@ class HarnessProfiles:
 
     def recognise(self, user_agent: str) -> str:
         """Return the name of the harness that sends this User-Agent; `""` if it is unknown."""
-        return next((name for agent, name in self._agents if agent.search(user_agent)), "")
+        for agent, name in self._agents:
+            if agent.search(user_agent):
+                return name
+        return ""
 
 
 class ModelAliases:

@@ -214,13 +214,13 @@ class Ledger:
         session, call = facts.call.session, facts.call.id
         for entry in recorded.entries:
             turn = entry.turn
-            metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
+            metrics.counter(metrics.TURNS, turn.match, turn.reason).add(1)
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
-            metrics.counter(metrics.TURN_VERSIONS, source).inc()
-            metrics.PROMPT_TOKENS.inc(turn.prompt_tokens)
-            metrics.COMPLETION_TOKENS.inc(turn.completion_tokens)
+            metrics.counter(metrics.TURN_VERSIONS, source).add(1)
+            metrics.PROMPT_TOKENS.add(turn.prompt_tokens)
+            metrics.COMPLETION_TOKENS.add(turn.completion_tokens)
             for rule in turn.applied_rules:
-                metrics.counter(metrics.APPLIED_RULES, rule).inc()
+                metrics.counter(metrics.APPLIED_RULES, rule).add(1)
         for rule in facts.call.chat.left_out:
             metrics.counter(metrics.APPLIED_RULES, rule).inc()
         _count(recorded.incidents)

@@ -5,19 +5,21 @@ single connection are removed.
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
 from tokencache import metrics
+from tokencache.engine.connections import Answer
 from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream, error_text
 from tokencache.errors import EngineError, UnexpectedAnswerError, is_error
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.request_body import KEPT, arriving
 from tokencache.proxy.response import open_response, whole_response
-from tokencache.request_memory import holding_of, read_reply
+from tokencache.request_memory import holding_of
 
 _FIRST_HOP = frozenset({"host", "expect"})
 
@@ -66,9 +68,7 @@ async def relay_to(
         answer.close()
 
 
-async def _send(
-    request: web.Request, upstream: Upstream, path: str, headers: CIMultiDict[str] | None, body: bytes | None
-) -> aiohttp.ClientResponse:
+async def _send(request: web.Request, upstream: Upstream, path: str, headers: CIMultiDict[str] | None, body: bytes | None) -> Answer:
     sent = end_to_end_headers(request.headers, drop=_FIRST_HOP) if headers is None else headers
     if body is None and KEPT in request:
         body = request[KEPT]
@@ -78,12 +78,12 @@ async def _send(
     return answer
 
 
-async def _pass_back(request: web.Request, answer: aiohttp.ClientResponse, *, whole: bool) -> web.StreamResponse:
+async def _pass_back(request: web.Request, answer: Answer, *, whole: bool) -> web.StreamResponse:
     """Return an answer as it arrives, or as a `whole` error without the engine's address. If it breaks off, close the connection too."""
     response = open_response(answer)
     try:
         if whole:
-            return whole_response(answer, error_text(await read_reply(answer, holding_of(request)), answer))
+            return whole_response(answer, error_text(await answer.read(partial(holding_of(request).take, "reply")), answer))
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)

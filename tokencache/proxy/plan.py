@@ -48,7 +48,10 @@ class Basis(msgspec.Struct, frozen=True):
     @property
     def routed(self) -> int:
         """The number of tokens at the beginning of the prompt whose routed experts are stored with the turn (`core.experts`)."""
-        return min(self.tokens, experts.covered(self.turn)) if self.turn is not None and self.tokens else 0
+        turn = self.turn
+        if turn is None or not self.tokens or not (turn.experts or turn.experts_start):
+            return 0
+        return min(self.tokens, experts.covered(turn))
 
     @property
     def served(self) -> Message | None:

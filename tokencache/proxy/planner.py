@@ -189,12 +189,12 @@ class _Planning:
             found = match(conversation, hits, call.leniency, call.handles, turns, echoed=echoed)
             # If the last replies are not known, or the last known place was not the model's reply, look up the rest.
             looked = not hits or (found.parent is not None and chain_key(conversation.chain[found.at]) in hits)
-            rest = () if looked else lookup_keys(conversation, handles=call.handles)
-            missing = [key for key in rest if key not in hits]
+            missing = [] if looked else [key for key in lookup_keys(conversation, handles=call.handles) if key not in hits]
             if not missing and found.turns_wanted and turns is None:
                 turns = await self._context.turns()
                 continue
-            missing = missing or [key for key in found.unsure if key not in hits]
+            if not missing and found.unsure:
+                missing = [key for key in found.unsure if key not in hits]
             if not missing:
                 return found
             looked_up = await self._context.store.find(self._context.session, missing)
@@ -489,8 +489,12 @@ def _except(names: AbstractSet[str], hits: Sequence[Hit]) -> Sequence[Hit]:
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
     """Map keys to hits for the look-up at the beginning of the call, which ended at the first known place (`store.base`)."""
-    ended = next((i for i, key in enumerate(keys) if key[:1] == b"c" and hits[i]), len(keys))
-    return dict(zip(keys[: ended + 1], hits[: ended + 1], strict=True))
+    known: dict[bytes, Sequence[Hit]] = {}
+    for key, found in zip(keys, hits, strict=True):
+        known[key] = found
+        if key[:1] == b"c" and found:
+            break
+    return known
 
 
 def _unasked(messages: Sequence[Message]) -> Iterator[str]:

@@ -221,7 +221,9 @@ class PolicyVersions:
             return Reading(version, VersionSource.ADAPTER)
         if label:
             return Reading("" if label in RESERVED - {MIXED} else label, VersionSource.ENGINE)
-        self._log_unknown(url)
+        if url not in self._logged:
+            self._logged.add(url)
+            log.info("engine %s: %s", url, UNKNOWN_HINT)
         return UNREPORTED
 
     async def begin(self, engine: Engine, model: Model | None, request: SaltedRequest) -> VersionReading:
@@ -239,11 +241,6 @@ class PolicyVersions:
         version = before.last if before.version == MIXED else before.version
         salt = await self._salts.salt(request, version, before.update)
         return VersionReading(before, salt, partial(self.read, engine, model))
-
-    def _log_unknown(self, url: str) -> None:
-        if url not in self._logged:
-            self._logged.add(url)
-            log.info("engine %s: %s", url, UNKNOWN_HINT)
 
 
 class _Card(msgspec.Struct):

@@ -7,6 +7,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 import asyncio
 from collections.abc import Mapping
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -71,11 +72,15 @@ class UsedPrompt(msgspec.Struct, frozen=True):
 
 
 class _Sampled(msgspec.Struct, frozen=True):
-    """The ids of a choice that are certain, and their log probabilities, packed; the ranges that were forced, their versions and pieces."""
+    """The ids of a choice that are certain, and their log probabilities, packed; the ranges that were forced, their versions and pieces.
+
+    `kind` is that of the log probabilities.
+    """
 
     ids: list[int]
     packed: bytes
     logprobs: bytes
+    kind: LogprobKind
     forced: tuple[Span, ...] | None
     versions: PieceVersions
     pieces: tuple[ReplyPiece, ...]
@@ -158,13 +163,13 @@ def _no_prompt(facts: CallFacts) -> list[Incident]:
 def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     """Return the prompt that the engine reports for all choices, or for a single one with `echo`; `None` if it reports none."""
     plan, whole = facts.planned.plan, facts.reply.prompt
-    if not echo and whole.agreed and (exact := plan.exact) is not None:
-        return _with_media(facts, UsedPrompt(exact.ids, exact.fragment, plan))
+    planned = plan.prompt
+    if not echo and whole.agreed and planned is not None and plan.fragment is not None:
+        return _with_media(facts, UsedPrompt(planned, plan.fragment, plan))
     echoed = read_ids(echo) if echo else whole.packed
     if echoed is None:
         return None
     fragment = as_fragment(echo, echoed) if echo else whole.fragment
-    planned = plan.prompt
     if planned is None or echoed == planned or (not plan.whole and echoed.startswith(planned)):
         return _with_media(facts, UsedPrompt(echoed, fragment, plan))
     difference = _difference(planned, plan, echoed, facts.planned.engine.driver.ignored_hint)
@@ -223,7 +228,8 @@ def _sampled(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice) -
             logprobs[start:end] = [0.0] * (end - start)
         known = ids.pack_logprobs(logprobs)
     pieces = _pieces(facts, choice, len(tokens)) if facts.pieces else ()
-    return _Sampled(tokens, packed, known, forced, _versions(facts, index, len(tokens)), pieces)
+    kind: LogprobKind = facts.planned.model.capability.logprobs if facts.planned.model is not None and known else ""
+    return _Sampled(tokens, packed, known, kind, forced, _versions(facts, index, len(tokens)), pieces)
 
 
 def _forced(facts: CallFacts, prompt: UsedPrompt, completion: bytes) -> tuple[Span, ...] | None:
@@ -289,10 +295,10 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
     return best
 
 
-async def _context(chat: ChatCall, plan: Plan, shared: int) -> bytes:
-    """Pack the messages that are not stored with another turn, with references in place of images and other media."""
+async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes:
+    """Pack the messages up to `until` that are not stored with another turn, with references in place of images and other media."""
     messages, size = [], 0
-    for index, raw in enumerate(chat.raw_messages[shared : chat.answered_messages], shared):
+    for index, raw in enumerate(chat.raw_messages[shared:until], shared):
         messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
         size += len(raw)
     if shared:
@@ -311,7 +317,7 @@ def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> 
     if conversation is None or chat.plain:
         return {}
     until = len(conversation.messages)
-    replies = {*plan.client_places, *(anchor.place for anchor in plan.anchors)}
+    replies = {*plan.client_places, *map(attrgetter("place"), plan.anchors)}
     start = plan.basis.messages + 1 if plan.parent is not None and not plan.anchors else 0
     return {
         "judged": evidence.judged_hash(conversation, until, chat.leniency, chat.handles),
@@ -327,7 +333,7 @@ def _keys(facts: CallFacts, prompt: UsedPrompt, choice: Choice, served: Message,
     may_return = not chat.continues or bool(rest_of(received) or received.calls)  # without them it would be the beginning alone
     if answered is not None and not chat.plain and may_return and (not chat.media or prompt.media):
         if facts.judged.whole and choice.finish_reason:
-            restored = with_stop_string(served, choice.stop_reason)
+            restored = with_stop_string(served, choice.stop_reason) if choice.stop_reason is not None else None
             keys = turn_keys(answered, served, digest(served), handle=chat.reply_handle, leniency=chat.leniency, restored=restored)
             if chat.has_stop_strings and not served.calls:  # its harness may add words to it
                 keys = (*keys, position_key(answered.chain[-1]))
@@ -364,14 +370,15 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 # --- the turn ---
 
 
-def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled) -> tuple[str, ...]:
+def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the marks of a turn; `sampling` are the recorded members of the request."""
     model = facts.planned.model
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
         TurnMark.ENGINE_ABORTED: choice.finish_reason == "abort",
         TurnMark.NO_LOGPROBS: bool(sampled.ids) and not sampled.logprobs,
-        TurnMark.RAW_LOGPROBS: _logprob_kind(facts, sampled) == "raw" and bool(bending(facts.call.chat.sampling)),
+        TurnMark.RAW_LOGPROBS: sampled.kind == "raw" and bool(bending(sampling)),
         TurnMark.UNCERTAIN: facts.judged.uncertain,
         TurnMark.ENGINE_ERROR: bool(facts.reply.error),
         TurnMark.FORCED: bool(sampled.forced),
@@ -384,17 +391,14 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
-    return (*(name for name, there in marks.items() if there), *sampled.versions.marks())
-
-
-def _logprob_kind(facts: CallFacts, sampled: _Sampled) -> LogprobKind:
-    return facts.planned.model.capability.logprobs if facts.planned.model is not None and sampled.logprobs else ""
+    return (*[name for name, there in marks.items() if there], *sampled.versions.marks())
 
 
 async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
     """Make the turn of one choice, with its prefix."""
     call, chat, plan, model = facts.call, facts.call.chat, prompt.plan, facts.planned.model
-    answered, sampled = chat.answers, _sampled(facts, prompt, index, choice)
+    answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
+    sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
     base, shared = _base(facts, prompt, prefixes)
     context_base, context_shared = _context_base(facts, plan, prefixes)
     served = received = choice.message(with_reasoning=chat.shows_reasoning)
@@ -402,7 +406,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         begun = plan.begun or chat.messages[-1]
         served = whole_reply(begun, received)
     said = choice.finish_reason or ("abort" if facts.mark else None)
-    ended = finish_reason(choice, chat.fields, ids.count(prompt.ids), model) if facts.judged.whole else said
+    ended = finish_reason(choice, chat.fields, prompt_tokens, model) if facts.judged.whole else said
     broken_off = choice.finish_reason == "abort" or facts.mark in {TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED}
     routed = ("", plan.basis.routed)
     experts, experts_start = routed if facts.judged.uncertain else facts.experts.get(index, routed)
@@ -413,7 +417,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         choice=index,
         created=call.started,
         seconds=round(facts.ended - call.started, 6),
-        marks=_marks(facts, prompt, choice, sampled),
+        marks=_marks(facts, prompt, choice, sampled, sampling),
         # the turns that it continues
         match=plan.match,
         reason=plan.reason,
@@ -424,19 +428,19 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         # its tokens
         base=base,
         shared=shared,
-        prompt_tokens=ids.count(prompt.ids),
+        prompt_tokens=prompt_tokens,
         completion_tokens=len(sampled.ids),
         prefix_hash=hash_ids(packed),
         completion_hash=hash_ids(sampled.packed),
         logprobs_hash=hash_logprobs(sampled.logprobs),
-        logprob_kind=_logprob_kind(facts, sampled),
+        logprob_kind=sampled.kind,
         forced=sampled.forced or (),
         pieces=sampled.pieces,
         media=prompt.media,
         experts=experts,
         experts_start=experts_start,
         # the policy that sampled them
-        versions=[msgspec.structs.asdict(span) for span in sampled.versions.spans],
+        versions=[*map(msgspec.structs.asdict, sampled.versions.spans)],
         version_source=sampled.versions.source,
         prompt_version=sampled.versions.prompt,
         kv=sampled.versions.kv,
@@ -458,9 +462,9 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         dialect=chat.dialect,
         stream=chat.stream,
         harness=chat.harness,
-        messages=chat.answered_messages,
+        messages=answered_messages,
         tools=chat.tool_count,
-        sampling=chat.sampling,
+        sampling=sampling,
         replaced=dict(chat.replaced),
         context_base=context_base,
         context_shared=context_shared,
@@ -468,7 +472,8 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     chain = answered.chain if answered is not None else ()
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
-    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), await _context(chat, plan, context_shared)), prefix
+    context = await _context(chat, plan, context_shared, answered_messages)
+    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), context), prefix
 
 
 _BROKEN_OFF = frozenset({"length", "abort", "error"})

@@ -14,6 +14,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 import aiohttp
@@ -24,6 +25,7 @@ from tokencache.core.turn import TurnMark
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import split_cut
+from tokencache.engine.connections import Answer
 from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import ParsedCompletion
 from tokencache.engine.reply import Reply
@@ -34,7 +36,7 @@ from tokencache.proxy.continuation import Continuation, ContinuationError
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.facts import BegunCall, EndedPiece
 from tokencache.proxy.response import Response
-from tokencache.request_memory import Holding, read_reply
+from tokencache.request_memory import Holding
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ class WholeSource(ReplySource, ABC):
 class Body(WholeSource):
     """A whole reply, or an engine's error."""
 
-    def __init__(self, answer: aiohttp.ClientResponse, reply: Reply, chat: ChatCall, dispatch: Dispatch, holding: Holding) -> None:
+    def __init__(self, answer: Answer, reply: Reply, chat: ChatCall, dispatch: Dispatch, holding: Holding) -> None:
         super().__init__(reply)
         self._answer, self._chat, self._dispatch, self._holding = answer, chat, dispatch, holding
         self._parsing: asyncio.Future[ParsedCompletion] | None = None
@@ -130,7 +132,7 @@ class Body(WholeSource):
         """See `WholeSource.read`; without long arrays that the client did not request."""
         answer = self._answer
         try:
-            body = await read_reply(answer, self._holding)
+            body = await answer.read(partial(self._holding.take, "reply"))
         except MemoryFullError as why:
             kind = IncidentKind.REPLY_NOT_READ if is_success(answer.status) else IncidentKind.ENGINE_REFUSED
             self.end = End(EndKind.BROKEN, str(why), incident=kind, error=why, status=answer.status)
@@ -193,7 +195,7 @@ class Stream(ReplySource):
 
     cut = ""
 
-    def __init__(self, answer: aiohttp.ClientResponse, reply: Reply, *, with_prompt: bool) -> None:
+    def __init__(self, answer: Answer, reply: Reply, *, with_prompt: bool) -> None:
         """Prepare to read a stream.
 
         Args:
@@ -276,7 +278,7 @@ class Continued(Stream):
 
     def __init__(
         self,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         reply: Reply,
         call: BegunCall,
         dispatch: Dispatch,

@@ -79,7 +79,7 @@ class RequestBodies:
         """
         if self._media is None:
             return body
-        return await self._media.written_in(asked.session, body, holding_of(asked.request), most=asked.request.client_max_size)
+        return await self._media.written_in(asked.session, body, asked.holding, most=asked.request.client_max_size)
 
     async def without_addresses(self, asked: SessionRequest, body: bytes | None) -> bytes | None:
         """Return the body of a request that is relayed, as `with_media`, if images are fetched; unchanged if it is not JSON.

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
@@ -26,6 +24,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.reply_encoder import EVENT_STREAM, ReplyEncoder
 from tokencache.dialects.sse import event_of
 from tokencache.engine.chunks import as_chunks
+from tokencache.engine.connections import Answer
 from tokencache.engine.figures import certain_choices
 from tokencache.engine.images import PLACES_HEADER
 from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
@@ -42,7 +41,7 @@ RETURNED_ID = web.RequestKey("returned_id", str)
 """A client's own id of its request, which comes back with the answer."""
 _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
 """Headers that the plugin adds to answers. They are not for clients."""
-_NO_KEEP_ALIVE = contextlib.nullcontext()
+T = TypeVar("T")
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -118,7 +117,7 @@ class WholeRelayedResponse(RelayedResponse, web.Response):
     """A relayed response with a whole body. Head and body are sent in one write, so the client wakes up once."""
 
 
-def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
+def open_response(answer: Answer, *, drop: frozenset[str] = frozenset()) -> RelayedResponse:
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
     headers = _headers_of(answer, drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
@@ -126,7 +125,7 @@ def open_response(answer: aiohttp.ClientResponse, *, drop: frozenset[str] = froz
     return response
 
 
-def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = False) -> web.Response:
+def whole_response(answer: Answer, body: bytes, *, made: bool = False) -> web.Response:
     """Make a response with the engine's status, reason and headers, and this body; `made`: it is JSON, and not the engine's own."""
     headers = _headers_of(answer, _PLUGIN_HEADERS | {"content-length"})
     if made:
@@ -136,7 +135,7 @@ def whole_response(answer: aiohttp.ClientResponse, body: bytes, *, made: bool = 
     return response
 
 
-def _headers_of(answer: aiohttp.ClientResponse, drop: frozenset[str]) -> CIMultiDict[str]:
+def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
     """Copy an engine's headers. A redirect to the engine's own address leads to the same path at the proxy: no client is sent past it."""
     headers, own = end_to_end_headers(answer.headers, drop=drop), answer.url.raw_host or ""
     for name, value in [*headers.items()]:
@@ -181,12 +180,16 @@ class Response:
         """Whether the client has left and nobody else waits for the reply, so that the call must end."""
         return self.disconnected and self.client.state is not ClientState.ORPHANED
 
-    def keep_alive(self) -> AbstractAsyncContextManager[None]:
-        """Send keep-alive events while the context is open, if the client requested a stream."""
+    def keep_alive(self, work: Awaitable[T]) -> Awaitable[T]:
+        """Return some work, which sends keep-alive events until it is done if the client requested a stream."""
         if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
-            return _NO_KEEP_ALIVE
+            return work
+        return self._with_keep_alive(work)
+
+    async def _with_keep_alive(self, work: Awaitable[T]) -> T:
         self._keep_alive = KeepAlive(self.exchange.keep_alive, self._send_keep_alive)
-        return self._keep_alive
+        async with self._keep_alive:
+            return await work
 
     async def _send_keep_alive(self) -> None:
         await (await self.open()).write(self.exchange.encoder.keep_alive())
@@ -199,7 +202,7 @@ class Response:
         assert self.opened is not None  # noqa: S101 - `_send_head` sets it
         return self.opened
 
-    async def open_like(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def open_like(self, answer: Answer) -> web.StreamResponse:
         """Send the engine's head, unless a head was sent."""
         if self.opened is None:
             response = open_response(answer, drop=_PLUGIN_HEADERS | {"content-length"})

@@ -40,6 +40,7 @@ from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.recent import Expiring, Recent
+from tokencache.request_memory import Holding
 from tokencache.session_url import REGISTERED_KEY, SESSION_KEY, NamedPath, check_name
 from tokencache.store.base import Binding, SettingsChangedError, SettingsConflictError, Store, StoreError
 
@@ -80,6 +81,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
         headers: the headers for the engine.
         harness: name of the harness, `""` if unknown.
         leniency: the rules that apply to the harness.
+        holding: what the request holds in memory.
     """
 
     request: web.Request
@@ -90,6 +92,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
     headers: CIMultiDict[str]
     harness: str
     leniency: Leniency
+    holding: Holding
 
     @property
     def path(self) -> str:
@@ -322,4 +325,8 @@ def _key_of_query(path: str) -> tuple[str, str]:
 def _key(headers: Mapping[str, str], in_query: str) -> str:
     """Return the request's key that is one of the proxy's, preferably a registered one; `""` if there is none."""
     keys = [*keys_in(headers), in_query]
-    return next((key for prefix in (REGISTERED_KEY, SESSION_KEY) for key in keys if key.startswith(prefix)), "")
+    for prefix in (REGISTERED_KEY, SESSION_KEY):
+        for key in keys:
+            if key.startswith(prefix):
+                return key
+    return ""

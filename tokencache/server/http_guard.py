@@ -129,17 +129,25 @@ class GuardedConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes, and start or stop the timeout of a head."""
-        waited = self._waits_for_head
+        waiter = self._waiter
+        waited = waiter is not None and not waiter.done()
         super().data_received(data)
         self._received += len(data)
-        if self._waits_for_head:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
             if self._head_timer is None:
                 self._begin(len(data))
                 self._head_timer = self._loop.call_later(HEAD_SECONDS, self._time_out)
             self._hold_head(len(data))
         elif waited or self._received >= PIECE:
             self._begin()
-            self._end_head()
+            if self._head_timer is not None:
+                self._end_head()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Resume a connection that is paused; a reader calls this for each part that it takes."""
+        if self._reading_paused or self._buffer_paused:
+            super().resume_reading(resume_parser)
 
     def _hold_head(self, size: int) -> None:
         if self._received > HEAD_BYTES:

@@ -457,10 +457,7 @@ class MemoryStore(MemoryQueue):
 
     def _use(self, session: str) -> _Session | None:
         """Look up a session, and renew its time to live."""
-        held = self._sessions.get(session)
-        if held is not None:
-            self._sessions[session] = held
-        return held
+        return self._sessions.renew(session)
 
     def _use_epoch(self, session: str, epoch: str) -> _Session:
         held = self._sessions.get(session)

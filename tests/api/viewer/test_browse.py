@@ -14,6 +14,7 @@ from tests.api.viewer.scenes import ANSWERS, EPISODES, GROUP, crowd, group, live
 from tests.media import put
 from tests.proxy.kit import EPISODES as TALKS
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
+from tests.support.leading import lead_to
 from tests.support.waiting import PATIENCE
 from tokencache.api.summaries import SessionList
 from tokencache.api.viewer.groups import GroupComparison
@@ -298,7 +299,7 @@ async def test_a_compared_group_is_up_to_date(rig):
 
 async def test_a_group_without_an_engine_is_compared_by_ids(rig):
     await group(rig)
-    rig.proxy.upstream.url = "http://127.0.0.1:9"
+    await lead_to(rig.proxy.upstream, "http://127.0.0.1:9")
     parting = (await rig.get(f"{V1}/comparison?group=math-17"))["parting"]
     assert all(re.fullmatch(r"[\d ]+", text) for text in (parting["before"], *(branch["text"] for branch in parting["branches"])))
 
@@ -346,7 +347,7 @@ async def test_a_window_is_bounded(rig):
 async def test_ids_are_shown_without_an_engine(rig):
     await rig.say("s", [user("EPISODE:talk")])
     (sequence,) = (await rig.get(f"{V1}/sessions/s/outline"))["sequences"]
-    rig.proxy.upstream.url = "http://127.0.0.1:9"
+    await lead_to(rig.proxy.upstream, "http://127.0.0.1:9")
     window = await rig.get(f"{V1}/sessions/s/sequences/{sequence['id']}/tokens")
     assert window["texts"] is None
     assert "cannot be reached" in window["unread"]

@@ -13,6 +13,7 @@ from playwright.async_api import expect
 from tests.api.viewer.conftest import UI
 from tests.api.viewer.scenes import EPISODES, HOSTILE, delegating, group, lively
 from tests.proxy.kit import proxied, user
+from tests.support.leading import lead_to
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.session import LabelChanges, Reward
 from tokencache.store.base import Entry
@@ -634,7 +635,7 @@ async def test_ids_without_texts_if_the_engine_is_away(look):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
         await rig.say("s", [user("EPISODE:sub")])
         (one,) = (await outline(rig, "s"))["sequences"]
-        rig.proxy.upstream.url = "http://127.0.0.1:9"
+        await lead_to(rig.proxy.upstream, "http://127.0.0.1:9")
         page = await look(f"#/session/s/sequence/{one['id']}", url=rig.url)
         await expect(page.get_by_text("Token ids only")).to_be_visible()
         ids = (await rig.exported("s"))["sequences"][0]["token_ids"]

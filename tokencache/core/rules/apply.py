@@ -1,6 +1,7 @@
 """Applies harness rules to served replies, and finds the rules that explain a changed tool call."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -26,14 +27,26 @@ def rewritings(served: Message) -> Iterator[tuple[Rules, Message]]:
 
 def expected_rewritings(served: Message, leniency: Leniency) -> list[Message]:
     """List the changed forms in which a reply may be sent back in this session, except for those that the ids of their calls find."""
-    rules = [rule for rule in _able(served) if not rule.verbatim_calls and leniency.allows(rule.name)]
+    content = served.content or ""
+    rules = [rule for rule in _expected(leniency.off, leniency.harness_rules) if rule.only_with in content]
     return [message for _, message in _rewritten(served, rules)] if rules else []
+
+
+@lru_cache(maxsize=256)
+def _expected(off: frozenset[str], harness_rules: frozenset[str]) -> list[Rule]:
+    """List the rules of a session that may change the text of a reply without calls that its ids find, in order."""
+    leniency = Leniency(off, harness_rules)
+    return [rule for rule in _rewriting() if not rule.verbatim_calls and leniency.allows(rule.name)]
 
 
 def _able(served: Message) -> list[Rule]:
     """List the rules that may change the text of a reply, in order."""
     content = served.content or ""
-    return _in_order([rule for rule in RULES.values() if (rule.rewrites_reply or rule.rewrites_text) and rule.only_with in content])
+    return [rule for rule in _rewriting() if rule.only_with in content]
+
+
+def _rewriting() -> list[Rule]:
+    return _in_order([rule for rule in RULES.values() if rule.rewrites_reply or rule.rewrites_text])
 
 
 def _rewritten(served: Message, rules: Sequence[Rule]) -> Iterator[tuple[Rules, Message]]:

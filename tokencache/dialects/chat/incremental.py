@@ -53,10 +53,10 @@ class MessageSpans(Sequence[bytes]):
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         body, spans = self._body, self._spans
-        chosen = range(len(spans) // 2)[index]
-        if isinstance(chosen, int):
-            return body[spans[2 * chosen] : spans[2 * chosen + 1]]
-        return [body[spans[2 * i] : spans[2 * i + 1]] for i in chosen]
+        if isinstance(index, int):
+            place = range(len(spans) // 2)[index]
+            return body[spans[2 * place] : spans[2 * place + 1]]
+        return [*map(body.__getitem__, map(slice, spans[0::2][index], spans[1::2][index]))]
 
 
 def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | None":

@@ -74,7 +74,10 @@ def bending(sampling: Mapping[str, Any]) -> str:
 
     An engine's *raw* log probabilities are those of the model's own distribution. They are the policy's only if no parameter changed it.
     """
-    return next((f"{name} is {value}" for name, value in sampling.items() if name in NEUTRAL and value not in NEUTRAL[name]), "")
+    for name, value in sampling.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            return f"{name} is {value}"
+    return ""
 
 
 def budget_of(fields: Mapping[str, msgspec.Raw]) -> int | None:

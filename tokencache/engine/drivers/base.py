@@ -30,12 +30,13 @@ from multidict import CIMultiDict
 from tokencache.core.ids import Fragment
 from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.connections import Segments
 from tokencache.engine.derender import Derender
 from tokencache.engine.image_names import NamedImage
 from tokencache.engine.image_support import ImageSupport
 from tokencache.engine.prefixes import PromptName
 from tokencache.engine.template.renderer import EngineRenderer
-from tokencache.engine.upstream import EngineClient, EngineResponse, SegmentedPayload
+from tokencache.engine.upstream import EngineClient, EngineResponse
 
 CHAT = "/v1/chat/completions"
 
@@ -121,7 +122,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     """
 
     path: str
-    body: bytes | SegmentedPayload
+    body: bytes | Segments
     parse: Callable[[bytes], Awaitable[ParsedCompletion]] | None = None
     not_exact: str = ""
     late_grammar: bool = False
@@ -173,7 +174,7 @@ class Driver(ABC):
     derender: Derender | None = None
 
     @abstractmethod
-    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
+    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | Segments:
         """Write the chat request (JSON) with an exact prompt; with `None` the engine renders."""
 
     @abstractmethod
@@ -253,4 +254,4 @@ class Driver(ABC):
 
 def last_reply_place(call: ChatCall) -> int:
     """Return the index of the last assistant message in a request; -1 if there is none."""
-    return next(call.conversation.replies(), -1) if call.conversation is not None else -1
+    return call.conversation.replies[-1] if call.conversation is not None and call.conversation.replies else -1

@@ -21,6 +21,7 @@ from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import FIELDS, NULL, TRUE, value_of
 from tokencache.dialects.stream_usage import with_usage
+from tokencache.engine.connections import Segments
 from tokencache.engine.derender import ANY_MESSAGES, Derender
 from tokencache.engine.drivers.base import Driver, EngineRequest, ExactPrompt, Target
 from tokencache.engine.drivers.bound_replies import BoundReplies
@@ -30,7 +31,7 @@ from tokencache.engine.image_names import with_names
 from tokencache.engine.images import PLUGIN_PROMPT, ranges_of
 from tokencache.engine.prefixes import MEMBER as PREFIX
 from tokencache.engine.prefixes import PromptName
-from tokencache.engine.upstream import SegmentedPayload, Upstream, segmented_body
+from tokencache.engine.upstream import Upstream, segmented_body
 from tokencache.errors import EngineError
 
 Raw = msgspec.Raw
@@ -101,7 +102,7 @@ class Vllm(Driver):
         fields["kv_transfer_params"] = {**_others(fields), PREFIX: named}
         return msgspec.json.encode(fields)
 
-    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | SegmentedPayload:
+    def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes | Segments:
         """See `Driver.write`."""
         fields = self._members(call)
         if prompt is None:

@@ -88,10 +88,14 @@ class Boundary(msgspec.Struct, frozen=True):
         return ids.head(rendered, at), rendered[at * ids.ID_BYTES + len(key) :]
 
     def _end(self, rendered: bytes) -> int:
-        _, rest = self.split(rendered)
-        if ids.find(rest, self.mark + self.closing) >= 0:
+        key = self.mark + self.closing
+        at = ids.find(rendered, key)
+        if at < 0:
+            raise BoundaryUnknownError(Reason.SENTINEL_LOST)
+        end = at + ids.count(key)
+        if ids.find(rendered, key, end) >= 0:
             raise BoundaryUnknownError(Reason.SENTINEL_TWICE)
-        return len(rendered) - len(rest)
+        return end * ids.ID_BYTES
 
 
 def reworded(message: bytes) -> bytes:

@@ -9,6 +9,7 @@ conversation of a shape is used for all conversations of that shape.
 import asyncio
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 
@@ -140,6 +141,8 @@ class Shape:
 
     def refusal(self, request: TailRequest, *, everyone: bool = False) -> TailRefusal | None:
         """Return the refusal of a request's episode; with `everyone`, also a refusal of all conversations."""
+        if not self._refusals:
+            return None
         own = self._refusals.get(request.episode)
         return (self._refusals.get(None) or own) if everyone else own
 
@@ -164,10 +167,9 @@ class Shape:
 def shape_of(request: TailRequest) -> tuple[object, ...]:
     """Return the key of a shape: its context, the model and arguments, the reply, the new messages, and the messages before the reply."""
     conversation, reply, at = request.conversation, request.reply, request.at
-    new = conversation.messages[at:]
-    roles = [message.role for message in new]
+    new, first = conversation.messages[at:], conversation.first_places
+    roles = [*map(attrgetter("role"), new)]
     runs = tuple([(role, min(len(list(run)), MANY)) for role, run in groupby(roles)])
-    earlier = {role for role, place in conversation.first_places.items() if place < at - 1}
     return (
         conversation.sampling_context,
         request.model,
@@ -179,24 +181,24 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
         runs,
         # The role before the reply: a template may write the last message differently from those before it.
         conversation.messages[at - 2].role if at > 1 else "",
-        any(message.calls for message in new),
-        "tool" in earlier,
-        FIRST_CALL in earlier,
-        "assistant" in earlier,
-        "user" in earlier,
+        any(map(attrgetter("calls"), new)),
+        first.get("tool", at) < at - 1,
+        first.get(FIRST_CALL, at) < at - 1,
+        first.get("assistant", at) < at - 1,
+        first.get("user", at) < at - 1,
         at > 1 and conversation.messages[0].role == "system",
         # A later system message stays in its place, unless vLLM turns developer messages into system messages and merges them all.
         "system" in roles and any(b'"developer"' in raw for raw in request.raw),
         # A template may count images, and write the number of each.
-        any(message.media for message in new),
-        FIRST_MEDIA in earlier,
+        any(map(attrgetter("media"), new)),
+        first.get(FIRST_MEDIA, at) < at - 1,
         bool(request.words),
     )
 
 
 def counted_twice(request: TailRequest) -> bool:
     """Whether a call of the reply has the id of an earlier call: a template that looks up results by id finds the earlier one."""
-    names = {call.id for call in request.reply.calls if not is_unique(call.id)}
+    names = {call.id for call in calls if not is_unique(call.id)} if (calls := request.reply.calls) else None
     if not names or request.conversation.first_places.get(FIRST_CALL, request.at) >= request.at - 1:
         return False
     return any(call.id in names for message in request.conversation.messages[: request.at - 1] for call in message.calls)

@@ -162,13 +162,19 @@ class Tails:
         return found.tail
 
     async def _again(self, request: TailRequest, shape: Shape) -> bytes:
-        """Find a tail of a proven shape."""
+        """Find a tail of a proven shape by its method, or with a full rendering if the generation prompt is not the expected one."""
         shape.uses += 1
         recheck = shape.uses >= shape.trust * self._recheck_every
         shape.uses = 0 if recheck else shape.uses  # so that only one of many concurrent calls checks
         try:
             boundary = await self.template.boundary(request)
-            tail = await self._trusted(request, shape, boundary)
+            tail = await self._local_tail(request, boundary) if shape.method == "local" else None
+            if not tail and shape.method != "full":
+                method = "small" if shape.method == "local" else shape.method
+                tail = self._tail_in(await self.template.small(request, boundary, method), boundary)
+            expected = shape.generation_prompt
+            if not tail or not tail.endswith(expected) or not request.reply_follows(expected):
+                tail = await self._full_tail(request, boundary)  # correct by construction
             if recheck:
                 await self._recheck(request, boundary, tail, shape.method)
                 shape.trust = min(2 * shape.trust, MOST_TRUST)
@@ -181,18 +187,6 @@ class Tails:
             self.template.forget_boundaries()
             raise
         return tail
-
-    async def _trusted(self, request: TailRequest, shape: Shape, boundary: Boundary) -> bytes:
-        """Find a tail by the proven method, or with a full rendering if its generation prompt is not the expected one."""
-        if shape.method != "full":
-            tail = await self._local_tail(request, boundary) if shape.method == "local" else None
-            if not tail:
-                method = "small" if shape.method == "local" else shape.method
-                tail = self._tail_in(await self.template.small(request, boundary, method), boundary)
-            expected = shape.generation_prompt
-            if tail.endswith(expected) and request.reply_follows(expected):
-                return tail
-        return await self._full_tail(request, boundary)  # correct by construction
 
     async def _recheck(self, request: TailRequest, boundary: Boundary, tail: bytes, method: str) -> None:
         """Prove a shape again, and compare the result with the tail that its method gave."""

@@ -99,8 +99,7 @@ class CallsInFlight:
             else:
                 budget = Budget()  # a call that was within the budget may be made again
                 resamples += 1
-                async with asked.response.keep_alive():
-                    await pause_before_resample()
+                await asked.response.keep_alive(pause_before_resample())
 
     async def _attempt(
         self, call: CallAttempt, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
@@ -114,8 +113,7 @@ class CallsInFlight:
             self._calls[call.id] = call
         try:
             async with call:
-                async with asked.response.keep_alive():
-                    opening = await call.open(join)
+                opening = await asked.response.keep_alive(call.open(join))
                 if opening.duplicate is not None:
                     return opening
                 turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
@@ -165,8 +163,7 @@ class CallsInFlight:
         session, duplicate = asked.session, opening.duplicate
         wanting = asyncio.create_task(self._keep_wanting(session, duplicate.call))
         try:
-            async with asked.response.keep_alive():
-                return await self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint))
+            return await asked.response.keep_alive(self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint)))
         except StoreError as why:
             log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
             return _Ended(())
@@ -308,5 +305,7 @@ async def _log_failure(task: _Task) -> None:
 def _can_be_replayed(response: Response) -> bool:
     """Whether everything that the client requests is recorded with a turn."""
     chat = response.chat
-    more = any(bytes(chat.fields[name]) not in _OFF for name in UNRECORDED if name in chat.fields)
-    return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids or more)
+    for name in UNRECORDED:
+        if name in chat.fields and bytes(chat.fields[name]) not in _OFF:
+            return False
+    return not (chat.shows_ids or chat.shows_logprobs or response.exchange.token_ids)
