@@ -59,6 +59,13 @@ class TurnMark(Described):
         "sampled-placeholder",
         "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",
     )
+    LOST_TEXT = (
+        "lost-text",
+        (
+            "a parser of the engine dropped text that the model sampled. It is found when somebody looks (`tokencache show`, the viewer, "
+            "`session.changes()`), and not stored ([lost to the parser](export.md#lost-to-the-parser))"
+        ),
+    )
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"

@@ -374,6 +374,8 @@ class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
         against: the number of the other turn; `None` if it was compared with none.
         message: index of the first message that differs; `None` if none does.
         text: what changed, in words: `message 0, system, differs: 13:40:01 → 13:41:07`. It has texts of the harness.
+        lost: texts that the model sampled and a parser of the engine dropped, so that the harness never saw them (`core.lost_text`).
+        not_compared: why that is not known; `""` if it is.
     """
 
     turn: str
@@ -381,6 +383,8 @@ class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
     against: int | None = None
     message: int | None = None
     text: str = ""
+    lost: list[str] = []
+    not_compared: str = ""
 
     def __str__(self) -> str:
         """Write it with the turn that it was compared with; `""` if there is nothing to say."""

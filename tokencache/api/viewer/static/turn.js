@@ -62,7 +62,7 @@ export class TurnPanel {
         ["pieces", turn.pieces.length ? turn.pieces.map(piece) : null],
         ["not continued", turn.again],
         ["experts", turn.experts],
-        ["marks", turn.marks.length ? turn.marks.map((mark) => badge(mark, "mark")) : null],
+        ["marks", marks(turn).length ? marks(turn).map((mark) => badge(mark, "mark")) : null],
         ["rules", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
         ["call", idText(turn.call, "the call's id")],
       ]),
@@ -70,6 +70,7 @@ export class TurnPanel {
       ...this.echoes(turn, other),
       h("h3", {}, "Reply as served"),
       ...served(turn.served),
+      ...lost(turn.lost),
     ].filter(Boolean);
   }
 
@@ -140,6 +141,15 @@ function side(segments, which) {
     return segment[which] ? h(which === 1 ? "del" : "ins", {}, visible(segment[which])) : h("span", { class: "gap", title: "nothing here" });
   });
   return segments.every((segment) => !segment[which]) ? h("span", { class: "muted" }, "nothing") : texts;
+}
+
+/** Its marks, and one for text that a parser of the engine dropped. */
+const marks = (turn) => [...turn.marks, ...(turn.lost.texts.length ? ["lost-text"] : [])];
+
+/** What the model sampled and the harness never received. */
+function lost({ texts, unknown }) {
+  if (unknown && unknown !== "broken-off") return [note(`Whether a parser dropped text of it is not known (${unknown}).`)];
+  return texts.length ? [h("h3", {}, "Lost to the parser"), ...texts.map((text) => h("div", { class: "said lost" }, h("pre", {}, visible(text))))] : [];
 }
 
 function served(message) {
