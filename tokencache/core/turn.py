@@ -59,6 +59,13 @@ class TurnMark(Described):
         "sampled-placeholder",
         "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",
     )
+    SHARED = (
+        "shared",
+        (
+            "the turn belongs to the session from which this one was forked, which trains it; here its tokens have no log probabilities, "
+            "and mask 0"
+        ),
+    )
     LOST_TEXT = (
         "lost-text",
         (
@@ -72,6 +79,10 @@ class TurnMark(Described):
     MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
     HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"
     STALE_KV = "stale-kv", "the weights changed during the reply, and the engine kept, or may have kept, keys and values of the older ones"
+
+
+UNSCORED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED})
+"""Marks of turns that have no log probabilities, so that their tokens cannot be trained."""
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
