@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from tokencache.core import ids
+from tokencache.core.agents import AgentLabel
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Described
@@ -151,6 +152,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         experts_start: the number of the prompt's tokens whose experts are in the files of other turns (`base`, and its bases); its own file
             begins there. -1 if the rows of its file could not be placed (`core.experts`).
         harness: the adapter whose rules applied; `""` if none.
+        agent: how the harness names the agent that made the call; `None` if it does not. A label that proves nothing (`core.agents`).
         context_base, context_shared: for message storage: the first `context_shared` messages of its request are those of
             `context_base`'s request.
         marks: properties that a trainer must know (`TurnMark`).
@@ -205,6 +207,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     experts: str = ""
     experts_start: int = 0
     harness: str = ""
+    agent: AgentLabel | None = None
     context_base: str | None = None
     context_shared: int = 0
     marks: tuple[str, ...] = ()

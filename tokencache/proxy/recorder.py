@@ -445,6 +445,7 @@ def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, pre
         dialect=chat.dialect,
         stream=chat.stream,
         harness=chat.harness,
+        agent=chat.agent,
         messages=chat.answered_messages,
         tools=chat.tool_count,
         sampling=chat.sampling,

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.agents import AgentLabel
 from tokencache.core.drift import Drift
 from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
@@ -18,6 +19,7 @@ from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 
 __all__ = [
+    "AgentLabel",
     "Anchor",
     "Announced",
     "Conditions",
@@ -100,6 +102,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             off was not continued.
         experts: the file of its routed experts, below the root of `--experts`; `""` if there is none. `experts_start`: the token of the
             sequence with the file's first row; -1 if that is not known.
+        agent: how the harness names the agent that made the call, a label that proves nothing (`core.agents`); `None` if it does not.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
@@ -127,6 +130,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     model: str = ""
     harness: str = ""
+    agent: AgentLabel | None = None
     weight_versions: list[Any] = []
     version_source: str = ""
     prompt_version: str = ""

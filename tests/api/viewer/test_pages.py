@@ -266,6 +266,19 @@ async def test_text_that_a_parser_dropped(look):
         await page.goto("about:blank")
 
 
+async def test_how_the_harness_names_an_agent(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        headers = {"X-Claude-Code-Session-Id": "main", "X-Claude-Code-Agent-Id": "helper"}
+        body = {"model": "sim", "messages": [user("EPISODE:task")]}
+        async with rig.http.post(rig.url + "/s/named/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+        page = await look("#/session/named", url=rig.url)
+        await expect(page.locator(".turn-row .b-agent")).to_have_text("sub-agent")
+        await page.locator(".turn-row a.row").click()
+        await expect(page.locator("aside")).to_contain_text("helper, started by main (as the harness says)")
+        await page.goto("about:blank")
+
+
 @pytest.mark.whole
 async def test_incidents_sequences_and_applied_rules(rig, look):
     page = await look("#/session/rollout-7?tab=incidents")

@@ -102,6 +102,7 @@ def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: Abstr
             "replaced": sorted(turn.replaced),
             "model": turn.model,
             "harness": turn.harness,
+            "agent": None if turn.agent is None else msgspec.structs.asdict(turn.agent),
             "dialect": turn.dialect,
             "stream": turn.stream,
             "choice": turn.choice,

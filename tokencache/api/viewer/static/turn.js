@@ -2,7 +2,7 @@
 
 import { at, get } from "./api.js";
 import { badge, copier, h, idText, note } from "./dom.js";
-import { count, many, moment, quoted, reward, span, visible } from "./format.js";
+import { count, many, moment, quoted, readable, reward, span, visible } from "./format.js";
 import { reasonText, STARTS, VERDICTS } from "./words.js";
 
 export class TurnPanel {
@@ -53,6 +53,7 @@ export class TurnPanel {
         ["called", `${moment(turn.created)}, took ${span(turn.seconds)}`],
         ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],
         ["harness", turn.harness],
+        ["agent", turn.agent && agentText(turn.agent)],
         ["model", turn.model],
         ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
         ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " requested by the harness"] : null],
@@ -141,6 +142,12 @@ function side(segments, which) {
     return segment[which] ? h(which === 1 ? "del" : "ins", {}, visible(segment[which])) : h("span", { class: "gap", title: "nothing here" });
   });
   return segments.every((segment) => !segment[which]) ? h("span", { class: "muted" }, "nothing") : texts;
+}
+
+/** How the harness names the agent that made the call: what it says, which proves nothing. */
+function agentText({ id, parent, kind }) {
+  const parts = [id && readable(id), kind && `kind ${readable(kind)}`, parent && `started by ${readable(parent)}`];
+  return [parts.filter(Boolean).join(", "), h("span", { class: "muted" }, " (as the harness says)")];
 }
 
 /** Its marks, and one for text that a parser of the engine dropped. */
