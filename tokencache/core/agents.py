@@ -87,7 +87,7 @@ def _members(end: bytes) -> dict[str, str]:
         if isinstance(value, dict) and member[1] == "user_id":
             found["x-claude-code-session-id"] = value.get("session_id")
         elif isinstance(value, dict):
-            found |= {_OF_CODEX.get(name, name): one for name, one in value.items()}
+            found |= {str(_OF_CODEX.get(name, name)): one for name, one in value.items()}
     return {name: value for name, value in found.items() if name in HEADERS and isinstance(value, str) and _is_name(value)}
 
 
