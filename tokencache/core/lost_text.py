@@ -29,6 +29,9 @@ SAMPLE_WITHOUT_CALLS: list[dict[str, Any]] = [SAMPLE[0], _REPLY]
 _MOST_PIECES = 64
 """Pieces in which a part may occur in the decoded text, because a parser joined them."""
 _WORD = re.compile(r"\w+")
+_BEFORE = re.compile(r'(?:[<\[({]+|[^\w<>{}\[\]()"|=]*)\Z')
+_AFTER = re.compile(r'[\w<>{}\[\]()"|=].*', re.DOTALL)
+"""In the markup before and after lost words: what belongs to them, and from where on it does not."""
 _UNCROSSED = re.compile("[^\0]+")
 _LEAF = re.compile(r'"((?:[^"\\]|\\.)*)(?:"|$)|(-?\d[\d.eE+-]*)|\b(true|false|null)\b', re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -161,9 +164,8 @@ class _Text:
             words = [word.span() for word in _WORD.finditer(run[0]) if word[0] not in markup]
             if words:
                 before, after = run[0][: words[0][0]], run[0][words[-1][1] :]
-                opened = re.search(r"[<\[({]*$", before)
-                closed = re.match(r"[.!?…]*", after)
-                yield (opened[0] if opened else "") + run[0][words[0][0] : words[-1][1]] + (closed[0] if closed else "")
+                opening, closing = before[len(_BEFORE.sub("", before)) :], _AFTER.sub("", after)
+                yield (opening + run[0][words[0][0] : words[-1][1]] + closing).strip()
 
     def _find(self, part: str, at: int) -> int:
         """Return the first place of a part that begins and ends no word in the middle; -1 if there is none."""
