@@ -99,8 +99,7 @@ class _Session:
             self.turns[turn.id] = packed = pack(turn)
             self.bytes += len(packed)
             self.sampled += turn.completion_tokens
-            if turn.parent is not None:
-                self.continued.add(turn.parent)
+        self.continued |= {turn.parent for turn in turns if turn.parent is not None}
         self.begun += len({turn.call for turn in turns})
         for key, found in source.index.items():
             if kept := [turn for turn in found if turn in self.turns]:
