@@ -38,6 +38,7 @@ piece           the part of a reply that one request to an engine sampled, if it
 gap             the ids between two replies in a rendering, without the generation prompt of the second
 lag             how many policy versions a token is behind the one announced last
 hole            an incident by which something that the model sampled is missing from the record
+fork            a session that goes on after a turn of another one, whose tokens it shares
 finished        declared over by its owner (of a session): it accepts no new calls
 sealed          finished and fixed (of a session): what is recorded does not change any more
 outcome         how a rollout ended: `ok`, or a kind of failure

@@ -23,6 +23,7 @@ from tokencache.commands.lifecycle import (
     create_session,
     delete_sessions,
     finish_sessions,
+    fork_session,
     label_session,
     seal_sessions,
     set_reward,
@@ -178,6 +179,7 @@ app.command("run")(run_harness)
 app.command("env")(print_environment)
 app.command("harnesses")(list_harnesses)
 app.command("create")(create_session)
+app.command("fork")(fork_session)
 app.command("finish")(finish_sessions)
 app.command("reward")(set_reward)
 app.command("label")(label_session)

@@ -57,6 +57,12 @@ TURN_VERSIONS = Counter(
 TOKENS = Counter("tokencache_tokens", "Tokens of recorded turns.", ["part"], registry=REGISTRY)
 PROMPT_TOKENS, COMPLETION_TOKENS = TOKENS.labels("prompt"), TOKENS.labels("completion")
 APPLIED_RULES = Counter("tokencache_forgiven", "Rules that were applied to recognise a reply.", ["rule"], registry=REGISTRY)
+LOST_TEXT = Counter(
+    "tokencache_lost_text",
+    "Turns that were compared with what was served when somebody looked at them: nothing lost, text lost, or unknown.",
+    ["result"],
+    registry=REGISTRY,
+)
 REPLACED = Counter("tokencache_sampling_replaced", "Sampling parameters that a policy replaced.", ["name"], registry=REGISTRY)
 FINISHED = Counter(
     "tokencache_sessions_finished",

@@ -63,6 +63,7 @@ async def test_answers_match_their_schemas():
             "addEngine": {"url": rig.up},
             "drainEngine": {"url": rig.up},
             "createSession": {"session": "s-3", "group": "g"},
+            "forkSession": {"turn": turns[0]["turn"], "session": "s-4"},
             "labelSession": {"tags": ["a"]},
             "setReward": {"reward": 0.5, "turns": {turns[0]["turn"]: 1.0}},
             "finishSession": {"reward": 1.0},

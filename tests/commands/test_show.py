@@ -16,12 +16,17 @@ from tokencache.trajectories.formats.native import native
 from tokencache.trajectories.rollout import rollout
 
 
-def shown(made, *, width=100, unfold=False, terminal=False):
+def shown(made, *, width=100, unfold=False, terminal=False, lost=(), not_compared=()):
     rollout = msgspec.convert(msgspec.to_builtins(native(made)), Trajectory)
     output = io.StringIO()
     console = Console(file=output, width=width, force_terminal=terminal, highlight=False, color_system="standard" if terminal else None)
     turns = sorted((span.turn for sequence in made.sequences for span in sequence.turns), key=lambda turn: int(turn.id[1:]))
-    for line in tree_lines(rollout, Comparisons(turns, made.contexts).all(), unfold=unfold):
+    lost, not_compared = dict(lost), dict(not_compared)
+    changes = [
+        msgspec.structs.replace(change, lost=lost.get(change.turn, []), not_compared=not_compared.get(change.turn, ""))
+        for change in Comparisons(turns, made.contexts).all()
+    ]
+    for line in tree_lines(rollout, changes, unfold=unfold):
         console.print(line, no_wrap=True, overflow="ellipsis", crop=True)
     return output.getvalue()
 
@@ -57,6 +62,14 @@ def test_a_line_says_what_changed_in_the_request_of_a_turn_that_does_not_simply_
         "compared with turn 1: message 0, system, differs: code. → code, briefly."
     ]
     assert "compared with turn 2: the same messages" in shown(ROLLOUTS["thrown-away"], width=200)
+
+
+def test_what_a_parser_dropped_is_quoted_and_counted():
+    text = shown(ROLLOUTS["linear"], width=200, lost={"t1": ["Then I\nread."]}, not_compared={"t0": "broken-off"})
+    assert "lost to the parser: 12 characters, in 1 of 2 turns, 1 not compared" in text
+    assert "  lost-text" in text
+    assert "lost to the parser: Then I read." in text
+    assert "lost" not in shown(ROLLOUTS["linear"], width=200)
 
 
 def test_links_and_failed_calls_are_shown():

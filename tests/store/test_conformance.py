@@ -269,6 +269,30 @@ class KeepsOneEntryForEachEngine(MemoryStore):
         self._engines[entry.url, ""] = entry
 
 
+class SharesLogprobs(MemoryStore):
+    async def share(self, session, source, turns):
+        await super().share(session, source, turns)
+        self._sessions[session].tokens |= {turn.id: self._sessions[source].tokens[turn.id] for turn in turns}
+
+
+class ForksWithoutKeys(MemoryStore):
+    async def share(self, session, source, turns):
+        await super().share(session, source, turns)
+        self._sessions[session].index.clear()
+
+
+class TakesKeysFromForks(MemoryStore):
+    async def delete(self, session, *, reuse=False):
+        for held in self._sessions.values():
+            held.index.clear()
+        return await super().delete(session, reuse=reuse)
+
+
+class SharesWhatItCan(MemoryStore):
+    async def share(self, session, source, turns):
+        await super().share(session, source, [turn for turn in turns if turn.id in self._sessions[source].turns])
+
+
 class SealsAnything(MemoryStore):
     async def seal(self, session, *, force=False, at=0.0):
         return await super().seal(session, force=True, at=at)
@@ -443,6 +467,10 @@ BROKEN = [
     (BindsAKeyOnce, "check_keys"),
     (KeepsFirstDocument, "check_documents"),
     (SharesKeys, "check_isolation"),
+    (SharesLogprobs, "check_forks"),
+    (ForksWithoutKeys, "check_forks"),
+    (TakesKeysFromForks, "check_forks_outlive"),
+    (SharesWhatItCan, "check_forks_refused"),
     (ReplacesMedia, "check_media"),
     (SharesMedia, "check_media"),
     (IgnoresMediaLimit, "check_media_limit"),

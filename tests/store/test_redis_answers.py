@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.store.conformance import build, record
+from tests.store.conformance.forks import fork
 from tests.store.test_redis_faults import operations
 from tests.support.waiting import PATIENCE
 from tokencache.errors import TokencacheError
@@ -123,6 +125,11 @@ async def test_every_script_and_command_has_a_form(monkeypatch, fake_store):
     begun = await made.begin("s", "k", [b"c1"])
     for operation in operations(made, begun.epoch).values():
         await asyncio.gather(operation(), return_exceptions=True)
+    await record(made, "root", build("a"))
+    for _ in range(2):
+        session = await fork(made, "root", build("a").turn)
+    await made.delete("root")
+    await made.delete(session)
     made._capacity._max_sessions = 1
     await made._capacity.check()
     await made.close()

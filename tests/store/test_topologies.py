@@ -20,7 +20,7 @@ from tokencache.store.base import StoreError
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (
     "on >PASSWORD ~tokencache:* resetchannels -@all +select +client +eval +evalsha +time +get +set +getex "
-    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hincrby +scan +hlen +hgetall +zadd "
+    "+mget +unlink +pexpire +hget +hset +hmget +hdel +hvals +hkeys +rename +hincrby +scan +hlen +hgetall +zadd "
     "+zscore +zrangebyscore +zrem +zremrangebyscore +dbsize +info"
 )
 """The rights that docs/store.md names."""

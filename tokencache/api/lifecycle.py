@@ -1,8 +1,9 @@
 """Handlers of the trainer's API that create, label, reward, finish, seal and delete sessions, and that register API keys."""
 
 import secrets
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -13,8 +14,10 @@ from tokencache.api.http import flag, json_response, not_found, read_body
 from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
 from tokencache.api.requests import Finish, NewReward
+from tokencache.core.fork import turns_to_share
 from tokencache.core.lineage import lineages
-from tokencache.core.session import LabelChanges, NewSession, Reward, SessionStage
+from tokencache.core.session import LabelChanges, NewFork, NewSession, Reward, SessionStage
+from tokencache.core.turn import Turn
 from tokencache.dialects.chat.sampling import bending
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.pool import Pool
@@ -25,7 +28,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.request_body import whole_body_of
 from tokencache.proxy.sessions import hash_key
 from tokencache.session_url import REGISTERED_KEY, check_name
-from tokencache.store.base import Binding, SealOutcome, SessionInfo
+from tokencache.store.base import Binding, SealOutcome, SessionGoneError, SessionInfo
 
 _RETRY_SECONDS = 5
 _MOST_NAMED = 8
@@ -51,10 +54,38 @@ class LifecycleRoutes:
         """Define a session, and register a key for it."""
         asked = await read_body(request, NewSession)
         name, _ = await self._define(asked)
-        key = REGISTERED_KEY + secrets.token_urlsafe(32)
-        await self._store.bind_key(hash_key(key), Binding(name))
-        body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
+        return json_response(await self._key(name, asked), status=HTTPStatus.CREATED)
+
+    async def fork(self, request: web.Request) -> web.StreamResponse:
+        """Fork a session after a turn, and register a key for the fork."""
+        source = await self._existing(check_name(request.match_info["session"]))
+        asked = await read_body(request, NewFork)
+        try:
+            turns = turns_to_share(await self._store.turns(source.id), asked.turn)
+        except KeyError:
+            raise not_found(f"session {source.id!r} has no turn {asked.turn[:80]!r}") from None
+        wanted = asked.of(source.settings)
+        name, _ = await self._define(wanted)
+        try:
+            await self._store.share(name, source.id, turns)
+            await self._share_media(name, source.id, turns)
+        except BaseException as error:
+            await self._store.delete(name, reuse=True)  # without its turns it would be another session
+            if isinstance(error, KeyError | SessionGoneError):
+                raise no_session(source.id) from None
+            raise
+        body = {"forked_from": source.id, "turn": asked.turn, "shared": len(turns), **await self._key(name, wanted)}
         return json_response(body, status=HTTPStatus.CREATED)
+
+    async def _share_media(self, name: str, source: str, turns: Sequence[Turn]) -> None:
+        """Store the images in the prompts of shared turns with the fork, too."""
+        wanted = {medium.sha256 for turn in turns for medium in turn.media}
+        stored = [medium for medium in await self._store.stored_media(source) if medium.sha256 in wanted] if wanted else []
+        info = await self._existing(name)
+        for medium in stored:
+            found = await self._store.media(source, medium.sha256)
+            if found is not None:
+                await self._store.put_media(name, info.epoch, medium, found[1], limit=sys.maxsize)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         """Remove the binding of a key."""
@@ -192,6 +223,12 @@ class LifecycleRoutes:
             _refuse_unknown("turn", reward.turns, {turn.id for line in lines for turn in line}, info.id)
             _refuse_unknown("sequence", reward.sequences, {line[0].id for line in lines}, info.id)
         return reward
+
+    async def _key(self, name: str, asked: NewSession) -> dict[str, Any]:
+        """Register a key for a session. Returns it with the settings of the session."""
+        key = REGISTERED_KEY + secrets.token_urlsafe(32)
+        await self._store.bind_key(hash_key(key), Binding(name))
+        return {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
 
     async def _rewards(self, name: str) -> dict[str, Any]:
         info = await self._existing(name)

@@ -28,7 +28,7 @@ from tokencache.api.requests import (
     Take,
 )
 from tokencache.core.media import StoredMedium
-from tokencache.core.session import LabelChanges, NewSession
+from tokencache.core.session import LabelChanges, NewFork, NewSession
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
@@ -63,6 +63,14 @@ class RegisteredKey(Binding, frozen=True):
     deadline: float = 0.0
     silent_for: float = 0.0
     warnings: tuple[str, ...] = ()
+
+
+class ForkedSession(RegisteredKey, frozen=True):
+    """A fork and its key. `forked_from` is the session that it left, after `turn`; it shares `shared` turns with it."""
+
+    forked_from: str = ""
+    turn: str = ""
+    shared: int = 0
 
 
 class CreatedSession(SessionState, frozen=True, kw_only=True):
@@ -190,6 +198,19 @@ OPERATIONS = (
         body=NewSession,
         statuses=(HTTPStatus.CREATED, HTTPStatus.OK),
         errors=_EXISTS,
+    ),
+    Operation(
+        "forkSession",
+        "POST",
+        _SESSION + "/fork",
+        "Create a session that continues another one after a turn, and register an API key for it.",
+        ForkedSession,
+        description="The fork shares the turn and all that it refers to, without a copy of their tokens. It has the settings of the "
+        "session, and labels of its own; its budget counts the shared turns. They have the mark `shared` and mask 0. The session may be in "
+        "any state, and be deleted first.",
+        body=NewFork,
+        statuses=(HTTPStatus.CREATED,),
+        errors={**_EXISTS, HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
     Operation("getSession", "GET", _SESSION, "Return the state of one session.", SessionState, errors=_NO_SESSION),
     Operation(

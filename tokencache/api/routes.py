@@ -65,6 +65,7 @@ def add_trainer_routes(
         "getTrajectories": api.trajectories,
         "getDrift": api.drift,
         "createSession": lifecycle.create,
+        "forkSession": lifecycle.fork,
         "labelSession": lifecycle.label,
         "finishSession": lifecycle.finish,
         "sealSession": lifecycle.seal,

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 from tokencache.client import collecting, operations, session_operations, weight_operations
 from tokencache.client.access import Access, access_to, members_of
 from tokencache.client.collecting import FollowOptions
-from tokencache.client.operations import ProxyAddress, SessionOptions
+from tokencache.client.operations import ForkOptions, ProxyAddress, SessionOptions
 from tokencache.client.transport import AwaitedTransport, awaited, awaited_iterator
 from tokencache.client.weight_operations import OwnUpdate, UpdateOptions
 
@@ -68,6 +68,10 @@ class AsyncClient(ProxyAddress):
     async def create(self, name: str | None = None, **options: Unpack[SessionOptions]) -> AsyncSession:
         """See `Client.create`."""
         return self._session(await self._transport.run(operations.create(self, name, **options)))
+
+    async def fork(self, session: str, turn: str, name: str | None = None, **options: Unpack[ForkOptions]) -> AsyncSession:
+        """See `Client.fork`."""
+        return self._session(await self._transport.run(operations.fork(self, session, turn, name, **options)))
 
     def session(self, name: str) -> AsyncSession:
         """See `Client.session`."""

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
+from urllib.parse import quote
 
 import msgspec
 
@@ -47,6 +48,16 @@ class SessionOptions(TypedDict, total=False):
     wait: float
 
 
+class ForkOptions(TypedDict, total=False):
+    """The options of `Client.fork` and `AsyncClient.fork`."""
+
+    deadline: float | None
+    silent_for: float | None
+    group: str
+    metadata: Mapping[str, Any]
+    tags: Iterable[str]
+
+
 class Filters(TypedDict, total=False):
     """The filters of `Client.sessions` and `AsyncClient.sessions`."""
 
@@ -78,6 +89,10 @@ class _Key(msgspec.Struct):
     key: str
     id: str = ""
     warnings: list[str] = []
+
+
+class _Fork(_Key):
+    session: str = ""
 
 
 class ProxyAddress:
@@ -115,6 +130,15 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
         return access
     served_model, context = yield from _served(proxy, access.key, options.get("model"))
     return dataclasses.replace(access, launch=launch_of(adapter, proxy.url, access, served_model, context, config_dir))
+
+
+def fork(proxy: ProxyAddress, session: str, turn: str, name: str | None = None, **options: Unpack[ForkOptions]) -> Steps[Access]:
+    """Fork a session after a turn. `Client.fork` documents the arguments."""
+    members: dict[str, Any] = {member: value for member, value in options.items() if value is not None}
+    members |= {"turn": turn, "tags": list(options.get("tags", ()))} | ({} if name is None else {"session": name})
+    path = f"{BASE}/sessions/{quote(session, safe='')}/fork"
+    forked = yield from call(Request("POST", path, body=written(members), repeatable=False), _Fork)
+    return access_to(proxy.url, forked.session, forked.key, forked.id)
 
 
 def _register(request: Request, seconds: float) -> Steps[_Key]:

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 from tokencache.client import collecting, operations, session_operations, weight_operations
 from tokencache.client.access import Access, access_to, members_of
 from tokencache.client.collecting import FollowOptions
-from tokencache.client.operations import ProxyAddress, SessionOptions
+from tokencache.client.operations import ForkOptions, ProxyAddress, SessionOptions
 from tokencache.client.transport import BlockingTransport, blocking, blocking_iterator
 from tokencache.client.weight_operations import OwnUpdate, UpdateOptions
 
@@ -112,6 +112,25 @@ class Client(ProxyAddress):
             TooManyReadyError: consumers could take too many sessions already.
         """
         return self._session(self._transport.run(operations.create(self, name, **options)))
+
+    def fork(self, session: str, turn: str, name: str | None = None, **options: Unpack[ForkOptions]) -> Session:
+        """Fork a session after a turn: a harness that replays the history up to there goes on with its exact tokens, on its own.
+
+        The fork shares these tokens. They have mask 0 in its trajectory; only its own turns are trained. The session may be in any state,
+        and may be deleted before its forks. Its settings hold for the fork, too, but for `deadline` and `silent_for`.
+
+        Args:
+            session: the session to fork.
+            turn: the id of the turn after which the fork begins (`TurnSpan.turn`).
+            name: the fork's name. Default: a random one.
+            deadline, silent_for: as in `create`.
+            group, metadata, tags: labels of the fork; see `Session.finish`.
+
+        Raises:
+            NotFoundError: there is no such session or turn.
+            ExistsError: a session with this name exists.
+        """
+        return self._session(self._transport.run(operations.fork(self, session, turn, name, **options)))
 
     def session(self, name: str) -> Session:
         """Open a session by its name, whether or not it has begun. Its key contains that name, `tcs-NAME`. Sends no request."""

@@ -1,4 +1,4 @@
-"""The commands that make and change sessions: `tokencache create`, `finish`, `reward`, `label`, `seal` and `delete`.
+"""The commands that make and change sessions: `tokencache create`, `fork`, `finish`, `reward`, `label`, `seal` and `delete`.
 
 A command that takes several sessions continues after an error with the next one; its exit code is 1 if one of them failed.
 """
@@ -18,7 +18,7 @@ from tokencache.commands.completion import complete_group, complete_harness, com
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, said, warned
 from tokencache.commands.options import given, takes
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
-from tokencache.core.session import LabelChanges, NewSession
+from tokencache.core.session import LabelChanges, NewFork, NewSession
 
 _Name = Annotated[
     str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session)
@@ -59,6 +59,38 @@ def create_session(
             made = client.create(session, config_dir=config_dir, **wanted)
     except (ClientError, AdapterError) as error:
         raise failed(error) from None
+    _print_access(made, as_json=as_json)
+
+
+@takes(NewFork, {"group": complete_group})
+def fork_session(
+    session: _Name,
+    turn: Annotated[str, typer.Argument(metavar="TURN", help="Id of the turn after which it begins; `tokencache show` lists them.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the fork. Default: a new, random one.", show_default=False)
+    ] = None,
+    *,
+    as_json: JsonOption = False,
+    proxy: ProxyOption = PROXY_URL,
+    admin_key: AdminKeyOption = None,
+    **options: Any,
+) -> None:
+    """Fork a session after a turn, for another continuation.
+
+    The fork shares the tokens up to there; its export has them with mask 0.
+    Prints the same as `tokencache create`.
+
+    tokencache fork r17 35a7c4219cf07c14 --group tree-4
+    """
+    try:
+        with Client(proxy, admin_key) as client:
+            made = client.fork(session, turn, name, **given(NewFork, options))
+    except ClientError as error:
+        raise failed(error) from None
+    _print_access(made, as_json=as_json)
+
+
+def _print_access(made: Session, *, as_json: bool) -> None:
     access = {"session": made.id, "base_url": made.base_url, "key": made.key, "key_id": made.key_id}
     if as_json:
         print_json(access)

@@ -31,9 +31,12 @@ from tokencache.commands.console import (
 )
 from tokencache.core.incidents import failed_calls
 from tokencache.core.outcome import OutcomeKind
+from tokencache.core.turn import TurnMark
 from tokencache.trajectories.drift_rates import drift_rates, total
 
 MAX_DEPTH = 8
+MAX_LOST = 300
+"""Characters of a lost text that are shown."""
 MIN_FOLDED = 3
 """Shortest run of turns that is folded."""
 
@@ -63,7 +66,9 @@ def show_session(  # noqa: PLR0917 - one parameter per option
     the finish reason, and, if present, a reason, the policy versions that
     sampled it, marks (aborted, no-logprobs, ...), an incident, and the rules
     that were applied to recognize the history. Below a turn that does not
-    simply continue another, a line says what changed in its request. With
+    simply continue another, a line says what changed in its request. Below a
+    turn with `lost-text`, lines quote what the model sampled and a parser of
+    the engine dropped, so that the harness never saw it. With
     --json: the same as an object, without tokens.
 
     tokencache show r17
@@ -96,6 +101,7 @@ def _without_tokens(rollout: Trajectory) -> dict[str, Any]:
 def tree_lines(rollout: Trajectory, changes: Sequence[TurnChange], *, unfold: bool = False) -> Iterator[Text]:
     """Draw a rollout, line by line."""
     yield from _heading(rollout)
+    yield from _lost_text(changes)
     yield Text()
     yield from _Tree(rollout, changes, unfold=unfold).lines()
     if rollout.incidents:
@@ -123,10 +129,14 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
         ("trainable tokens", figures.trainable_tokens),
         ("masked", figures.masked_tokens),
     ]
-    if failures := failed_calls(rollout.incidents, {turn.call for sequence in rollout.sequences for turn in sequence.turns}):
+    spans = [turn for sequence in rollout.sequences for turn in sequence.turns]
+    if failures := failed_calls(rollout.incidents, {turn.call for turn in spans}):
         counts.insert(1, ("failed calls", len(failures)))
-    if figures.untrainable_tokens:
-        counts.append(("sampled without log probabilities", figures.untrainable_tokens))
+    shared = sum(turn.completion_tokens for turn in spans if TurnMark.SHARED in turn.marks)
+    if shared:
+        counts.append(("shared with the session that it left", shared))
+    if figures.untrainable_tokens > shared:
+        counts.append(("sampled without log probabilities", figures.untrainable_tokens - shared))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
     if figures.versions or figures.mixed_tokens:
         unknown = figures.trainable_tokens - sum(figures.versions.values()) - figures.mixed_tokens
@@ -140,6 +150,16 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
     if drift.measured:
         unmeasured = f", {plural(drift.could_drift - drift.measured, 'turn')} not measured" if drift.could_drift > drift.measured else ""
         yield Text(f"drift avoided: {drift.drifted_tokens:,} tokens, in {drift.drifted} of {drift.measured} turns measured{unmeasured}")
+
+
+def _lost_text(changes: Sequence[TurnChange]) -> Iterator[Text]:
+    """Count what parsers lost, if they lost something."""
+    losses = [change.lost for change in changes if change.lost]
+    if losses:
+        characters = sum(len(text) for texts in losses for text in texts)
+        compared = sum(not change.not_compared for change in changes)
+        unknown = f", {len(changes) - compared} not compared" if compared < len(changes) else ""
+        yield Text(f"lost to the parser: {characters:,} characters, in {len(losses)} of {plural(compared, 'turn')}{unknown}", style="red")
 
 
 class _Tree:
@@ -203,7 +223,8 @@ class _Tree:
 
     def _is_plain(self, turn: TurnSpan) -> bool:
         """Whether a turn only continues the session."""
-        changed = len(turn.weight_versions) > 1 or turn.pieces or turn.turn in self._links
+        lost = turn.turn in self._changes and self._changes[turn.turn].lost
+        changed = len(turn.weight_versions) > 1 or turn.pieces or turn.turn in self._links or lost
         noteworthy = turn.reason or turn.marks or changed or turn.turn in self._with_incident or turn.turn in self._branches
         return not noteworthy and turn.finish_reason in _USUAL_FINISH
 
@@ -215,6 +236,8 @@ class _Tree:
         if (link := self._links.get(turn.turn)) is not None:
             sources = " or ".join(str(self._changes[source].number) for source in link.sources if source in self._changes)
             yield f"{link.kind}: message {link.message} holds the answer of turn {sources}"
+        for text in change.lost if change is not None else ():
+            yield f"lost to the parser: {printable(text[:MAX_LOST])}"
 
     def _turn(self, turn: TurnSpan, label: str) -> list[Part]:
         """Return the line of a turn. Its number is its place in the order of recording, from 0, as in the viewer.
@@ -229,6 +252,8 @@ class _Tree:
             parts.append((f"  {turn.reason}", "yellow"))
         if turn.marks:
             parts.append((f"  {' '.join(turn.marks)}", "red"))
+        if turn.turn in self._changes and self._changes[turn.turn].lost:
+            parts.append((f"  {TurnMark.LOST_TEXT}", "red"))
         if turn.turn in self._with_incident:
             parts.append(("  incident", "red"))
         if turn.pieces:

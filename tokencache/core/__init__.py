@@ -20,6 +20,9 @@
 `forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
 `lineage`       the turns of a session as sequences for a trainer
+`agents`        how a harness names the agent that makes a call
+`fork`          the turns that a fork shares with the session that it left
+`lost_text`     what the model sampled and a parser of the engine dropped
 `drift`         where plain renderings differ from what was sent, and why
 `session`       a session's state, settings, labels and rewards
 `incidents`     the kinds of incidents

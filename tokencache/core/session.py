@@ -247,6 +247,31 @@ class NewSession(msgspec.Struct, frozen=True):
         return Labels(self.group, self.metadata, self.tags)
 
 
+class NewFork(msgspec.Struct, frozen=True):
+    """A session to fork: the body of the request, the options of `Session.fork` and of `tokencache fork`.
+
+    Attributes:
+        turn: the id of the turn after which it begins.
+        session: its name. Default: a new, random one.
+    """
+
+    turn: str
+    session: str | None = None
+    deadline: Annotated[
+        _Deadline | None, Meta(description="Finish it at this Unix time at the latest, as a timeout.", extra={"metavar": "TIME"})
+    ] = None
+    silent_for: Annotated[_Silence | None, Meta(description="Finish it after so many seconds without a call, as a timeout.")] = None
+    group: _Group = ""
+    metadata: _Metadata = {}
+    tags: _Tags = ()
+
+    def of(self, settings: SessionSettings) -> NewSession:
+        """Return the session to create: with the settings of the one that is forked, but limits of time of its own."""
+        given = {name: getattr(self, name) for name in ("session", "deadline", "silent_for", "group", "metadata", "tags")}
+        kept = {name: getattr(settings, name) for name in ("harness", "models", "sampling", "budget", "tenant", "history")}
+        return NewSession(**given, **kept)
+
+
 def check_labels(group: str, metadata: Mapping[str, Any], tags: tuple[str, ...]) -> None:
     """Check the bounds of `Labels`.
 

@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from tokencache.core import ids
+from tokencache.core.agents import AgentLabel
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import Message
 from tokencache.core.reasons import Described
@@ -59,12 +60,30 @@ class TurnMark(Described):
         "sampled-placeholder",
         "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",
     )
+    SHARED = (
+        "shared",
+        (
+            "the turn belongs to the session from which this one was forked, which trains it; here its tokens have no log probabilities, "
+            "and mask 0"
+        ),
+    )
+    LOST_TEXT = (
+        "lost-text",
+        (
+            "a parser of the engine dropped text that the model sampled. It is found when somebody looks (`tokencache show`, the viewer, "
+            "`session.changes()`), and not stored ([lost to the parser](export.md#lost-to-the-parser))"
+        ),
+    )
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
     MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
     HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"
     STALE_KV = "stale-kv", "the weights changed during the reply, and the engine kept, or may have kept, keys and values of the older ones"
+
+
+UNSCORED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED})
+"""Marks of turns that have no log probabilities, so that their tokens cannot be trained."""
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,6 +152,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         experts_start: the number of the prompt's tokens whose experts are in the files of other turns (`base`, and its bases); its own file
             begins there. -1 if the rows of its file could not be placed (`core.experts`).
         harness: the adapter whose rules applied; `""` if none.
+        agent: how the harness names the agent that made the call; `None` if it does not. A label that proves nothing (`core.agents`).
         context_base, context_shared: for message storage: the first `context_shared` messages of its request are those of
             `context_base`'s request.
         marks: properties that a trainer must know (`TurnMark`).
@@ -187,6 +207,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     experts: str = ""
     experts_start: int = 0
     harness: str = ""
+    agent: AgentLabel | None = None
     context_base: str | None = None
     context_shared: int = 0
     marks: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from tokencache import metrics
-from tokencache.core import ids
+from tokencache.core import agents, ids
 from tokencache.core.chain import keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import ToolNames
@@ -176,6 +176,9 @@ class Endpoints:
             return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
         call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
         call.dialect = dialect.name
+        end = request.body[-agents.SEARCHED :]
+        if not agents.HEADERS.isdisjoint(map(str.lower, request.headers)) or agents.MEMBERS[0] in end or agents.MEMBERS[1] in end:
+            call.agent = agents.read_agent(request.headers, request.body)
         call.replaced = self._pin(asked, call.fields)
         if what := parsed.unrecorded(call):
             await self._settings.check(asked.session, asked.settings)

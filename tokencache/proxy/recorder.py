@@ -462,6 +462,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         dialect=chat.dialect,
         stream=chat.stream,
         harness=chat.harness,
+        agent=chat.agent,
         messages=answered_messages,
         tools=chat.tool_count,
         sampling=sampling,

@@ -632,6 +632,23 @@ class Store(Protocol):
             KeyError: there is no such turn.
         """
 
+    async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
+        """Record turns of another session in one without turns, which was defined: a fork.
+
+        Only their records and look-up keys are written. Both sessions read the same tokens and contexts, here without log probabilities.
+        Neither the deletion nor the expiry of one session takes them from the other. The calls and the sampled tokens of these turns count
+        in the fork (`BeginResult`), as it is one episode with them.
+
+        Args:
+            session: the fork.
+            source: the session that recorded them, or is a fork with them itself.
+            turns: their records in the fork, in the order in which they were recorded, with all turns that they refer to.
+
+        Raises:
+            SessionGoneError: one of the sessions does not exist, or ended meanwhile.
+            KeyError: the source has no such turn.
+        """
+
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
         """Accept no new calls in a session. Open calls continue. Repeating it changes nothing.
 

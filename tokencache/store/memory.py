@@ -92,6 +92,20 @@ class _Session:
         if turn.parent is not None:
             self.continued.add(turn.parent)
 
+    def share(self, source: "_Session", turns: Sequence[Turn]) -> None:
+        """Record turns of another session; their tokens and contexts are the same objects."""
+        for turn in turns:
+            self.tokens[turn.id], self.contexts[turn.id] = (source.tokens[turn.id][0], b""), source.contexts[turn.id]
+            self.turns[turn.id] = packed = pack(turn)
+            self.bytes += len(packed)
+            self.sampled += turn.completion_tokens
+        self.continued |= {turn.parent for turn in turns if turn.parent is not None}
+        self.begun += len({turn.call for turn in turns})
+        for key, found in source.index.items():
+            if kept := [turn for turn in found if turn in self.turns]:
+                self.index[key] = kept
+                self.bytes += len(key)
+
     def line(self, turn: str) -> Iterator[bytes]:
         """The ids of a turn, of its base, and so on."""
         name: str | None = turn
@@ -337,6 +351,14 @@ class MemoryStore(MemoryQueue):
     async def contexts(self, session: str, turns: Sequence[str]) -> dict[str, bytes]:
         held = self._sessions[session]
         return {turn: held.contexts[turn] for turn in turns}
+
+    async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
+        held, other = self._use(session), self._use(source)
+        if held is None or other is None:
+            raise SessionGoneError(source if held is not None else session)
+        if missing := [turn.id for turn in turns if turn.id not in other.turns]:
+            raise KeyError(missing[0])
+        held.share(other, turns)
 
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
         held = self._use(session)

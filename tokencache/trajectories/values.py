@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.agents import AgentLabel
 from tokencache.core.drift import Drift
 from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
@@ -18,6 +19,7 @@ from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 
 __all__ = [
+    "AgentLabel",
     "Anchor",
     "Announced",
     "Conditions",
@@ -100,6 +102,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             off was not continued.
         experts: the file of its routed experts, below the root of `--experts`; `""` if there is none. `experts_start`: the token of the
             sequence with the file's first row; -1 if that is not known.
+        agent: how the harness names the agent that made the call, a label that proves nothing (`core.agents`); `None` if it does not.
         marks: facts to know before training on the turn: `aborted`, `no-logprobs`, `engine-disagrees`, ...
         created: start of the call as Unix time in seconds. `seconds`: its duration.
         drift: how a plain rendering of its messages differs; `None` if that was not measured.
@@ -127,6 +130,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     model: str = ""
     harness: str = ""
+    agent: AgentLabel | None = None
     weight_versions: list[Any] = []
     version_source: str = ""
     prompt_version: str = ""
@@ -374,6 +378,8 @@ class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
         against: the number of the other turn; `None` if it was compared with none.
         message: index of the first message that differs; `None` if none does.
         text: what changed, in words: `message 0, system, differs: 13:40:01 → 13:41:07`. It has texts of the harness.
+        lost: texts that the model sampled and a parser of the engine dropped, so that the harness never saw them (`core.lost_text`).
+        not_compared: why that is not known; `""` if it is.
     """
 
     turn: str
@@ -381,6 +387,8 @@ class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
     against: int | None = None
     message: int | None = None
     text: str = ""
+    lost: list[str] = []
+    not_compared: str = ""
 
     def __str__(self) -> str:
         """Write it with the turn that it was compared with; `""` if there is nothing to say."""

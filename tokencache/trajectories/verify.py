@@ -36,7 +36,7 @@ import xxhash
 from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import OutcomeKind
-from tokencache.core.turn import TurnMark, hash_ids, hash_logprobs
+from tokencache.core.turn import UNSCORED, TurnMark, hash_ids, hash_logprobs
 from tokencache.trajectories.values import Sequence, Trajectory, TurnSpan
 
 Range = tuple[int, int]
@@ -191,7 +191,7 @@ def _aligned(s: Sequence) -> Iterator[CheckFailure]:
 def _trained(s: Sequence, *, masked: bool) -> Iterator[CheckFailure]:
     """Check mask and log probabilities. Only the first wrong token of each prompt and completion is reported."""
     for turn in s.turns:
-        trained = int(not masked and TurnMark.NO_LOGPROBS not in turn.marks)
+        trained = int(not masked and UNSCORED.isdisjoint(turn.marks))
         sampled = "token of a masked sequence" if masked else _SAMPLED[trained]
         at = turn.completion[0]
         forced = {at + i for start, end in turn.forced for i in range(max(start, 0), min(end, turn.completion_tokens))}

@@ -12,7 +12,7 @@ from playwright.async_api import expect
 
 from tests.api.viewer.conftest import UI
 from tests.api.viewer.scenes import EPISODES, HOSTILE, delegating, group, lively
-from tests.proxy.kit import proxied, user
+from tests.proxy.kit import CALL, TOOLS, proxied, user
 from tests.support.leading import lead_to
 from tokencache.core.context import Context, Raw, pack_context
 from tokencache.core.session import LabelChanges, Reward
@@ -252,6 +252,31 @@ async def test_what_changed_and_which_answers_returned_and_which_calls_failed(lo
         await expect(page.get_by_role("group", name="content now").locator("ins")).to_have_text(["41", "07"])
         await change.get_by_role("link", name="turn 2").click()
         await expect(page.locator("aside .change")).to_have_text("compared with turn 0: 1 new message: tool")
+        await page.goto("about:blank")
+
+
+async def test_text_that_a_parser_dropped(look):
+    late = "And then I read the file."
+    async with proxied(SimulatedEngine(episodes={"late": [f"{CALL}\n{late}"]}, seed=3)) as rig:
+        await rig.say("late", [user("EPISODE:late")], tools=TOOLS)
+        page = await look("#/session/late", url=rig.url)
+        await expect(page.locator("[data-tile='lost to the parser'] dd")).to_have_text(f"{len(late)} charactersin 1 turn")
+        await page.locator(".turn-row a.row").click()
+        await expect(page.locator("aside .lost")).to_have_text(late)
+        await expect(page.locator("aside .b-mark")).to_have_text("lost-text")
+        await page.goto("about:blank")
+
+
+async def test_how_the_harness_names_an_agent(look):
+    async with proxied(SimulatedEngine(episodes=EPISODES, seed=3)) as rig:
+        headers = {"X-Claude-Code-Session-Id": "main", "X-Claude-Code-Agent-Id": "helper"}
+        body = {"model": "sim", "messages": [user("EPISODE:task")]}
+        async with rig.http.post(rig.url + "/s/named/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+        page = await look("#/session/named", url=rig.url)
+        await expect(page.locator(".turn-row .b-agent")).to_have_text("sub-agent")
+        await page.locator(".turn-row a.row").click()
+        await expect(page.locator("aside")).to_contain_text("helper, started by main (as the harness says)")
         await page.goto("about:blank")
 
 

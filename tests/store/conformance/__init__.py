@@ -13,13 +13,13 @@ use is not disturbed. `check_replicas` gets two stores over one database. No tes
 
 `sessions`, `lifecycle`, `listing`, `deletion`   sessions, from their creation to their end
 `lookup`, `duplicates`, `concurrency`            calls and turns: found again, written once, by several writers
-`queue`, `media`                                 the queue of finished sessions; images
+`queue`, `media`, `forks`                        the queue of finished sessions; images; sessions that share turns
 `support`                                        builds the records that the checks write
 """
 
 from collections.abc import Awaitable, Callable
 
-from tests.store.conformance import concurrency, deletion, duplicates, lifecycle, listing, lookup, media, queue, sessions
+from tests.store.conformance import concurrency, deletion, duplicates, forks, lifecycle, listing, lookup, media, queue, sessions
 from tests.store.conformance.concurrency import check_replicas
 from tests.store.conformance.support import Built, build, record
 from tokencache.store.base import Store
@@ -28,7 +28,7 @@ __all__ = ["CHECKS", "Built", "build", "check_replicas", "record"]
 
 CHECKS: tuple[Callable[[Store], Awaitable[None]], ...] = tuple(
     check
-    for module in (sessions, lifecycle, listing, lookup, deletion, duplicates, concurrency, queue, media)
+    for module in (sessions, lifecycle, listing, lookup, deletion, forks, duplicates, concurrency, queue, media)
     for name, check in vars(module).items()
     if name.startswith("check_") and check is not check_replicas
 )

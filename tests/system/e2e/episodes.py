@@ -17,6 +17,10 @@ def think(thought, text=""):
 
 EPISODES = {
     "count": [think("Small first.", "One, two."), think("I count.", ", ".join(map(str, range(1000, 1050))) + "."), think("ok", "Three.")],
+    "late": [
+        think("I look first.", "Let me look.\n" + call({"command": "ls"}) + "\nThen I read — naïve café ☕."),
+        think("ok", "Done ☕."),
+    ],
     "tidy": [  # as the template writes it
         think("I look first.", call({"command": "ls -la"})),
         think("So it is.", "All is well, as café ☕ should be."),

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 from tokencache.api.auth import AdminAuth
 from tokencache.api.gauges import Gauges
 from tokencache.api.http import choice, json_response, not_found, number
+from tokencache.api.lost_text import LostTextMeter
 from tokencache.api.openapi import register
 from tokencache.api.reader import SessionReader, no_session
 from tokencache.api.summaries import Filter, SessionList
@@ -30,6 +31,7 @@ from tokencache.api.viewer.transcript import MAX_MESSAGES, Transcript, message_o
 from tokencache.core.context import whole_contexts
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.lineage import ancestries, lineages
+from tokencache.core.lost_text import LostText
 from tokencache.core.reasons import Reason
 from tokencache.core.session import Reward
 from tokencache.core.turn import Turn
@@ -44,11 +46,16 @@ from tokencache.trajectories.formats.native import turn_object
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.links import Line, links
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
+from tokencache.trajectories.values import TurnChange
 
 UI = "/tokencache/ui/"
 MAX_TOKENS = 4096
 """Tokens in one response."""
 MAX_SESSIONS = 500
+_LOST_TEXT_TIMEOUT = 10.0
+"""Seconds for measuring the lost text of a session."""
+_TEMPORARY = frozenset({"engine-away", "time-limit"})
+"""Why lost text is not known now, and may be later."""
 _CACHED_BYTES = 64 * 2**20
 _CACHED_TRANSCRIPTS = 4
 _OVERLAP = 4
@@ -132,7 +139,7 @@ class _ViewerApi:
         self._ledger = ledger
         self._reader = SessionReader(ledger, weights)
         self._list, self._gauges = listing, gauges
-        self._texts = TokenTexts(pool)
+        self._texts, self._lost = TokenTexts(pool), LostTextMeter(pool, timeout=_LOST_TEXT_TIMEOUT)
         self._groups = GroupComparison(ledger.store, self._texts)
         self._layouts: RecentBySize[tuple[str, float, int, str], SequenceLayout] = RecentBySize(_CACHED_BYTES, SequenceLayout.size)
         self._changes: Recent[tuple[str, float, int], dict[str, Any]] = Recent(_CACHED_TRANSCRIPTS)
@@ -172,8 +179,18 @@ class _ViewerApi:
                 raise no_session(info.id) from None  # deleted meanwhile
             except ValueError as error:
                 raise _torn(error) from error
-            self._changes[key] = found
+            lost = await self._lost_text(info, turns)
+            found["changes"] = [_with_lost_text(change, lost[change.turn]) for change in found["changes"]]
+            if _TEMPORARY.isdisjoint(one.unknown for one in lost.values()):
+                self._changes[key] = found
         return json_response({"session": info.id, **found})
+
+    async def _lost_text(self, info: SessionInfo, turns: Sequence[Turn]) -> dict[str, LostText]:
+        try:
+            tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
+        except KeyError:
+            raise no_session(info.id) from None  # deleted meanwhile
+        return await self._lost.measure(turns, tokens)
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])
@@ -186,6 +203,7 @@ class _ViewerApi:
             body["change"] = await asyncio.to_thread(_change, body["number"], turns, contexts)
         except (KeyError, ValueError) as error:
             body["torn"] = f"{type(error).__name__}: {error}"
+        body["lost"] = (await self._lost_text(info, [turn]))[turn.id]
         return json_response(body)
 
     async def sequence(self, request: web.Request) -> web.StreamResponse:
@@ -305,6 +323,10 @@ def _changes_and_links(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> di
     contexts, lines = whole_contexts(turns, packed), lineages(turns)
     rooted = [Line(root, line) for line, (_, root) in zip(lines, ancestries(lines), strict=True)]
     return {"changes": Comparisons(turns, contexts).all(), "links": links(rooted, contexts)}
+
+
+def _with_lost_text(change: TurnChange, lost: LostText) -> TurnChange:
+    return msgspec.structs.replace(change, lost=list(lost.texts), not_compared=lost.unknown)
 
 
 def _change(number: int, turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident, failed_calls
 from tokencache.core.lineage import lineages
 from tokencache.core.session import Reward
-from tokencache.core.turn import Turn, TurnMark
+from tokencache.core.turn import UNSCORED, Turn
 from tokencache.core.weights import Announced
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
@@ -57,7 +57,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
 
 def is_scored(turn: Turn) -> bool:
     """Whether the sampled tokens of a turn have log probabilities, so that they can be trained."""
-    return TurnMark.NO_LOGPROBS not in turn.marks
+    return UNSCORED.isdisjoint(turn.marks)
 
 
 def _sequence(
@@ -102,6 +102,7 @@ def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: Abstr
             "replaced": sorted(turn.replaced),
             "model": turn.model,
             "harness": turn.harness,
+            "agent": None if turn.agent is None else msgspec.structs.asdict(turn.agent),
             "dialect": turn.dialect,
             "stream": turn.stream,
             "choice": turn.choice,

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.agents import AgentLabel
 from tokencache.core.chain import Conversation, before_last, build_conversation, extend
 from tokencache.core.media import MediaPart
 from tokencache.core.messages import Message
@@ -63,6 +64,7 @@ class ChatCall(msgspec.Struct):
         left_out: rules by which the dialect left parts of the request out.
         replaced: the client's values of parameters that a sampling policy replaced (`vocabulary.pin`).
         harness: name of the adapter that applies in this session, `""` if none.
+        agent: how the harness names the agent that makes the call, as a label (`core.agents`); `None` if it does not.
         leniency: the rules of that adapter.
         continues: whether the reply continues the last message, which is the assistant's and has only text.
         history: whether earlier replies keep their thinking (`supply`), or only what the template shows of them (`follow`).
@@ -89,6 +91,7 @@ class ChatCall(msgspec.Struct):
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
     harness: str = ""
+    agent: AgentLabel | None = None
     continues: bool = False
     leniency: Leniency = Leniency()
     history: History = "supply"

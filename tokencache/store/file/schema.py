@@ -19,7 +19,7 @@ CREATE TABLE IF NOT EXISTS tombstones (name BLOB PRIMARY KEY, expires REAL NOT N
 
 CREATE TABLE IF NOT EXISTS turns (
   n INTEGER PRIMARY KEY, session INTEGER NOT NULL REFERENCES sessions ON DELETE CASCADE, turn BLOB NOT NULL,
-  continued INTEGER NOT NULL DEFAULT 0, record BLOB NOT NULL, UNIQUE (session, turn));
+  continued INTEGER NOT NULL DEFAULT 0, record BLOB NOT NULL, shares INTEGER, UNIQUE (session, turn));
 CREATE INDEX IF NOT EXISTS turns_in_order ON turns (session);
 
 CREATE TABLE IF NOT EXISTS tokens (
@@ -64,15 +64,37 @@ CREATE TABLE IF NOT EXISTS removed_sessions (session BLOB, epoch TEXT, at REAL N
 CREATE TABLE IF NOT EXISTS demands (consumer BLOB PRIMARY KEY, demand BLOB NOT NULL) WITHOUT ROWID;
 """
 
-_ADDED = {"outcome": "BLOB", "call_ms": "INTEGER NOT NULL DEFAULT 0"}
-"""Columns of `sessions` that files of earlier releases lack: name → type. Those releases ignore them."""
+_ADDED = {
+    "sessions": {"outcome": "BLOB", "call_ms": "INTEGER NOT NULL DEFAULT 0"},
+    "turns": {"shares": "INTEGER"},
+}
+"""Columns that files of earlier releases lack: table → name → type. Those releases ignore them."""
+
+HAND_OVER = (
+    "CREATE INDEX IF NOT EXISTS turns_that_share ON turns (shares) WHERE shares IS NOT NULL",
+    """
+CREATE TRIGGER IF NOT EXISTS hand_over BEFORE DELETE ON sessions BEGIN
+  UPDATE tokens SET n = (SELECT min(heirs.n) FROM turns AS heirs WHERE heirs.shares = tokens.n AND heirs.session <> OLD.id)
+    WHERE n IN (SELECT own.n FROM turns AS own JOIN turns AS heirs ON heirs.shares = own.n
+                WHERE own.session = OLD.id AND heirs.session <> OLD.id);
+  UPDATE turns SET shares = moved.heir
+    FROM (SELECT heirs.shares AS n, min(heirs.n) AS heir FROM turns AS heirs JOIN turns AS own ON own.n = heirs.shares
+          WHERE own.session = OLD.id AND heirs.session <> OLD.id GROUP BY heirs.shares) AS moved
+    WHERE turns.shares = moved.n;
+END""",
+)
+"""A turn of a fork (`Store.share`) names in `shares` the turn whose tokens it reads. When the session of that turn is deleted, the tokens
+move to the first turn that shares them, and the others name this one."""
 
 
 def add_columns(db: sqlite3.Connection) -> None:
     """Add the columns that a file of an earlier release lacks. A file of another version is not changed."""
     if db.execute("SELECT 1 FROM meta WHERE name = 'schema' AND value = ?", (VERSION,)).fetchone() is None:
         return
-    there = {row["name"] for row in db.execute("PRAGMA table_info(sessions)")}
-    for name, kind in _ADDED.items():
-        if name not in there:
-            db.execute(f"ALTER TABLE sessions ADD COLUMN {name} {kind}")
+    for table, columns in _ADDED.items():
+        there = {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
+        for name, kind in columns.items():
+            if name not in there:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+    for statement in HAND_OVER:
+        db.execute(statement)

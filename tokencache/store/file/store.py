@@ -53,6 +53,9 @@ from tokencache.store.file.worker import Worker
 log = logging.getLogger(__name__)
 
 PAGE = 1000
+_SELECT_IDS = "SELECT ids FROM turns JOIN tokens ON tokens.n = coalesce(shares, turns.n) WHERE session = ? AND turn = ?"
+"""A turn has its own tokens, or those of the turn that it names in `shares`."""
+_SELECT_TOKENS = _SELECT_IDS.replace("ids", "ids, CASE WHEN shares IS NULL THEN logprobs ELSE x'' END AS logprobs, context", 1)
 _LOOKS, _LOOK_SECONDS = 20, 0.05
 """How often, and how far apart, an empty file is looked at."""
 _RENEW_BELOW = 0.99
@@ -372,6 +375,13 @@ class FileStore(FileQueue):
         row = self._find(db, session)
         return {turn: _tokens(db, row, turn)["context"] for turn in turns}
 
+    @writes
+    def share(self, db: sqlite3.Connection, session: str, source: str, turns: Sequence[Turn]) -> None:
+        row, other = self._use(db, session), self._use(db, source)
+        if row is None or other is None:
+            raise SessionGoneError(source if row is not None else session)
+        _share(db, row["id"], other["id"], turns)
+
     @ends
     def finish(self, db: sqlite3.Connection, session: str, outcome: Outcome | None = None) -> bool:
         row = self._use(db, session)
@@ -690,10 +700,7 @@ def _hits(db: sqlite3.Connection, number: int, keys: Sequence[bytes], *, early: 
 
 
 def _tokens(db: sqlite3.Connection, session: sqlite3.Row | None, turn: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = db.execute(
-        "SELECT ids, logprobs, context FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?",
-        (session["id"] if session else 0, text(turn)),
-    ).fetchone()
+    row: sqlite3.Row | None = db.execute(_SELECT_TOKENS, (session["id"] if session else 0, text(turn))).fetchone()
     if row is None:
         raise KeyError(turn)
     return row
@@ -703,7 +710,7 @@ def _line(db: sqlite3.Connection, number: int, turn: str) -> Iterator[bytes]:
     """Read the ids of a turn, of its base, and so on."""
     name: str | None = turn
     while name is not None:
-        row = db.execute("SELECT ids FROM turns JOIN tokens USING (n) WHERE session = ? AND turn = ?", (number, text(name))).fetchone()
+        row = db.execute(_SELECT_IDS, (number, text(name))).fetchone()
         if row is None:
             return
         yield row["ids"]
@@ -729,6 +736,21 @@ def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     db.executemany("INSERT OR IGNORE INTO hits VALUES (?, ?, ?)", [(number, key, n) for key in entry.keys])
     if turn.parent is not None:
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent)))
+
+
+def _share(db: sqlite3.Connection, number: int, other: int, turns: Sequence[Turn]) -> None:
+    """Record turns of another session, with their keys; they name the rows with the tokens."""
+    for turn in turns:
+        name = text(turn.id)
+        found = db.execute("SELECT n, coalesce(shares, n) AS own FROM turns WHERE session = ? AND turn = ?", (other, name)).fetchone()
+        if found is None:
+            raise KeyError(turn.id)
+        insert = "INSERT INTO turns (session, turn, record, shares) VALUES (?, ?, ?, ?) RETURNING n"
+        (n,) = db.execute(insert, (number, name, pack(turn), found["own"])).fetchone()
+        db.execute("INSERT INTO hits SELECT ?, key, ? FROM hits WHERE session = ? AND n = ?", (number, n, other, found["n"]))
+        db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent or "")))
+    counts = len(turns), len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns)
+    db.execute("UPDATE sessions SET turns = ?, begun = begun + ?, sampled = sampled + ? WHERE id = ?", (*counts, number))
 
 
 def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident], now: float) -> None:

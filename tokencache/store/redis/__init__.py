@@ -8,6 +8,7 @@
 `capacity`     decides whether new sessions may begin
 `scripts`      the Lua scripts of sessions; `queue_scripts` those of the queue, and its keys
 `fields`       names of keys and fields, and what they contain
+`forks`        shares turns between a session and its forks
 `store`        the store itself
 =============  =====================================================================================================
 
@@ -30,6 +31,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 `T<n>`                                       base, lengths, delta and completion ids, raw
 `L<n>`                                       log probabilities; only export reads them; absent if there are none
 `M<n>`                                       the context: messages, deflated; only export reads it; absent if there is none
+`shared` `fork`                             `1` if it has forks, and if it is one: shared turns have references (`forks`)
 `=<key>`                                     numbers of the turns found under that key
 `I<n>`                                       an incident
 `D<name>`                                    a document
@@ -42,6 +44,8 @@ late calls. Other keys:
 
 ===========================================  =========================================================================
 `<prefix>:key:<hash>`                        binding of an API key
+`<prefix>:forks`                            by fork: its name, its epoch, and the references that its turns may have
+`<prefix>:{<session>}:<epoch>`              a session that was deleted and has forks
 `<prefix>:alive:{replicas}:<replica>`        heartbeat of a replica
 `<prefix>:queue:{queue}` and two more        the queue of finished sessions (`queue_scripts`)
 `<prefix>:demands`                           a hash: consumer → what it asked of the queue last

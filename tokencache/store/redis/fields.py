@@ -36,6 +36,7 @@ class Keys:
         self.secret = self._prefix + b":secret"
         self.engines = self._prefix + b":engines"
         self.weights = self._prefix + b":weights"
+        self.forks = self._prefix + b":forks"
         self.watched = self._prefix + b":watched"
         queue = self._prefix + b":queue:{queue}"
         self.demands = self._prefix + b":demands"
@@ -48,6 +49,11 @@ class Keys:
     def name(self, key: bytes) -> str:
         """Name of the session that a key belongs to."""
         return unquote(key[len(self._start) : -1], errors="surrogatepass")
+
+    def holders(self, reference: bytes) -> tuple[bytes, bytes]:
+        """Keys under which the turns of a reference may be: that of their session, and the one it has once it was deleted."""
+        epoch, session = unpack_reference(reference)
+        return (key := self.session(session)), key + b":" + epoch
 
     def binding(self, key: str) -> bytes:
         """Key of the binding of an API key."""
@@ -65,6 +71,22 @@ def _escape(session: str) -> bytes:
 def turn_field(turn: str) -> bytes:
     """Field that holds a turn's number."""
     return b"#" + text(turn)
+
+
+REFERENCE = b"\xff\xff"
+"""How a reference begins. It takes the place of ids and of a context; both begin otherwise."""
+_EPOCH = 16
+
+
+def pack_reference(session: str, epoch: bytes) -> bytes:
+    """Refer to the turns of another session."""
+    return REFERENCE + epoch + text(session)
+
+
+def unpack_reference(reference: bytes) -> tuple[bytes, str]:
+    """Return the epoch and the name of the session that a reference names."""
+    start = len(REFERENCE) + _EPOCH
+    return reference[len(REFERENCE) : start], untext(reference[start:])
 
 
 def document_field(name: str) -> bytes:

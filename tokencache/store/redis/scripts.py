@@ -390,14 +390,25 @@ return 1
 """
 )
 
+FORKED = 2
+"""Reply of DELETE for a session that is a fork or has forks."""
+
 DELETE = (
     SESSION_KEY
     + """
--- ARGV: how long the tombstone lasts; 0: the name may be used again at once
-if epoch or ARGV[1] == '0' then redis.call('UNLINK', session) end
+-- ARGV: how long the tombstone lasts; 0: the name may be used again at once; how long what forks share is kept
+-- Returns 0 if there is no session, 2 if it is a fork or has forks, else 1.
+local forks = epoch and redis.call('HMGET', session, 'shared', 'fork') or {}
+if forks[1] then
+  local kept = session .. ':' .. epoch -- in the same slot: the name of the session is the hash tag of both
+  redis.call('RENAME', session, kept)
+  redis.call('PEXPIRE', kept, ARGV[2])
+elseif epoch or ARGV[1] == '0' then
+  redis.call('UNLINK', session)
+end
 if not epoch then return 0 end
 if ARGV[1] ~= '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
-return 1
+return (forks[1] or forks[2]) and 2 or 1
 """
 )
 
@@ -428,6 +439,79 @@ if not string.find(list, string.sub(ARGV[3], 2), 1, true) then
 end
 redis.call('PEXPIRE', session, ARGV[1])
 return STORED
+"""
+)
+
+SHARE = (
+    SESSION_KEY
+    + """
+-- ARGV: how long the session is kept, its epoch, fields of the turns that a fork shares
+-- Returns for each turn the reference that it is itself, or '', then each key that finds some of them, with their places in ARGV.
+-- Returns the places of fewer turns if one does not exist, and nothing if the epoch has ended.
+if epoch ~= ARGV[2] then return {} end
+local found, places = {}, {}
+for i = 3, #ARGV do
+  local n = redis.call('HGET', session, ARGV[i])
+  if not n then return found end
+  local ids = redis.call('HGET', session, 'T' .. n)
+  places[n] = i - 2
+  found[#found + 1] = string.sub(ids, 1, 2) == '\\255\\255' and ids or ''
+end
+for _, name in ipairs(redis.call('HKEYS', session)) do
+  if string.sub(name, 1, 1) == '=' then
+    local kept = {}
+    for n in string.gmatch(redis.call('HGET', session, name), '%d+') do kept[#kept + 1] = places[n] end
+    if #kept > 0 then
+      found[#found + 1] = name
+      found[#found + 1] = table.concat(kept, ' ')
+    end
+  end
+end
+redis.call('HSET', session, 'shared', '1')
+redis.call('PEXPIRE', session, ARGV[1])
+return found
+"""
+)
+
+JOIN_SHARED = (
+    SESSION_KEY
+    + """
+-- ARGV: ttl, epoch, number of calls, of sampled tokens and of turns, per turn (field, field of its parent or '', head, reference), keys
+-- (field, places of turns)
+-- Returns 0 if the epoch has ended, else 1.
+if epoch ~= ARGV[2] then return 0 end
+local count = tonumber(ARGV[5])
+if redis.call('HGET', session, 'fork') then return 1 end -- sent before, and the reply was lost
+local numbers = {}
+for i = 1, count do
+  local at = 4 * i + 2
+  local n = redis.call('HINCRBY', session, 'turns', 1)
+  numbers[i] = n
+  redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 3], 'M' .. n, ARGV[at + 3], 'fork', '1')
+  local parent = ARGV[at + 1] ~= '' and redis.call('HGET', session, ARGV[at + 1])
+  if parent then
+    redis.call('HSET', session, 'H' .. parent, '+' .. string.sub(redis.call('HGET', session, 'H' .. parent), 2))
+  end
+end
+redis.call('HINCRBY', session, 'begun', ARGV[3])
+redis.call('HINCRBY', session, 'sampled', ARGV[4])
+for at = 4 * count + 6, #ARGV, 2 do
+  local found = {}
+  for place in string.gmatch(ARGV[at + 1], '%d+') do found[#found + 1] = numbers[tonumber(place)] end
+  redis.call('HSET', session, ARGV[at], table.concat(found, ' '))
+end
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
+"""
+)
+
+KEEP_SHARED = (
+    SESSION_KEY
+    + """
+-- ARGV: how long the session is kept, its epoch
+if epoch ~= ARGV[2] then return 0 end
+redis.call('PEXPIRE', session, ARGV[1])
+return 1
 """
 )
 
@@ -472,7 +556,7 @@ PREFIX = (
     SESSION_KEY
     + """
 if gone then return {} end
--- ARGV: field of the turn. Returns its ids and those of all its bases.
+-- ARGV: field of the turn. Returns its ids and those of all its bases; if one is in another session, its reference and its field are last.
 local line, field = {}, ARGV[1]
 for _ = 1, tonumber(redis.call('HGET', session, 'turns') or 0) do
   local n = redis.call('HGET', session, field)
@@ -481,6 +565,7 @@ for _ = 1, tonumber(redis.call('HGET', session, 'turns') or 0) do
   line[#line + 1] = packed
   local named = string.byte(packed, 1) + 256 * string.byte(packed, 2)
   if named == 0 then break end
+  if named == 65535 then line[#line + 1] = field break end
   field = '#' .. string.sub(packed, 19, 18 + named)
 end
 return line

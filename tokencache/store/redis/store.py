@@ -55,6 +55,7 @@ from tokencache.store.redis.answers import WrongAnswerError, check
 from tokencache.store.redis.capacity import PAGE, CapacityWatch, run_id, scan
 from tokencache.store.redis.connections import Backend, SingleServer, connect
 from tokencache.store.redis.fields import decoding, document_field, media_field, turn_field
+from tokencache.store.redis.forks import Forks
 from tokencache.store.redis.retries import RetryingClient
 
 SCHEMA = 1
@@ -148,6 +149,7 @@ class RedisStore:
         connected: tuple[Backend, Sequence[str]] = connect(url, timeout_seconds) if client is None else (SingleServer(client), ())
         self._backend, passwords = connected
         self._client = RetryingClient(self._backend, timeout_seconds, ("GET", self._keys.schema), passwords)
+        self._forks = Forks(self._script, self._command, self.states, self._keys, self._ttl)
         self._capacity = CapacityWatch(
             self._client, self._backend, self._keys.pattern, max_sessions=max_sessions, max_bytes=max_bytes, may_evict=may_evict
         )
@@ -246,6 +248,7 @@ class RedisStore:
         await self._script("mark_wanted", scripts.MARK_WANTED, [self._keys.session(session)], self._ttl, text(call), flag)
 
     async def heartbeat(self, replica: str, seconds: float) -> None:
+        await self._forks.keep_now_and_then()
         await self._command("heartbeat", "SET", self._keys.replica(replica), b"1", "PX", max(1, int(seconds * 1000)))
 
     async def live_replicas(self, replicas: Sequence[str]) -> set[str]:
@@ -261,9 +264,10 @@ class RedisStore:
             return fields.unpack_hits(reply, len(keys))
 
     async def prefix(self, session: str, turn: str) -> Prefix:
-        reply = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
+        line = await self._script("prefix", scripts.PREFIX, [self._keys.session(session)], turn_field(turn))
+        await self._forks.follow_line(line)
         with decoding(session):
-            return unpack_prefix(turn, reply)
+            return unpack_prefix(turn, line)
 
     async def commit(
         self,
@@ -347,6 +351,7 @@ class RedisStore:
         reply = await self._script("tokens", scripts.TOKENS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < 2 * len(turns):
             raise KeyError(turns[len(reply) // 2])
+        await self._forks.follow(scripts.TOKENS, turns, reply, 2)
         with decoding(session):
             return {turn: unpack_tokens(reply[2 * n], reply[2 * n + 1]).tokens for n, turn in enumerate(turns)}
 
@@ -354,8 +359,15 @@ class RedisStore:
         reply = await self._script("contexts", scripts.CONTEXTS, [self._keys.session(session)], *map(turn_field, turns))
         if len(reply) < len(turns):
             raise KeyError(turns[len(reply)])
+        await self._forks.follow(scripts.CONTEXTS, turns, reply, 1)
         with decoding(session):
             return dict(zip(turns, reply, strict=True))
+
+    async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
+        fork, other = [await self.session(name) for name in (session, source)]
+        if fork is None or other is None:
+            raise SessionGoneError(source if fork is not None else session)
+        await self._forks.add(fork, other, turns)
 
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
         given = (outcome.kind, pack(outcome)) if outcome is not None else ("", b"")
@@ -395,8 +407,11 @@ class RedisStore:
             return [unpack(reward, Reward) for reward in reply]
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        tombstone = 0 if reuse else self._tombstone
-        return bool(await self._script("delete", scripts.DELETE, [self._keys.session(session)], tombstone, repeatable=False))
+        keys, tombstone = [self._keys.session(session)], 0 if reuse else self._tombstone
+        deleted = await self._script("delete", scripts.DELETE, keys, tombstone, 2 * self._ttl, repeatable=False)
+        if deleted == scripts.FORKED:
+            await self._forks.keep()
+        return bool(deleted)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         if not names:

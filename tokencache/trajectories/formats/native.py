@@ -168,6 +168,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "stop_reason": turn.stop_reason,
         "model": turn.model,
         "harness": turn.harness,
+        "agent": None if turn.agent is None else msgspec.structs.asdict(turn.agent),
         "weight_versions": turn.versions,
         "version_source": turn.version_source,
         "prompt_version": turn.prompt_version,

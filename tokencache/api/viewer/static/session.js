@@ -17,7 +17,7 @@ const TABS = { turns: "turns", sequences: "sequences", incidents: "incidents", f
 
 export class SessionPage {
   constructor(root, target, signal) {
-    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null, links: [], linked: -1, unfolded: new Set() });
+    Object.assign(this, { root, target, signal, name: target.session, shown: "", drift: null, links: [], changes: [], linked: -1, unfolded: new Set() });
     crumbs(["sessions", "#/"], [target.session, ""]);
     this.up = "#/";
     this.head = h("div", { class: "head" });
@@ -67,7 +67,9 @@ export class SessionPage {
     const turns = this.outline.turns.length;
     if (turns === this.linked) return;
     this.linked = turns;
-    const { links } = await get(at(this.name, "changes"), {}, this.signal);
+    const { links, changes } = await get(at(this.name, "changes"), {}, this.signal);
+    this.changes = changes;
+    this.showHead();
     if (JSON.stringify(links) === JSON.stringify(this.links)) return;
     this.links = links;
     this.showPart();
@@ -139,6 +141,7 @@ export class SessionPage {
       ["applied rules", count(sum(figures.forgiven)), many(Object.keys(figures.forgiven).length, "rule")],
       incidentTile(incidents, this.outline.failed_calls),
       this.driftTile(),
+      this.lostTile(),
     ].filter(Boolean);
   }
 
@@ -159,6 +162,14 @@ export class SessionPage {
     if (!prompts) return [name, "–", this.drift.why || "no prompt was spliced"];
     const missing = this.drift.unmeasured.size;
     return [name, many(tokens, "token"), `in ${drifted} of ${many(prompts, "last prompt")}${missing ? `; ${missing} not measured` : ""}`];
+  }
+
+  /** What the model sampled and a parser of the engine dropped; no tile if nothing is known to be lost. */
+  lostTile() {
+    const lost = this.changes.filter((change) => change.lost.length);
+    const unknown = this.changes.filter((change) => change.not_compared).length;
+    const characters = lost.flatMap((change) => change.lost).reduce((sum, text) => sum + [...text].length, 0);
+    return lost.length ? ["lost to the parser", many(characters, "character"), `in ${many(lost.length, "turn")}${unknown ? `; ${unknown} not compared` : ""}`, "missing"] : null;
   }
 
   showPart() {

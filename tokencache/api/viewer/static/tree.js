@@ -4,7 +4,7 @@
 // is a dotted line to that turn. A call that failed is a row without a number.
 
 import { badge, h, s } from "./dom.js";
-import { clock, count, many, span, visible } from "./format.js";
+import { clock, count, many, readable, span, visible } from "./format.js";
 import { incidentText, LINKS, reasonText, STARTS } from "./words.js";
 
 const ROW = 30;
@@ -182,6 +182,7 @@ function turnRow(turn, outline, lanes, session, chosen) {
       h("span", { class: "what" },
         starts || turn.match !== "continue" ? badge(turn.match, turn.match, STARTS[turn.match]) : null,
         turn.reason ? h("span", { class: "reason", title: reasonText(turn.reason) }, turn.reason) : null,
+        starts && turn.agent?.parent ? badge("sub-agent", "agent", `agent ${readable(turn.agent.id)}, started by ${readable(turn.agent.parent)}: so the harness says`) : null,
         returned, fate, marks, rules,
         h("span", { class: "says" }, visible(turn.says) || "∅")),
       h("span", { class: "num", title: "prompt tokens" }, count(turn.prompt_tokens)),

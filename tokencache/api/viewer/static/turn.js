@@ -2,7 +2,7 @@
 
 import { at, get } from "./api.js";
 import { badge, copier, h, idText, note } from "./dom.js";
-import { count, many, moment, quoted, reward, span, visible } from "./format.js";
+import { count, many, moment, quoted, readable, reward, span, visible } from "./format.js";
 import { reasonText, STARTS, VERDICTS } from "./words.js";
 
 export class TurnPanel {
@@ -53,6 +53,7 @@ export class TurnPanel {
         ["called", `${moment(turn.created)}, took ${span(turn.seconds)}`],
         ["request", [many(turn.messages, "message"), ", ", many(turn.tools, "tool"), ", ", turn.dialect, turn.stream ? ", streamed" : ""]],
         ["harness", turn.harness],
+        ["agent", turn.agent && agentText(turn.agent)],
         ["model", turn.model],
         ["sampling", Object.keys(turn.sampling).length ? h("code", {}, quoted(turn.sampling)) : null],
         ["replaced", Object.keys(turn.replaced).length ? [h("code", {}, quoted(turn.replaced)), " requested by the harness"] : null],
@@ -62,7 +63,7 @@ export class TurnPanel {
         ["pieces", turn.pieces.length ? turn.pieces.map(piece) : null],
         ["not continued", turn.again],
         ["experts", turn.experts],
-        ["marks", turn.marks.length ? turn.marks.map((mark) => badge(mark, "mark")) : null],
+        ["marks", marks(turn).length ? marks(turn).map((mark) => badge(mark, "mark")) : null],
         ["rules", turn.forgiven.length ? turn.forgiven.map((rule) => badge(rule, "rule")) : null],
         ["call", idText(turn.call, "the call's id")],
       ]),
@@ -70,6 +71,7 @@ export class TurnPanel {
       ...this.echoes(turn, other),
       h("h3", {}, "Reply as served"),
       ...served(turn.served),
+      ...lost(turn.lost),
     ].filter(Boolean);
   }
 
@@ -140,6 +142,21 @@ function side(segments, which) {
     return segment[which] ? h(which === 1 ? "del" : "ins", {}, visible(segment[which])) : h("span", { class: "gap", title: "nothing here" });
   });
   return segments.every((segment) => !segment[which]) ? h("span", { class: "muted" }, "nothing") : texts;
+}
+
+/** How the harness names the agent that made the call: what it says, which proves nothing. */
+function agentText({ id, parent, kind }) {
+  const parts = [id && readable(id), kind && `kind ${readable(kind)}`, parent && `started by ${readable(parent)}`];
+  return [parts.filter(Boolean).join(", "), h("span", { class: "muted" }, " (as the harness says)")];
+}
+
+/** Its marks, and one for text that a parser of the engine dropped. */
+const marks = (turn) => [...turn.marks, ...(turn.lost.texts.length ? ["lost-text"] : [])];
+
+/** What the model sampled and the harness never received. */
+function lost({ texts, unknown }) {
+  if (unknown && unknown !== "broken-off") return [note(`Whether a parser dropped text of it is not known (${unknown}).`)];
+  return texts.length ? [h("h3", {}, "Lost to the parser"), ...texts.map((text) => h("div", { class: "said lost" }, h("pre", {}, visible(text))))] : [];
 }
 
 function served(message) {
