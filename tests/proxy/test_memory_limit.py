@@ -194,14 +194,14 @@ async def test_a_call_without_its_client_still_holds_its_body(monkeypatch, linge
     async with limited(linger=linger) as rig:
         await rig.say("s", [user("EPISODE:demo")])
         await until(lambda: not rig.proxy.request_memory.total)
-        send = rig.proxy.upstream._send
+        send = rig.proxy.upstream.send
 
-        async def slow_send(*more):
+        async def slow_send(*more, **options):
             asked.set()
             await goes_on.wait()
-            return await send(*more)
+            return await send(*more, **options)
 
-        monkeypatch.setattr(rig.proxy.upstream, "_send", slow_send)
+        monkeypatch.setattr(rig.proxy.upstream, "send", slow_send)
         call = asyncio.create_task(rig.post("s", messages=[user("EPISODE:talk")]))
         await asked.wait()
         held = rig.proxy.request_memory.total

@@ -190,14 +190,14 @@ async def test_the_longest_idle_goes_first_and_no_call_does(monkeypatch):
     goes_on = asyncio.Event()
 
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=7)) as rig, clients(rig) as connect:
-        send = rig.proxy.upstream._send
+        send = rig.proxy.upstream.send
 
         async def slow_send(*asked):
             await goes_on.wait()
             return await send(*asked)
 
         await rig.say("s", [user("EPISODE:talk")])
-        monkeypatch.setattr(rig.proxy.upstream, "_send", slow_send)
+        monkeypatch.setattr(rig.proxy.upstream, "send", slow_send)
         calls = [await connect(CALL) for _ in range(4)]
         head, body = await connect(HEALTH[:20]), await connect(BODY)
         idle = [await connect(HEALTH) for _ in range(4)]

@@ -16,7 +16,7 @@ from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.proxy.serve import served
 from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
-from tokencache.engine import upstream
+from tokencache.engine import connections
 from tokencache.server import listener
 from tokencache.server.listener import raise_file_limit
 from tokencache.server.serve import serving
@@ -158,7 +158,7 @@ async def test_no_descriptor_for_the_engine(monkeypatch, caplog):
             if next(left, False):
                 raise OSError(errno.EMFILE, "Too many open files")
 
-        monkeypatch.setattr(upstream, "keep_alive", short)
+        monkeypatch.setattr(connections, "keep_alive", short)
         with caplog.at_level(logging.ERROR):
             assert await rig.say("s", [user("EPISODE:demo")])
         await rig.check()
