@@ -10,6 +10,7 @@ driver        the request supplies an exact prompt as               ids and log 
 `nemo-rl`     `required_prefix_token_ids`, up to the last reply     the message of the reply
 `nemo-gym`    three members on the last reply of the history        the message of the reply
 `completions` the prompt of a text completion                       the choices; a second request, derender, makes the message
+`dynamo`      `nvext.token_data`, all of it                         `nvext` of the reply and of each chunk; may stream
 ============  ====================================================  ==========================================================
 
 The rest of the proxy knows only vLLM's format. If an engine has the ids elsewhere, its driver moves them (`Driver.read`). If a driver can
