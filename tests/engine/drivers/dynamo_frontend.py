@@ -21,16 +21,18 @@ class DynamoFrontend(Intermediary):
     Attributes:
         ready: whether a worker has registered.
         kv: whether the router's mode is `kv`: in others `query_instance_id:` samples.
-        migrations: `--migration-limit`, as `/metrics` says; `None` if they do not.
+        migrated: the number of requests that it has moved to another worker.
         dies_after: number of chunks after which the worker dies; `None` if it lives.
         miscounts: how many tokens too many it counts in a prompt.
+        drops: how many ids it leaves out at the beginning of a prompt.
         asked: the requests of sessions that sampled, and their `headers`.
         rendered: the requests that did not.
     """
 
     def __init__(self, upstream):
         super().__init__(upstream)
-        self.ready, self.kv, self.migrations, self.dies_after, self.miscounts = True, True, 0, None, 0
+        self.ready, self.kv, self.migrated, self.dies_after, self.miscounts = True, True, 0, None, 0
+        self.drops = 0
         self.asked, self.rendered, self.headers = [], [], []
 
     async def _pass(self, request):
@@ -41,8 +43,8 @@ class DynamoFrontend(Intermediary):
                 model = {"id": "sim", "object": "model", "created": 1, "owned_by": "nvidia", "context_window": 4096}
                 return web.json_response({"object": "list", "data": [model] * self.ready})
             case "GET", "/metrics":
-                line = f'dynamo_frontend_model_migration_limit{{model="sim"}} {self.migrations}\n'
-                return web.Response(text=line if self.migrations is not None else "")
+                labels = 'model="sim",migration_type="ongoing_request",outcome="success"'
+                return web.Response(text=f"dynamo_frontend_model_migration_total{{{labels}}} {self.migrated}\n" * bool(self.migrated))
             case "POST", "/v1/chat/completions" | "/v1/completions" if self.ready:
                 return await self._serve(request)
         return web.Response(status=404)
@@ -59,7 +61,7 @@ class DynamoFrontend(Intermediary):
             self.asked.append({**body, "nvext": extension})
             self.headers.append(request.headers)
         if ids is not None:
-            body["kv_transfer_params"] = {"prompt_token_ids": ids}
+            body["kv_transfer_params"] = {"prompt_token_ids": ids[self.drops :]}
         continuous = (body.get("stream_options") or {}).pop("continuous_usage_stats", False)
         kept = {name: request.headers[name] for name in ("X-Session-ID", "X-Request-Id") if name in request.headers}
         body["return_token_ids"] = True
@@ -114,7 +116,21 @@ def _refusal(body, fields, ids):
         return _error(404, "Model not found")
     if body.get("n", 1) != 1 and "completion_token_ids" in fields:
         return _error(400, "Validation: it requires exactly one generated choice")
+    if not all(map(_is_object, _arguments(body))):
+        return _error(400, "Validation: `function.arguments` must be a valid JSON object string")
     return _error(400, "Invalid request") if ids is not None and max(ids) >= VOCABULARY else None
+
+
+def _arguments(body):
+    calls = [call for message in body.get("messages", ()) for call in message.get("tool_calls") or ()]
+    return [call["function"]["arguments"] for call in calls]
+
+
+def _is_object(text):
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def _as_dynamo(reply, fields, *, whole):

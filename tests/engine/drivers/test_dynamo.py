@@ -44,18 +44,16 @@ async def test_what_the_probe_finds(kind):
     async with before(kind) as (rig, _):
         model = await found(rig)
         assert (model["level"], model["driver"], model["max_model_len"], model["tokenizes"]) == ("exact", "dynamo", 4096, True)
-        assert len(model["cautions"]) == 1
-        assert "--enable-rl" in model["cautions"][0]
+        assert not any("moved" in caution for caution in model["cautions"])
 
 
-@pytest.mark.parametrize(("migrations", "words"), [(3, "--migration-limit 0, not 3"), (None, "do not say whether it was")])
-async def test_options_to_check_are_named_at_start(migrations, words, caplog):
-    def change(frontend):
-        frontend.migrations = migrations
-
-    async with before(change=change) as (rig, _):
-        assert any(words in caution for caution in (await found(rig))["cautions"])
-    assert any(words in record.message for record in caplog.records)
+async def test_options_that_cannot_be_checked_are_named_at_start(caplog):
+    async with before(change=lambda frontend: setattr(frontend, "migrated", 3)) as (rig, _):
+        sampling, migration = (await found(rig))["cautions"]
+    assert "--enable-rl" in sampling
+    assert "--migration-limit 0" in migration
+    assert migration.endswith("it has moved 3 requests")
+    assert {record.message.partition("CHECK ITS OPTIONS: ")[2] for record in caplog.records} >= {sampling, migration}
 
 
 @STREAMS
@@ -128,6 +126,50 @@ async def test_a_count_that_is_not_that_of_the_ids_proves_nothing():
         assert hole["hole"]
 
 
+@pytest.mark.parametrize("at", ["root", "later"])
+async def test_a_frontend_that_uses_other_ids_disagrees(at):
+    """Also where the driver had the prompt rendered: the turn is recorded with the ids that were used, and marked."""
+    async with before() as (rig, frontend):
+        messages = list(ASK)
+        if at == "later":
+            message = await rig.say("s", messages, stream=True)
+            messages += [echo(message), user("go on")]
+        frontend.drops = 1
+        await rig.say("s", messages, stream=True)
+        turn = (await rig.turns())[-1]
+        assert "engine-disagrees" in turn["marks"]
+        assert turn["prompt_tokens"] == len(frontend.asked[-1]["nvext"]["token_data"]) - 1
+
+
+async def test_several_choices_are_a_hole():
+    """The frontend reports ids for one choice only."""
+    async with before() as (rig, _):
+        async with rig.http.post(rig.url + "/s/s" + CHAT, json={"model": "sim", "messages": ASK, "n": 2}) as answer:
+            assert (answer.status, len((await answer.json())["choices"])) == (200, 2)
+        assert "no-token-ids" in {incident["kind"] for incident in (await rig.info())["incidents"] if incident["hole"]}
+
+
+async def test_arguments_that_it_refuses_do_not_end_a_session():
+    """They are in the history that a recorded reply continues; in place of them it gets a stand-in, beside the exact ids."""
+    async with before() as (rig, _):
+        message = await rig.say("s", ASK, tools=TOOLS)
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
+        history = [*ASK, echo(message), *results(message), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        await rig.say("s", [*history, {"role": "tool", "tool_call_id": "c", "content": "no"}], tools=TOOLS)
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+        assert (await rig.info())["incidents"] == []
+
+
+async def test_its_refusals_are_errors_of_the_dialect():
+    async with before() as (rig, _):
+        body = {"model": "sim", "messages": ASK, "max_tokens": 9, "chat_template": "x"}
+        async with rig.http.post(rig.url + "/s/s" + CHAT, json=body) as answer:
+            assert (answer.status, (await answer.json())["code"]) == (400, 400)  # as a direct call's
+        async with rig.http.post(rig.url + "/s/s/v1/messages", json={**body, "model": "other"}) as answer:
+            error = await answer.json()
+            assert (answer.status, error["type"], error["error"]["message"]) == (404, "error", "Model not found")
+
+
 async def test_another_mode_of_the_router_samples_to_render():
     def change(frontend):
         frontend.kv = False
@@ -178,12 +220,9 @@ def headers_of(**sent):
 
 
 def test_a_harnesss_own_headers_do_not_win():
-    assert headers_of() == {"X-Dynamo-Session-ID": "s"}
-    assert headers_of(x_dynamo_session_id="mine", X_Dynamo_Session_Final="true") == {"X-Dynamo-Session-ID": "s"}
-    child = {"X-Dynamo-Session-ID": "s/a", "X-Dynamo-Parent-Session-ID": "s"}
-    assert headers_of(x_dynamo_session_id="a", x_dynamo_parent_session_id="mine") == child
-    assert headers_of(x_claude_code_agent_id="a") == child
-    assert headers_of(x_parent_session_id="mine", x_session_id="a") == child
+    own = {"X-Dynamo-Session-ID": "s"}
+    assert headers_of() == own
+    assert headers_of(x_dynamo_session_id="mine", X_Dynamo_Session_Final="true", x_dynamo_parent_session_id="another") == own
 
 
 async def test_requests_name_the_session():

@@ -9,7 +9,7 @@ from conftest import proxying
 from episodes import EPISODES
 from rig.agent import Agent
 from rig.dynamo_server import Frontend, dynamo_venv
-from rig.exported import generations, generations_of, trajectory, turns
+from rig.exported import assert_exported, generations, generations_of, trajectory, turns
 from rig.harness import SESSION_HEADER, TOOLS
 from rig.model import make_model
 from rig.server import LIMIT_S, MODEL
@@ -173,7 +173,12 @@ async def test_a_worker_that_dies_in_mid_reply(model, tmp_path):
             assert [incident["kind"] for incident in exported["incidents"]] == ["engine-error"]
             assert not exported["complete"]
             dynamo.set_pace(0)
-            await harness.turn()
+
+            async def answered():  # until the frontend notices that the worker is gone, it answers 500
+                (reply,) = await harness.ask()
+                return reply.status == 200 and harness.take(reply)
+
+            await until(answered)
             assert [turn["match"] for turn in await turns(proxied, "s")] == ["root", "continue", "branch"]
             assert harness.replies[1].extends(harness.replies[0])
             assert any(heard["prompt"] == harness.replies[1].prompt for heard in dynamo.heard(1 - first))
@@ -181,7 +186,7 @@ async def test_a_worker_that_dies_in_mid_reply(model, tmp_path):
 
 async def test_calls_wait_for_workers(model, tmp_path):
     """A frontend without a worker answers 404 to model calls; a call waits until one has registered."""
-    with Frontend(tmp_path, EPISODES, options=["--migration-limit", "3"]) as dynamo:
+    with Frontend(tmp_path, EPISODES) as dynamo:
         await until(dynamo.is_up)
         settings = Settings(upstream=dynamo.url, port=0, hold=LIMIT_S)
         async with serving(settings, MemoryStore()) as (url, proxy), aiohttp.ClientSession() as http:
@@ -193,25 +198,28 @@ async def test_calls_wait_for_workers(model, tmp_path):
             assert answer.status == 200, await answer.text()
             (found,) = {capability.model: capability for capability in proxy.engine.capabilities}.values()
             assert found.level == "exact"
-            assert any("--migration-limit 0, not 3" in caution for caution in found.cautions)
+            assert [caution for caution in found.cautions if "--migration-limit 0" in caution]
 
 
 async def test_sessions_stay_on_a_worker(proxied, scripted):
-    """Whatever a harness sends as Dynamo's own headers; its sub-agents begin there, too."""
+    """Whatever a harness sends as Dynamo's own headers."""
+    own = ({"X-Dynamo-Session-ID": "one"}, {"X-Dynamo-Session-ID": "other"}, {"X-Dynamo-Parent-Session-ID": "one"}, {})
     places = []
     for n in range(8):
-        prompts = []
-        for headers in ({"X-Dynamo-Session-ID": f"own-{n}"}, {"X-Dynamo-Session-ID": "other"}, {"X-Claude-Code-Agent-ID": f"a{n}"}):
+        found = []
+        for headers in own:
             body = {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": f"EPISODE:hello from {n} {headers}"}],
                 "return_token_ids": True,
             }
-            async with proxied.http.post(f"{proxied.url}/s/pin-{n}/v1/chat/completions", json=body, headers=headers) as answer:
-                prompts.append((await answer.json())["prompt_token_ids"])
-        places.append({worker for worker in range(3) for heard in scripted.heard(worker) if heard["prompt"] in prompts})
-    assert all(len(place) == 1 for place in places)
-    assert len(set.union(*places)) > 1
+            url = f"{proxied.url}/s/pin-{n}/v1/chat/completions"
+            async with proxied.http.post(url, json=body, headers=headers) as answer:
+                prompt = (await answer.json())["prompt_token_ids"]
+            found += [worker for worker in range(3) for heard in scripted.heard(worker) if heard["prompt"] == prompt]
+        places.append(found)
+    assert all(len(found) == len(own) and len({*found}) == 1 for found in places)
+    assert len({found[0] for found in places}) > 1
 
 
 async def test_mockers(model, tmp_path):
@@ -221,8 +229,26 @@ async def test_mockers(model, tmp_path):
             dynamo.worker("mocker", model)
         dynamo.wait_for(3)
         async with proxying(dynamo.url, MemoryStore()) as proxied:
-            found = proxied.proxy.engine.models[0].capability
-            assert found.level in {"exact", "record"}, found
-            print(found.summary())
+            for found in proxied.proxy.engine.models:
+                found.stop_ids.update(found.capability.turn_ends)
             harnesses = await play(proxied, max_tokens=40)
-            print(extended(harnesses))
+            assert extended(harnesses) == (72, 72)
+            for harness in harnesses:
+                exported = await trajectory(proxied, harness.session)
+                assert {incident["kind"] for incident in exported["incidents"]} == {"no-logprobs"}
+                assert [len(sequence["turns"]) for sequence in exported["sequences"]] == [TURNS]
+
+
+async def test_a_real_vllm(model, servers, tmp_path):
+    """The same as with scripted workers: 72 of 72, and log probabilities of the distribution that was sampled from."""
+    servers.stop()  # one vLLM at a time
+    with Frontend(tmp_path, EPISODES) as dynamo:
+        dynamo.worker("vllm", model)
+        dynamo.wait_for(1)
+        async with proxying(dynamo.url, MemoryStore()) as proxied:
+            found = proxied.proxy.engine.models[0].capability
+            assert (found.level, found.logprobs, len(found.stop_ids)) == ("exact", "processed", 1)
+            harnesses = await play(proxied)
+            assert extended(harnesses) == (72, 72)
+            for harness in harnesses:
+                assert_exported(await trajectory(proxied, harness.session), harness.replies)

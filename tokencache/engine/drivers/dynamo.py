@@ -15,7 +15,8 @@ has the number of tokens in the prompt: if it is that of the ids that were sent,
 calls, and its list of models is empty: calls wait.
 
 *Sessions.* `X-Dynamo-Session-ID` pins a session to a worker (`--router-session-affinity-ttl-secs`), and is the session's name, whatever a
-harness sends. A harness's own id of a sub-agent makes a child of the session, which begins on its parent's worker.
+harness sends. All calls of a session have it, so those of sub-agents go to the same worker. `X-Dynamo-Parent-Session-ID` is not sent: with
+it, calls of the children of one parent went to one worker, but not to the parent's.
 """
 
 import re
@@ -45,23 +46,20 @@ Raw = msgspec.Raw
 COMPLETIONS = "/v1/completions"
 _SESSION, _PARENT, _FINAL = "X-Dynamo-Session-ID", "X-Dynamo-Parent-Session-ID", "X-Dynamo-Session-Final"
 _OF_SESSIONS = (_SESSION, _PARENT, _FINAL)
-_SUB_AGENTS = (
-    ("X-Dynamo-Parent-Session-ID", "X-Dynamo-Session-ID"),
-    ("X-Claude-Code-Agent-ID", "X-Claude-Code-Agent-ID"),
-    ("X-Parent-Session-ID", "X-Session-ID"),
-    ("X-Parent-Thread-ID", "Thread-ID"),
-)
-"""Headers by which a harness says that a sub-agent calls, each with the one that names it: Dynamo's, Claude Code's, OpenCode's, Codex's."""
 _EXTENSION, _SAMPLED, _PROMPT = "nvext", "completion_token_ids", "prompt_token_ids"
 _RENDERS = "query_instance_id:"
 _UNKNOWN = frozenset({"return_token_ids", "return_weight_versions", "include_reasoning"})
 """Members of vLLM's that the frontend refuses, and that only say what the reply contains."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_MIGRATIONS = r'_model_migration_limit\{{[^}}]*model="{}"[^}}]*\}} ([0-9]+)'
-"""The metric of the frontend: how often a request may move to another worker after its own has died."""
+_MIGRATED = re.compile(rb"_model_migration_total\{[^}]*\} ([0-9.]+)")
+"""Counts the requests that moved to another worker. The metric `model_migration_limit` is not the limit of the frontend's option."""
 _ENABLE_RL = (
     "start vLLM workers with --enable-rl, which cannot be checked here: without it they apply the defaults of generation_config.json "
     "(top_k and more) to exact prompts"
+)
+_NO_MIGRATION = (
+    "start the frontend with --migration-limit 0, which cannot be checked here: with another limit, the reply of a worker that dies is "
+    "continued by another one, unseen"
 )
 
 
@@ -166,13 +164,10 @@ class Dynamo(Driver):
         return {"messages": [Raw(question)], _EXTENSION: {"token_data": prompt}}
 
     def name_session(self, headers: CIMultiDict[str], session: str) -> None:
-        """See `Driver.name_session`. A harness cannot end the session of another one."""
-        named = next((headers[name] for said, name in _SUB_AGENTS if headers.get(said) and headers.get(name)), "")
+        """See `Driver.name_session`. The headers of a harness neither move its session nor end another one."""
         for name in _OF_SESSIONS:
             headers.popall(name, None)
-        headers[_SESSION] = f"{session}/{named}" if named else session
-        if named:
-            headers[_PARENT] = session
+        headers[_SESSION] = session
 
     async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
         """See `Driver.refuses_for_now`."""
@@ -183,13 +178,10 @@ class Dynamo(Driver):
 
     async def cautions(self, engine: EngineClient, model: str) -> tuple[str, ...]:
         """See `Driver.cautions`."""
-        found = re.search(_MIGRATIONS.format(re.escape(model)).encode(), (await engine.get("/metrics")).body)
-        if found is None:
-            return _ENABLE_RL, "start the frontend with --migration-limit 0: its /metrics do not say whether it was"
-        if found[1] != b"0":
-            words = "start the frontend with --migration-limit 0, not {}: unseen, another worker continues a reply whose worker dies"
-            return _ENABLE_RL, words.format(found[1].decode())
-        return (_ENABLE_RL,)
+        del model
+        counts = [float(count) for count in _MIGRATED.findall((await engine.get("/metrics")).body)]
+        migrated = f"; it has moved {sum(counts):g} requests" if any(counts) else ""
+        return _ENABLE_RL, _NO_MIGRATION + migrated
 
 
 def _without_session(headers: CIMultiDict[str]) -> CIMultiDict[str]:

@@ -26,19 +26,19 @@ CONTEXT, BLOCK, BLOCKS = 32768, 16, 100000
 REPLY = 4096
 
 
-class Scripted(LLMEngine):
-    """Says scripted turns."""
+class Worker(LLMEngine):
+    """What both kinds have in common."""
 
-    model = ""
+    def __init__(self, model):
+        self.model = model
 
     @classmethod
     async def from_args(cls, argv=None):
         del argv
-        engine = cls()
-        _, _, engine.model, namespace = sys.argv
-        return engine, WorkerConfig(
+        _, _, model, namespace = sys.argv
+        return cls(model), WorkerConfig(
             namespace=namespace,
-            model_name=engine.model,
+            model_name=model,
             served_model_name=MODEL,
             discovery_backend="file",
             request_plane="tcp",
@@ -49,13 +49,20 @@ class Scripted(LLMEngine):
 
     async def start(self, worker_id):
         del worker_id
-        self.tokenizer = Tokenizer.from_file(f"{self.model}/tokenizer.json")
-        self.drifter, self.stop = Drifter(self.tokenizer), self.tokenizer.token_to_id("<|im_end|>")
-        self.episodes = read_episodes()
+        self.prepare()
         return EngineConfig(self.model, MODEL, llm=LlmRegistration(CONTEXT, BLOCK, BLOCKS, 64, CONTEXT))
 
     async def cleanup(self):
         pass
+
+
+class Scripted(Worker):
+    """Says scripted turns."""
+
+    def prepare(self):
+        self.tokenizer = Tokenizer.from_file(f"{self.model}/tokenizer.json")
+        self.drifter, self.stop = Drifter(self.tokenizer), self.tokenizer.token_to_id("<|im_end|>")
+        self.episodes = json.loads(Path(os.environ["EPISODES"]).read_text(encoding="utf-8"))
 
     def planned(self, prompt):
         """The ids of the reply to a prompt."""
@@ -102,9 +109,65 @@ def note(heard):
         file.write(json.dumps(heard) + "\n")
 
 
-def read_episodes():
-    return json.loads(Path(os.environ["EPISODES"]).read_text(encoding="utf-8"))
+class RealVllm(Worker):
+    """Samples with vLLM's engine and the scripted model of `scripted_model`."""
 
+    def prepare(self):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=self.model,
+                dtype="float32",
+                enforce_eager=True,
+                max_model_len=CONTEXT,
+                max_num_seqs=16,
+                logprobs_mode="processed_logprobs",
+                logits_processors=["scripted_model:ScriptedModel"],
+            )
+        )
+
+    async def generate(self, request, context):
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt, stops, options = list(request["token_ids"]), request["stop_conditions"], request["sampling_options"]
+        extra = (request.get("extra_args") or {}).get("sampling_options") or {}
+        params = SamplingParams(
+            **{name: options[name] for name in ("temperature", "top_p", "top_k", "seed") if options.get(name) is not None},
+            max_tokens=min(stops.get("max_tokens") or REPLY, CONTEXT - len(prompt)),
+            ignore_eos=bool(stops.get("ignore_eos")),
+            stop_token_ids=stops.get("stop_token_ids"),
+            allowed_token_ids=extra.get("allowed_token_ids"),
+            logprobs=int((request.get("output_options") or {}).get("logprobs") or 0),
+            output_kind=RequestOutputKind.DELTA,
+            detokenize=False,
+        )
+        async for output in self.engine.generate(TokensPrompt(prompt_token_ids=prompt), params, context.id()):
+            if context.is_stopped():
+                await self.engine.abort(context.id())
+                yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
+                return
+            (part,) = output.outputs
+            ended = {"finish_reason": part.finish_reason} if part.finish_reason else {}
+            yield {"token_ids": list(part.token_ids), "index": 0, **likeliest(part), **ended}
+
+
+def likeliest(part):
+    """The log probabilities of a part of vLLM's output, as Dynamo has them."""
+    if not part.logprobs:
+        return {}
+    own = [found[token].logprob for token, found in zip(part.token_ids, part.logprobs, strict=True)]
+    tops = [
+        [{"rank": one.rank, "token_id": token, "token": f"{token}", "logprob": max(one.logprob, -9999.0)} for token, one in found.items()]
+        for found in part.logprobs
+    ]
+    return {"log_probs": own, "top_logprobs": tops}
+
+
+KINDS = {"scripted": Scripted, "vllm": RealVllm}
 
 if __name__ == "__main__":
-    run({"scripted": Scripted}[sys.argv[1]])
+    run(KINDS[sys.argv[1]])
