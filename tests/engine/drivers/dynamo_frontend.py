@@ -27,12 +27,14 @@ class DynamoFrontend(Intermediary):
         drops: how many ids it leaves out at the beginning of a prompt.
         asked: the requests of sessions that sampled, and their `headers`.
         rendered: the requests that did not.
+        ended: the sessions whose end it was told, in that order.
     """
 
     def __init__(self, upstream):
         super().__init__(upstream)
         self.ready, self.kv, self.migrated, self.dies_after, self.miscounts = True, True, 0, None, 0
         self.drops = 0
+        self.ended = []
         self.asked, self.rendered, self.headers = [], [], []
 
     async def _pass(self, request):
@@ -73,6 +75,8 @@ class DynamoFrontend(Intermediary):
             return await self._stream(request, answer, fields, continuous=continuous)
 
     async def _render(self, request, body):
+        if request.headers.get("X-Dynamo-Session-Final") == "true":
+            self.ended.append(request.headers["X-Dynamo-Session-ID"])
         self.rendered.append(body)
         kept = {name: body[name] for name in RENDERED if name in body}
         if request.path == COMPLETIONS:

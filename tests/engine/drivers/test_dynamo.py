@@ -242,3 +242,19 @@ async def test_text_completions_are_recorded(stream):
         (turn,) = await rig.turns()
         assert turn["completion_tokens"] > 0
         assert (await rig.info())["incidents"] == []
+
+
+ENDS = {"finish": ("post", "/finish"), "seal": ("post", "/seal?force=true"), "delete": ("delete", "")}
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_the_end_of_a_session_is_told_once(how):
+    """By a request that samples nothing, whichever call ends the session; and not for those that follow."""
+    async with before() as (rig, frontend):
+        await rig.say("s", ASK)
+        for method, path in (ENDS[how], ENDS["finish"], ENDS["delete"]):
+            async with rig.http.request(method, f"{rig.url}/tokencache/v1/sessions/s{path}") as answer:
+                await answer.read()
+        await until(lambda: frontend.ended)
+        await rig.say("another", ASK)
+        assert frontend.ended == ["s"]

@@ -202,7 +202,7 @@ async def test_calls_wait_for_workers(model, tmp_path):
 
 
 async def test_sessions_stay_on_a_worker(proxied, scripted):
-    """Whatever a harness sends as Dynamo's own headers."""
+    """Whatever a harness sends as Dynamo's own headers. The frontend is told when one ends."""
     own = ({"X-Dynamo-Session-ID": "one"}, {"X-Dynamo-Session-ID": "other"}, {"X-Dynamo-Parent-Session-ID": "one"}, {})
     places = []
     for n in range(8):
@@ -220,6 +220,13 @@ async def test_sessions_stay_on_a_worker(proxied, scripted):
         places.append(found)
     assert all(len(found) == len(own) and len({*found}) == 1 for found in places)
     assert len({found[0] for found in places}) > 1
+    await proxied.post("/tokencache/v1/sessions/pin-0/finish", {}, proxied.url)
+
+    async def told():
+        async with proxied.http.get(f"{proxied.url}/metrics") as answer:
+            return 'tokencache_session_ends_total{result="told"} 1.0' in await answer.text()
+
+    await until(told)
 
 
 async def test_mockers(model, tmp_path):

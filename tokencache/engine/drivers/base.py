@@ -233,6 +233,14 @@ class Driver(ABC):
         """Write the session's name into the headers of a request of it; what they say of it comes from the harness."""
         del headers, session
 
+    async def end_session(self, engine: EngineClient, session: str, model: str) -> None:
+        """Tell the engine that a session whose calls it was given by name has ended; `model` is any model that it serves.
+
+        Raises:
+            EngineError: the engine cannot be reached, or refuses.
+        """
+        del engine, session, model
+
     async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
         """Whether the engine may accept later what it has refused with this status, although that is not in `errors.NOT_NOW`.
 

@@ -35,6 +35,7 @@ from tokencache.dialects.chat.whole import whole_members
 from tokencache.dialects.json_io import FIELDS, NULL, OBJECTS, value_of
 from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.dialects.stream_usage import requests_continuous_usage, with_continuous_usage
+from tokencache.engine.derender import ANY_MESSAGES
 from tokencache.engine.drivers.base import CHAT, Driver, EngineRequest, ExactPrompt, StreamChunk, Target
 from tokencache.engine.drivers.vllm import binds_late, members_with_ids
 from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError, TemplateRefusedError
@@ -168,6 +169,13 @@ class Dynamo(Driver):
         for name in _OF_SESSIONS:
             headers.popall(name, None)
         headers[_SESSION] = session
+
+    async def end_session(self, engine: EngineClient, session: str, model: str) -> None:
+        """See `Driver.end_session`. The request samples nothing."""
+        asked = rendering({"model": model, "messages": ANY_MESSAGES})
+        answer = await engine.post(CHAT, asked, {_SESSION: session, _FINAL: "true"})
+        if answer.status != OK:
+            raise EngineError(f"the frontend answered {answer.status}", status=answer.status)
 
     async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
         """See `Driver.refuses_for_now`."""
