@@ -16,6 +16,7 @@ TRAINERS_VENV ?= .venv-trainers
 AGENTS_VENV ?= .venv-agents
 TRACKERS_VENV ?= .venv-trackers
 TRL_VENV ?= .venv-trl
+DYNAMO_VENV ?= .venv-dynamo
 HARNESS_DIR ?= .harnesses
 VLLM_VERSIONS ?= 0.24 0.25
 CONSUMERS := verl==0.9.1 skyrl==0.3.0 trl==1.16.0 miles-rl==0.0.2
@@ -32,7 +33,7 @@ PYTEST = $(BIN)/pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal 
 FAST_TESTS := tests/core tests/dialects tests/testing tests/trajectories/formats --ignore=tests/core/test_linear_work.py
 E2E = TOKENCACHE_E2E_VLLM=$(abspath $(VLLM_VENV)) TOKENCACHE_E2E_MINISWE=$(abspath $(MINISWE_VENV)) \
 	TOKENCACHE_E2E_HARNESS_DIR=$(abspath $(HARNESS_DIR)) TOKENCACHE_E2E_NEMO_GYM=$(abspath $(NEMO_GYM_VENV)) \
-	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV))
+	TOKENCACHE_E2E_TRL=$(abspath $(TRL_VENV)) TOKENCACHE_E2E_DYNAMO=$(abspath $(DYNAMO_VENV))
 # an engine may take minutes to start on a busy machine
 E2E_OPTIONS = -o addopts="-q --strict-markers --strict-config" -o faulthandler_timeout=1900 -o run_limit=5000
 PYTEST_E2E = $(BIN)/pytest $(E2E_OPTIONS)
@@ -176,6 +177,7 @@ e2e-engine: $(STAMP)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_miniswe.sh $(MINISWE_VENV)
 	PYTHON=$(PYTHON) tests/system/e2e/rig/install_nemo_gym.sh $(NEMO_GYM_VENV)
 	tests/system/e2e/rig/install_trl.sh $(TRL_VENV) $(VLLM_VENV) $(VENV)
+	tests/system/e2e/rig/install_dynamo.sh $(DYNAMO_VENV) $(VLLM_VENV)
 
 chaos: $(STAMP) ## run 2,000 turns while proxies, Redis and engines are killed, frozen and cut off: some minutes. ARGS="--turns N --seed S"
 	$(BIN)/python -m tests.system.faults.chaos $(ARGS)

@@ -142,8 +142,9 @@ class Settings(BaseSettings):
 
     engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
         "auto",
-        description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), or token prompts whose "
-        "replies derender parses (completions, generate). auto tries them in this order (docs/drivers.md).",
+        description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), token prompts whose "
+        "replies derender parses (completions, generate), or the frontend of NVIDIA's Dynamo (dynamo). auto tries them in this order "
+        "(docs/drivers.md).",
     )
     derender: Annotated[str, Shown("URL")] = Field(
         "",

@@ -70,6 +70,12 @@ FINISHED = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+SESSION_ENDS = Counter(
+    "tokencache_session_ends",
+    "Ends of sessions of which an engine was told (`told`), or could not be (`failed`).",
+    ["result"],
+    registry=REGISTRY,
+)
 WAITED = Counter(
     "tokencache_waited_seconds",
     "Seconds that trainers waited for finished sessions, and that finished sessions waited until a trainer took them.",

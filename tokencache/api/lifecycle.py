@@ -122,8 +122,9 @@ class LifecycleRoutes:
     async def seal(self, request: web.Request) -> web.StreamResponse:
         """Seal a session."""
         name, force = check_name(request.match_info["session"]), flag(request, "force")
-        if force:
-            await offer(self._store, await self._existing(name))
+        before = await self._existing(name) if force else None
+        if before is not None:
+            await offer(self._store, before)
         match await self._store.seal(name, force=force, at=time.time()):
             case SealOutcome.MISSING:
                 raise no_session(name)
@@ -134,6 +135,8 @@ class LifecycleRoutes:
                 message = f"session {name} has calls in flight: wait until they end, {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
         self._ledger.changed.notify()
+        if before is not None and before.state is SessionStage.OPEN:
+            self._ledger.on_end(name)
         return json_response(self._state(await self._existing(name)))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:

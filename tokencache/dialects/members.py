@@ -199,7 +199,7 @@ MEMBERS: Mapping[Concern, tuple[Member, ...]] = {
         Member("routed_experts_prompt_start"),
         Member("skip_clone"),
     ),
-    Concern.EXTRA: (Member("extra_args"),),
+    Concern.EXTRA: (Member("extra_args"), Member("nvext", read_inside=True)),
     Concern.SEARCH: (
         Member("use_beam_search", TRUTH, (None, False)),
         Member("length_penalty", NUMBER, (None, 1)),

@@ -5,8 +5,8 @@ of its own after the last choice. That event also has the `system_fingerprint`, 
 (0.32, `chat_completion/serving.py`). So for a client without usage, the event that first finishes a choice waits for it, and so does what
 follows that event; then the finishing events get the fingerprint.
 
-`continuous_usage_stats` is never added: it makes vLLM slow (`engine.figures`). An engine with `--enable-force-include-usage` puts the usage
-into all events, whatever a client requests. They are passed on, because a direct client would get them.
+`continuous_usage_stats` is not added for vLLM, which it makes slow (`engine.figures`). An engine with `--enable-force-include-usage` puts
+the usage into all events, whatever a client requests. They are passed on, because a direct client would get them.
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,16 @@ def _options(fields: Mapping[str, Raw]) -> dict[str, Any]:
 def requests_usage(fields: Mapping[str, Raw]) -> bool:
     """Whether a request (its raw members) requests the usage."""
     return bool(_options(fields).get(_INCLUDE))
+
+
+def requests_continuous_usage(fields: Mapping[str, Raw]) -> bool:
+    """Whether a request (its raw members) requests the usage in each chunk."""
+    return requests_usage(fields) and bool(_options(fields).get(_CONTINUOUS))
+
+
+def with_continuous_usage(fields: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Return a streaming request's members with a request for the usage in each chunk."""
+    return {**fields, _OPTIONS: Raw(msgspec.json.encode({**_options(fields), _INCLUDE: True, _CONTINUOUS: True}))}
 
 
 def with_usage(fields: dict[str, Raw]) -> dict[str, Raw]:

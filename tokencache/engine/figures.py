@@ -75,6 +75,8 @@ class Judgement(msgspec.Struct, frozen=True):
 
 def judge_reply(reply: Reply, *, broken_off: bool = False) -> Judgement:
     """Judge a reply that has ended; `broken_off` is whether its end is missing although it may look complete."""
+    if reply.count_proves and not reply.prompt.known and reply.prompt_counted == reply.prompt.sent.tokens:
+        reply.prompt.confirm()
     complete = not (broken_off or reply.error or reply.unreadable)
     found, wrong = judge(reply, whole=complete), wrong_prompt(reply)
     uncertain = bool(wrong) or any(map(attrgetter("hole"), found.values()))

@@ -461,6 +461,8 @@ class Engine:
             log.error("engine %s: NOTHING IS RECORDED, and its sessions are marked incomplete: %s", url, found.why)
         if self.error:
             log.warning("engine %s: not ready: %s", url, self.error)
+        for caution in found.cautions:
+            log.warning("engine %s: CHECK ITS OPTIONS: %s", url, caution)
         if found.logprobs_seen.startswith(NONE):
             log.error("engine %s: UNUSABLE LOG PROBABILITIES: %s", url, found.logprobs_seen)
         elif found.logprobs == "raw":

@@ -108,6 +108,7 @@ class Capability(msgspec.Struct, frozen=True):
         earlier_thoughts: what a thought in an earlier reply changes for the next one, without template arguments
             (`engine.earlier_thoughts`).
         prefixes: whether prompts can be named by a hash (`engine.prefixes`); `prefixes_why` is why not.
+        cautions: what is wrong with the engine's options, or cannot be checked (`Driver.cautions`).
         images, images_why, placeholder_ids, placeholder: how exact prompts with images are supplied (`engine.image_support`).
     """
 
@@ -141,6 +142,7 @@ class Capability(msgspec.Struct, frozen=True):
     images_why: str = "not asked"
     placeholder_ids: tuple[int, ...] = ()
     placeholder: tuple[int, ...] = ()
+    cautions: tuple[str, ...] = ()
     why: str = ""
 
     @property
@@ -228,13 +230,14 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         driver=driver.name,
         honours_ids=supply.honoured,
         tokenizes=not why_unrendered,
-        adapter=model in listed and listed[model].adapter,
+        adapter=model in listed and isinstance(listed[model].get("parent"), str),
         lists_models=bool(listed),
         later_system=rendering.later_system,
-        max_model_len=(listed[model].max_model_len if model in listed else 0) or renderer.max_model_len,
+        max_model_len=_whole(listed.get(model, {}).get(driver.limit_member)) or renderer.max_model_len,
         counts=supply.counts,
         ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
+        cautions=await driver.cautions(requests, model or supply.model) if supply.honoured else (),
         generates=driver.generates and await has_routes(requests, model or supply.model, ASK),
         logprobs=kind,
         logprobs_seen=kind_seen,
@@ -349,6 +352,8 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
         except EngineError as why:
             if why.passing:
                 raise
+            if await driver.refuses_for_now(requests, why.status):
+                raise EngineError("the engine is not ready yet", private=str(why), status=HTTPStatus.SERVICE_UNAVAILABLE) from why
             refusals[driver] = why
             continue
         answered.append((supply, driver, rendering))
@@ -439,22 +444,16 @@ async def _takes_later_system(renderer: EngineRenderer, model: str) -> bool:
     return True
 
 
-class _Listed(NamedTuple):
-    """A model that the engine lists: its longest context in tokens (0 if unknown), and whether it is a LoRA adapter."""
-
-    max_model_len: int
-    adapter: bool
-
-
-async def _models(requests: ProbeRequests) -> dict[str, _Listed]:
+async def _models(requests: ProbeRequests) -> dict[str, dict[str, Any]]:
+    """Return the models that the engine lists: the entry of each, by its name."""
     listed = (await requests.get("/v1/models")).json()
     data = listed.get("data") if isinstance(listed, dict) else None
-    found = {}
-    for entry in data if isinstance(data, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-            longest = entry["max_model_len"] if isinstance(entry.get("max_model_len"), int) else 0
-            found[entry["id"]] = _Listed(longest, isinstance(entry.get("parent"), str))
-    return found
+    entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+    return {entry["id"]: entry for entry in entries if isinstance(entry.get("id"), str)}
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 async def _blank(renderer: EngineRenderer, model: str, tokens: Sequence[int]) -> set[int]:

@@ -331,6 +331,7 @@ class Reply:
         prompt_counted: the same for the prompt.
         vocabulary: the number of ids that the model has, 0 if unknown; set by the caller.
         must_count: whether the engine counts the tokens of all its replies; set by the caller.
+        count_proves: whether its count of the prompt's tokens proves that it used the ids that were sent; set by the caller.
         version: the weight version in the reply's header, `""` if there is none.
         places: the placeholders of media in the prompt, as the engine reports them; `None` if it reports none. Set by the caller.
     """
@@ -343,7 +344,7 @@ class Reply:
         self.unreadable = 0
         self.counted: int | None = None
         self.prompt_counted: int | None = None
-        self.vocabulary, self.must_count = 0, False
+        self.vocabulary, self.must_count, self.count_proves = 0, False, False
         self._continued = False
         self.version = ""
         self.places: Places | None = None

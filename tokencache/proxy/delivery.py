@@ -199,7 +199,8 @@ class StreamDelivery(ReplyDelivery):
         self._silent = True  # nothing was sent since the last keep-alive interval
         self._pending: list[tuple[bytes, bytes]] = []  # chunks that wait for the first sampled token
         self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
-        self._unread = None if self._token_ids else self._encoder.chunk_unparsed
+        self._made = source.read_chunk is not None  # a chunk for the client is not the engine's own
+        self._unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
     async def receive(self) -> End:
@@ -307,7 +308,7 @@ class StreamDelivery(ReplyDelivery):
             written = self._release()
             self._finish()
             return written + self._rest() + self._encoder.end()
-        return self._read_chunk(event_of(data) if self._source.cut else event, data) if data else b""
+        return self._read_chunk(event_of(data) if self._source.cut or self._made else event, data) if data else b""
 
     def _read_chunk(self, event: bytes, data: bytes) -> bytes:
         if self._shown.state is not ShownState.NOTHING:
@@ -371,7 +372,7 @@ def delivery_of(
         source = Body(answer, reply, chat, dispatch, response.holding)
         streams = dispatch.sender.streams and not planned.whole
     elif planned.continues is None:
-        source = Stream(answer, reply, with_prompt=chat.shows_ids)
+        source = Stream(answer, reply, with_prompt=chat.shows_ids, read_chunk=dispatch.sender.request.read_chunk)
     else:
         words = not planned.gathers
         asked = {"with_prompt": chat.shows_ids and words, "with_words": words}

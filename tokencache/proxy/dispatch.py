@@ -14,6 +14,7 @@ Meanwhile a streaming client receives keep-alive events.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.ranks import is_refused_rank
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError
+from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError, is_error
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
@@ -196,7 +197,7 @@ class Dispatch:
                     refused = self._failed(engine, why)
                 else:
                     metrics.counter(metrics.ENGINE_CALLS, engine.upstream.url).add(1)
-                    if answer.status not in NOT_NOW:
+                    if answer.status == OK or not await self._refuses_for_now(engine, answer.status):
                         if refused is not None and refused_at:
                             self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
                         return answer
@@ -214,6 +215,14 @@ class Dispatch:
             pauses = pauses or delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
             pause = min(left, max(refused.retry_after, next(pauses)))
             await (wait_for(change, pause) if refused.kind == "updating" else asyncio.sleep(pause))
+
+    async def _refuses_for_now(self, engine: Engine, status: int) -> bool:
+        """Whether a status says that the engine may accept the request later. An engine that cannot be asked says nothing."""
+        if status in NOT_NOW or not is_error(status):
+            return status in NOT_NOW
+        with contextlib.suppress(EngineError):
+            return await engine.driver.refuses_for_now(engine.upstream, status)
+        return False
 
     def _failed(self, engine: Engine, why: EngineError) -> _Refusal:
         """Return the refusal that an error means; raise the error if the engine may have begun to sample a new reply."""
@@ -327,7 +336,9 @@ class Dispatch:
         planned = self.planned
         if planned.model is not None:
             reply.vocabulary, reply.must_count = planned.model.capability.vocabulary, planned.model.capability.counts
-        reply.prompt.sent, reply.prompt.limit = planned.plan.sent, 0 if self._chat.media else reply.vocabulary
+        request, reply.prompt.limit = self.sender.request, 0 if self._chat.media else reply.vocabulary
+        reply.prompt.sent = planned.plan.sent if request.sent is None else request.sent
+        reply.count_proves = request.counted
         if self.sender.proven:
             reply.prompt.confirm()
         if self._chat.media:

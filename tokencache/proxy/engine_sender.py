@@ -186,8 +186,10 @@ class EngineSender:
         self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
         self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
         self._posts += 1
-        headers = with_request_id(self._exchange.headers, self._call.id, self._posts)
+        headers, driver = with_request_id(self._exchange.headers, self._call.id, self._posts), planned.engine.driver
         self.posted = headers[REQUEST_ID]
+        if driver.names_sessions:
+            driver.name_session(headers, self._call.session)
         engine = planned.engine
         if rank is None or RANK_HEADER in headers:  # a rank that the client names stays, as in a direct call
             return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
@@ -204,7 +206,7 @@ class EngineSender:
         """Write a request, with the salt."""
         salt, driver = planned.weights.salt, planned.engine.driver
         if self._exchange.body:
-            return EngineRequest(self._exchange.path, salt.written_in(self._exchange.body))
+            return driver.text_request(self._exchange.path, salt.written_in(self._exchange.body))
         chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
         if self._experts:
             chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)

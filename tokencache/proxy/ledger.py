@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.session import SessionStage
 from tokencache.core.turn import TurnMark
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.media_record import MediaRecord
@@ -149,6 +150,7 @@ class Ledger:
         prefixes: the cached prefixes of its turns.
         replica: the id of this process in the store, random.
         changed: wakes those who wait for a session to be finished, or for its last call to end.
+        on_end: is called with the name of each session that is no longer open.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class Ledger:
         self.prefixes = prefixes
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
+        self.on_end: Callable[[str], None] = lambda _session: None
         self._strict = strict
         self._experts = experts
         self._media = MediaRecord(store, max_media_bytes)
@@ -368,6 +371,8 @@ class Ledger:
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
             await self.store.withdraw(session, info.epoch)
+            if info.state is SessionStage.OPEN:
+                self.on_end(session)
         self._late.forget(session)
         self._spent.forget(session)
         self._refused.forget(session)

@@ -52,6 +52,8 @@ async def relay_to(
     engines = [endpoint.engine for endpoint in pool.order(session)]
     for engine in engines:
         try:
+            if session is not None and headers is not None and engine.driver.names_sessions:
+                engine.driver.name_session(headers, session)
             answer = await _send(request, engine.upstream, path, headers, body)
             break
         except EngineError as why:

@@ -154,7 +154,8 @@ def _no_prompt(facts: CallFacts) -> list[Incident]:
         return []
     if facts.mark and nothing:
         return [_incident(facts, IncidentKind.NOTHING_RECEIVED, "the call ended before the engine sent anything")]
-    return [_incident(facts, IncidentKind.NO_TOKEN_IDS, "the engine did not report which ids it used")]
+    words = "the reply ended before the engine reported" if facts.mark else "the engine did not report"
+    return [_incident(facts, IncidentKind.NO_TOKEN_IDS, f"{words} which ids it used")]
 
 
 # --- the prompt ---
@@ -170,6 +171,8 @@ def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     if echoed is None:
         return None
     fragment = as_fragment(echo, echoed) if echo else whole.fragment
+    if planned is None and whole.sent and not echo:  # the driver had it rendered
+        planned = read_ids(b"[%s]" % bytes(whole.sent))
     if planned is None or echoed == planned or (not plan.whole and echoed.startswith(planned)):
         return _with_media(facts, UsedPrompt(echoed, fragment, plan))
     difference = _difference(planned, plan, echoed, facts.planned.engine.driver.ignored_hint)

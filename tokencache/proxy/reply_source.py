@@ -27,7 +27,7 @@ from tokencache.dialects.sse import DONE, EventSplitter, data_of, event_of
 from tokencache.engine.chunks import split_cut
 from tokencache.engine.connections import Answer
 from tokencache.engine.derender import Derender
-from tokencache.engine.drivers.base import ParsedCompletion
+from tokencache.engine.drivers.base import ParsedCompletion, StreamChunk
 from tokencache.engine.reply import Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.errors import OK, EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
@@ -191,20 +191,24 @@ class Stream(ReplySource):
         cut: how the engine broke off a reply that may be continued (`core.turn.ReplyPiece.ended`); otherwise `""`.
         done: whether the engine sent the end of its stream.
         head: the first chunk (JSON).
+        read_chunk: makes chunks in vLLM's format (`EngineRequest.read_chunk`); `None` if they are in it.
     """
 
     cut = ""
 
-    def __init__(self, answer: Answer, reply: Reply, *, with_prompt: bool) -> None:
+    def __init__(
+        self, answer: Answer, reply: Reply, *, with_prompt: bool, read_chunk: Callable[[bytes], StreamChunk] | None = None
+    ) -> None:
         """Prepare to read a stream.
 
         Args:
             answer: the engine's answer.
             reply: receives what is read.
             with_prompt: whether chunks keep the ids of the prompt.
+            read_chunk: see the attribute.
         """
         super().__init__(reply)
-        self._answer, self._with_prompt = answer, with_prompt
+        self._answer, self._with_prompt, self.read_chunk = answer, with_prompt, read_chunk
         self._splitter = EventSplitter()
         self.done = False
         self.head = b""
@@ -267,8 +271,13 @@ class Stream(ReplySource):
         if data == DONE:
             self.done = True
             return data
+        counted = None
+        if self.read_chunk is not None:
+            data, counted = self.read_chunk(data)
         data = self.reply.without_experts(data)
         brief = self.reply.add(data)
+        if counted is not None:
+            self.reply.prompt_counted = counted
         self.head = self.head or brief
         return data if self._with_prompt else brief
 

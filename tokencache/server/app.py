@@ -53,6 +53,7 @@ from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
+from tokencache.proxy.session_ends import SessionEnds
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.request_memory import MEMORY_PART, REQUEST_MEMORY, RequestMemory, machine_memory
 from tokencache.server.routing import RequestRouter, send_errors
@@ -93,6 +94,7 @@ class Proxy:
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         strict = settings.on_store_error == "fail"
         self.ledger = Ledger(self.store, prefixes, strict=strict, experts=experts, max_media_bytes=settings.max_media_bytes)
+        self.ledger.on_end = SessionEnds(self.pool).tell
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()

@@ -29,9 +29,9 @@ from tokencache.pauses import parts_of, pause
 
 Raw = msgspec.Raw
 
-_EXTRAS = ("kv_transfer_params", "vllm_xargs")
-_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix", gym.PREFIX)
-"""Members of `_EXTRAS` that replace the prompt: vLLM's, those of the plugin for images and for prefixes by hash, and its exact prefix."""
+_EXTRAS = ("kv_transfer_params", "vllm_xargs", "nvext")
+_EXACT_PROMPTS = ("prompt_token_ids", "tokencache_prompt", "tokencache_prefix", gym.PREFIX, "token_data", "use_raw_prompt")
+"""Members of `_EXTRAS` that replace the prompt: vLLM's, those of the plugin for images and for prefixes by hash, its prefix, Dynamo's."""
 _ASKED: Mapping[str, tuple[tuple[type, ...], Any]] = {
     "stream": ((bool,), False),
     "n": ((int,), 1),

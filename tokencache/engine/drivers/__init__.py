@@ -10,5 +10,6 @@
 `image_prompts`      exact prompts with images for a vLLM without the plugin
 `nemo_rl`            NeMo RL's vLLM worker
 `nemo_gym`           NeMo Gym's model server
+`dynamo`             the frontend of NVIDIA's Dynamo
 `parsed_completion`  makes a chat completion from the answer of a route that samples but does not parse
 """

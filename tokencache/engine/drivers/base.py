@@ -10,6 +10,7 @@ driver        the request supplies an exact prompt as               ids and log 
 `nemo-rl`     `required_prefix_token_ids`, up to the last reply     the message of the reply
 `nemo-gym`    three members on the last reply of the history        the message of the reply
 `completions` the prompt of a text completion                       the choices; a second request, derender, makes the message
+`dynamo`      `nvext.token_data`, all of it                         `nvext` of the reply and of each chunk; may stream
 ============  ====================================================  ==========================================================
 
 The rest of the proxy knows only vLLM's format. If an engine has the ids elsewhere, its driver moves them (`Driver.read`). If a driver can
@@ -109,6 +110,16 @@ class ParsedCompletion(NamedTuple):
     places: Places | None = None
 
 
+class StreamChunk(NamedTuple):
+    """A chunk of a stream in vLLM's format, for the reply and the client.
+
+    `prompt_tokens` is the number of the prompt's tokens that the engine counted in it, if the client does not get that; otherwise `None`.
+    """
+
+    data: bytes
+    prompt_tokens: int | None = None
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """A call in the format of an engine.
 
@@ -119,11 +130,18 @@ class EngineRequest(msgspec.Struct, frozen=True):
         not_exact: why the request does not contain the exact prompt, so that the engine renders; `""` if it does, or if there was none.
         late_grammar: whether a grammar binds the reply only after its thought, and the reply to a direct call from its first token.
         named: whether it names its prompt (`Target.prompt`). A request to another route than chat has all ids.
+        read_chunk: makes a chunk in vLLM's format from the JSON of one in the engine's; `None` if they are the same.
+        sent: the ids that it contains although there was no exact prompt, because the driver had them rendered; otherwise `None`.
+        counted: whether the number of the prompt's tokens proves that the engine used the ids that it was sent. So it is if an engine that
+            cannot use ids refuses them, and it reports the ids themselves only at the end of a stream.
     """
 
     path: str
     body: bytes | Segments
     parse: Callable[[bytes], Awaitable[ParsedCompletion]] | None = None
+    read_chunk: Callable[[bytes], StreamChunk] | None = None
+    sent: Fragment | None = None
+    counted: bool = False
     not_exact: str = ""
     late_grammar: bool = False
     named: bool = False
@@ -152,6 +170,8 @@ class Driver(ABC):
             `v1/engine/input_processor.py`).
         renderer: the engine's tokenizer: renders conversations with its chat template, encodes and decodes texts.
         weights_route: the route that returns the engine's own label of its weights (vLLM with `VLLM_SERVER_DEV_MODE=1`).
+        limit_member: the member of a model in `/v1/models` that has the limit of prompt and reply together, in tokens.
+        names_sessions: whether `name_session` changes the headers of requests.
         derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 
@@ -171,6 +191,8 @@ class Driver(ABC):
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
     weights_route: ClassVar[str] = "/weight_info"
+    limit_member: ClassVar[str] = "max_model_len"
+    names_sessions: ClassVar[bool] = False
     derender: Derender | None = None
 
     @abstractmethod
@@ -200,6 +222,10 @@ class Driver(ABC):
         del call, prompt, target
         return None
 
+    def text_request(self, path: str, body: bytes) -> EngineRequest:
+        """Make the request for a text completion whose request body (JSON) is vLLM's; it asks for ids."""
+        return EngineRequest(path, body)
+
     def read(self, body: bytes) -> bytes:
         """Move ids and log probabilities in the body of a whole reply to where vLLM has them; return an unreadable body unchanged."""
         return body
@@ -207,6 +233,36 @@ class Driver(ABC):
     def is_overflow(self, status: int, refusal: bytes) -> bool:
         """Whether the engine refuses a prompt because it leaves no room for a reply."""
         return status == HTTPStatus.BAD_REQUEST and any(words in refusal for words in self.overflow_words)
+
+    def name_session(self, headers: CIMultiDict[str], session: str) -> None:
+        """Write the session's name into the headers of a request of it; what they say of it comes from the harness."""
+        del headers, session
+
+    async def end_session(self, engine: EngineClient, session: str, model: str) -> None:
+        """Tell the engine that a session whose calls it was given by name has ended; `model` is any model that it serves.
+
+        Raises:
+            EngineError: the engine cannot be reached, or refuses.
+        """
+        del engine, session, model
+
+    async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
+        """Whether the engine may accept later what it has refused with this status, although that is not in `errors.NOT_NOW`.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        del engine, status
+        return False
+
+    async def cautions(self, engine: EngineClient, model: str) -> tuple[str, ...]:
+        """Return what is wrong with the engine's options, or cannot be checked, each in words that say what to do.
+
+        Raises:
+            EngineError: the engine cannot be reached, or cannot answer now.
+        """
+        del engine, model
+        return ()
 
     def cannot_supply(self, call: ChatCall, last_reply: LastReply) -> str:
         """Return the reason why a prompt with this last reply cannot be supplied to the engine; `""` if it can."""

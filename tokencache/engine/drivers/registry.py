@@ -6,6 +6,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from tokencache.engine.drivers.base import Driver
+from tokencache.engine.drivers.dynamo import Dynamo
 from tokencache.engine.drivers.nemo_gym import NemoGym
 from tokencache.engine.drivers.nemo_rl import NemoRl
 from tokencache.engine.drivers.text_prompts import TextPrompts
@@ -34,6 +35,7 @@ DRIVERS: dict[str, Callable[[DriverOptions], Driver]] = {
     NemoGym.name: lambda options: NemoGym(options.sampling),
     TextPrompts.name: lambda options: TextPrompts(options.parser),
     TokenPrompts.name: lambda options: TokenPrompts(options.parser),
+    Dynamo.name: lambda _options: Dynamo(),
 }
 
 
