@@ -79,6 +79,7 @@ class EngineMonitor:
     """Checks one engine; calls `on_change` whenever the engine was marked down or probed.
 
     Attributes:
+        url: the engine's base URL.
         alone: whether there is no other engine to compare it with (`gain_peers`).
         checked: set after the first check, whatever it found.
         draining: whether it takes no new calls; calls under way run to their end.
@@ -92,7 +93,7 @@ class EngineMonitor:
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
-        self.engine = engine
+        self.engine, self.url = engine, engine.upstream.url
         self.draining = False
         self.checked = asyncio.Event()
         self.has_health = self.has_label = True
@@ -105,11 +106,6 @@ class EngineMonitor:
         self._probed = 0.0
         self._strikes = 0
         self._logged = ""
-
-    @property
-    def url(self) -> str:
-        """The engine's base URL."""
-        return self.engine.upstream.url
 
     @property
     def ready(self) -> bool:

@@ -7,13 +7,15 @@ for an hour. So a missing entry means that the store lost it, and the replicas t
 The store also has the stop ids that replies showed and a probe cannot find (`model.Model.observe`), so that a proxy that starts later
 knows them.
 
-Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store.
+Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store. Each
+also reports the tokens that its sessions hold on each engine, so that all place new sessions by the same loads (`placement`).
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Literal, NamedTuple
@@ -144,7 +146,8 @@ class EngineMembership:
                 if monitor.url not in wanted and monitor.url not in self._configured:
                     await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), time.time()))
             await self._share_stops([entry for entry in entries if entry.replica == LEARNED])
-            await self._report([entry for entry in entries if entry.replica != LEARNED])
+            await self._report([entry for entry in entries if entry.url and entry.replica != LEARNED])
+            await self._share_loads([entry for entry in entries if not entry.url])
             await self._pool.close_removed()
             return entries
 
@@ -179,6 +182,22 @@ class EngineMembership:
         for entry in entries:
             if entry.replica and (entry.url not in urls or time.time() - entry.at > _REPORT_SECONDS):
                 await self._store.drop_engine(entry.url, entry.replica)
+
+    async def _share_loads(self, entries: Sequence[EngineEntry]) -> None:
+        """Report the loads of this replica if they have changed, take over those of the others, and drop reports that are too old."""
+        now, others = time.time(), Counter[str]()
+        for entry in entries:
+            if now - entry.at > _REPORT_SECONDS:
+                await self._store.drop_engine("", entry.replica)
+            elif entry.replica != self._replica:
+                others.update(dict(entry.loads))
+        self._pool.placement.others = others
+        if self._pool.policy != "sticky" or len(self._pool.monitors) == 1:
+            return
+        loads = tuple(sorted(self._pool.placement.own_loads(time.monotonic()).items()))
+        known = next((entry for entry in entries if entry.replica == self._replica), EngineEntry(""))
+        if loads != known.loads or (loads and now - known.at > _REPORT_SECONDS / 2):
+            await self._store.put_engine(EngineEntry("", at=now, replica=self._replica, loads=loads))
 
     async def _set(self, url: str, state: MemberState) -> EngineMember:
         await self._store.put_engine(EngineEntry(url, state, time.time()))

@@ -1,8 +1,12 @@
 """Chooses the engine for a call, among the engines that serve one model.
 
-A session stays on one engine, so that its prefix stays in that engine's cache. Each session has an order of preference over the engines,
-by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and uses the first that serves. This
-needs no stored state: all replicas of the proxy compute the same order. If an engine is added or removed, only its own sessions move.
+A session stays on one engine, so that its prefix stays in that engine's cache (`PlacementPolicy`):
+
+`sticky`  the engine that the session's record names; a new session uses the one with the least load (`placement`)
+`hash`    the first that serves of an order by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998,
+          doi:10.1109/90.663936), which all replicas compute alike. If an engine is added or removed, only its own sessions move. Calls also
+          use it while the store does not answer
+`none`    all in turn: they are routers, which place sessions themselves
 
 The engines that serve have the same *identity* (`health`): the probe found the same, and template and tokenizer give the same ids. If
 engines differ, the group with the highest level serves; among equals the larger group, then the group of the engine that was named first.
@@ -16,20 +20,25 @@ its sessions, with a cold prefix cache. Calls under way on an engine that is dra
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Literal
 
 import xxhash
 
 from tokencache import metrics
 from tokencache.engine.health import EngineIdentity, EngineMonitor
 from tokencache.engine.model import Engine, Model
+from tokencache.engine.placement import Placement
 from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
+
+PlacementPolicy = Literal["sticky", "hash", "none"]
 
 
 def preference(session: str, urls: Sequence[str]) -> list[int]:
@@ -42,10 +51,17 @@ def preference(session: str, urls: Sequence[str]) -> list[int]:
 
 
 class Pool:
-    """The engines and their monitors. `make` creates the engine at a base URL."""
+    """The engines and their monitors. `make` creates the engine at a base URL.
 
-    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str]) -> None:
+    Attributes:
+        monitors: the monitors of the engines.
+        placement: the tokens that sessions hold on each engine.
+        policy: which engine a session uses.
+    """
+
+    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str], policy: PlacementPolicy = "sticky") -> None:
         self._make = make
+        self.placement, self.policy = Placement(), policy
         self.monitors = [EngineMonitor(make(url), self._changed, alone=len(urls) == 1) for url in urls]
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._removed: list[Engine] = []
@@ -70,7 +86,10 @@ class Pool:
 
     def find(self, url: str) -> EngineMonitor | None:
         """Return the engine with that base URL."""
-        return next((monitor for monitor in self.monitors if monitor.url == url), None)
+        for monitor in self.monitors:
+            if monitor.url == url:
+                return monitor
+        return None
 
     async def add(self, url: str, at: float) -> None:
         """Add an engine, which takes calls after its first probe; or let a drained engine take calls again.
@@ -129,10 +148,48 @@ class Pool:
         """Whether at least one engine serves."""
         return any(map(self.serves, self.monitors))
 
-    def order(self, session: str | None) -> list[Engine]:
-        """Return the engines that a call may use, the preferred one first; at least one.
+    def engines_of(self, call: str, session: str, bound: str | None, messages: Collection[bytes]) -> Iterable[Engine]:
+        """Return the engines that a call of a session may use, the preferred one first; at least one.
 
-        Calls without a session use them in turn. If none serves, the list has the engines that may become available: the call tries them.
+        Until the call has ended (`Placement.end`), its tokens count for the one that the caller got last.
+
+        Args:
+            call: id of the call.
+            session: its session.
+            bound: the engine that the session's record names; `""` if none, `None` if the store did not answer.
+            messages: the messages of the call, raw.
+
+        Raises:
+            EngineError: there are no engines, or all are drained.
+        """
+        taking = self.monitors if len(self.monitors) == 1 and not self.monitors[0].draining else self._taking()
+        if len(taking) == 1:
+            self.placement.begin(call, session, taking[0].url, 0, messages)
+            return [taking[0].engine]
+        if self.policy == "sticky" and bound is not None:
+            ordered = self._by_load(session, bound or self.placement.endpoint_of(session), taking)
+        else:
+            ordered = iter(self._in_turn(taking) if self.policy == "none" else self._by_hash(session, taking))
+        return self._counting(call, session, messages, ordered)
+
+    def _counting(self, call: str, session: str, messages: Collection[bytes], ordered: Iterator[EngineMonitor]) -> Iterator[Engine]:
+        for monitor in ordered:
+            self.placement.begin(call, session, monitor.url, 0, messages)
+            yield monitor.engine
+
+    def _by_load(self, session: str, bound: str, taking: Sequence[EngineMonitor]) -> Iterator[EngineMonitor]:
+        """Return the engine of a session, then the others by their load when they are reached."""
+        choose, left = self.placement.choose, {monitor.url: monitor for monitor in taking}
+        home = left.get(bound)
+        if home is not None and self.serves(home) and choose(session, bound, left, time.monotonic()) == bound:
+            yield left.pop(bound)
+        while left and (usable := {monitor.url: monitor for monitor in self._usable(list(left.values()))}):
+            yield left.pop(choose(session, bound, usable, time.monotonic()))
+
+    def order(self, session: str | None) -> list[Engine]:
+        """Return the engines for a request that begins no call, the preferred one first; at least one.
+
+        Requests without a session use them in turn, those of a session the engine of its last call here, then those of its hash.
 
         Raises:
             EngineError: there are no engines, or all are drained.
@@ -140,14 +197,34 @@ class Pool:
         taking = self._taking()
         if len(taking) == 1:
             return [taking[0].engine]
-        usable = [monitor for monitor in taking if self.serves(monitor)]
-        usable = usable or [monitor for monitor in taking if not monitor.mismatched]
-        if session is None:
-            first = next(self._turns) % len(usable)
-            places = [*range(first, len(usable)), *range(first)]
-        else:
-            places = preference(session, [monitor.url for monitor in usable])
-        return [usable[place].engine for place in places]
+        ordered = self._in_turn(taking) if session is None or self.policy == "none" else self._by_hash(session, taking)
+        home = self.placement.endpoint_of(session or "")
+        return [monitor.engine for monitor in sorted(ordered, key=lambda monitor: monitor.url != home)]
+
+    def engine_of(self, session: str) -> Engine:
+        """Return the engine for a request of a session that begins no call.
+
+        Raises:
+            EngineError: there are no engines, or all are drained.
+        """
+        monitors = self.monitors
+        if len(monitors) == 1 and not monitors[0].draining:
+            return monitors[0].engine
+        home = self.find(self.placement.endpoint_of(session))
+        return home.engine if home is not None and self.serves(home) else self.order(session)[0]
+
+    def _usable(self, taking: Sequence[EngineMonitor]) -> list[EngineMonitor]:
+        """Return the engines that serve; if none does, those that may become available: calls try them."""
+        return [monitor for monitor in taking if self.serves(monitor)] or [monitor for monitor in taking if not monitor.mismatched]
+
+    def _in_turn(self, taking: Sequence[EngineMonitor]) -> list[EngineMonitor]:
+        usable = self._usable(taking)
+        first = next(self._turns) % len(usable)
+        return [*usable[first:], *usable[:first]]
+
+    def _by_hash(self, session: str, taking: Sequence[EngineMonitor]) -> list[EngineMonitor]:
+        usable = self._usable(taking)
+        return [usable[place] for place in preference(session, [monitor.url for monitor in usable])]
 
     def _taking(self) -> list[EngineMonitor]:
         """Return the engines that are not drained; at least one.

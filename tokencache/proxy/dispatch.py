@@ -24,6 +24,7 @@ import msgspec
 
 from tokencache import metrics
 from tokencache.backoff import delays
+from tokencache.core import ids
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.media import Places
@@ -178,10 +179,11 @@ class Dispatch:
             ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
+        call, bound = self._call, self._begun.engine if self._begun is not None else None
         pauses: Iterator[float] | None = None
         while True:
             change = updates.next
-            for engine in self._services.pool.order(self._call.session):
+            for engine in self._services.pool.engines_of(call.id, call.session, bound, self._chat.raw_messages):
                 if refused is not None:
                     refused.close()
                 try:
@@ -232,6 +234,9 @@ class Dispatch:
         plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
         thinking = await self._thinking_marks(model) if model is not None and budget_of(chat.fields) is not None else None
         metrics.BEFORE.observe(time.time() - started)
+        if plan.prefix is not None:
+            tokens = (len(plan.prefix) + len(plan.tail)) // ids.ID_BYTES
+            self._services.pool.placement.begin(self._call.id, session, engine.upstream.url, tokens)
         if chat.required_prefix:
             require_prefix(session, chat, plan.prompt, plan.reason)
         weights = await self._services.versions.begin(engine, model, self._salted())

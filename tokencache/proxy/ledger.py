@@ -21,6 +21,7 @@ from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.turn import TurnMark
+from tokencache.engine.placement import Placement
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -147,6 +148,7 @@ class Ledger:
     Attributes:
         store: the store.
         prefixes: the cached prefixes of its turns.
+        placement: the tokens that sessions hold on each engine.
         replica: the id of this process in the store, random.
         changed: wakes those who wait for a session to be finished, or for its last call to end.
     """
@@ -159,6 +161,8 @@ class Ledger:
         strict: bool = False,
         experts: RoutedExperts | None = None,
         max_media_bytes: int = 0,
+        placement: Placement | None = None,
+        binds: bool = False,
     ) -> None:
         """Wrap a store.
 
@@ -168,9 +172,13 @@ class Ledger:
             strict: whether a store error fails the call.
             experts: writes routed experts; `None` if they are not kept.
             max_media_bytes: how many bytes of images and other media are stored in a session.
+            placement: the tokens that sessions hold on each engine.
+            binds: whether the record of a session names the engine of its last turn.
         """
         self.store = store
         self.prefixes = prefixes
+        self.placement = placement or Placement()
+        self._binds = binds
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
         self._strict = strict
@@ -211,9 +219,10 @@ class Ledger:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        session, call = facts.call.session, facts.call.id
+        session, call, tokens = facts.call.session, facts.call.id, 0
         for entry in recorded.entries:
             turn = entry.turn
+            tokens = max(tokens, turn.prompt_tokens + turn.completion_tokens)
             metrics.counter(metrics.TURNS, turn.match, turn.reason).inc()
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
             metrics.counter(metrics.TURN_VERSIONS, source).inc()
@@ -224,12 +233,15 @@ class Ledger:
         for rule in facts.call.chat.left_out:
             metrics.counter(metrics.APPLIED_RULES, rule).inc()
         _count(recorded.incidents)
+        self.placement.begin(call, session, facts.planned.engine.upstream.url, tokens)
         if begun is None:
             self._lose(session, call, recorded.incidents)
             return
         try:
             if recorded.entries:
-                recorded = await self._commit(begun.epoch, facts, recorded, documents)
+                url = facts.planned.engine.upstream.url
+                engine = url if self._binds and begun.engine != url else ""
+                recorded = await self._commit(begun.epoch, facts, recorded, documents, engine)
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
@@ -247,11 +259,11 @@ class Ledger:
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
             self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
 
-    async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes]) -> Recorded:
+    async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
         """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
         session, call = facts.call.session, facts.call.id
         try:
-            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
         except TurnLostError:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
@@ -259,7 +271,7 @@ class Ledger:
             self.prefixes.forget(epoch)
             recorded = turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
-            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
         return recorded
 
     async def settle(
@@ -368,6 +380,7 @@ class Ledger:
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
             await self.store.withdraw(session, info.epoch)
+        self.placement.release(session)
         self._late.forget(session)
         self._spent.forget(session)
         self._refused.forget(session)

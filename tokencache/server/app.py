@@ -88,11 +88,19 @@ class Proxy:
             report = partial(_count_level, upstream.url)
             return Engine(upstream, kinds, local=local, on_probe=report, required=settings.require)
 
-        self.pool = Pool(engine_at, names_in(settings.upstream))
+        self.pool = Pool(engine_at, names_in(settings.upstream), settings.placement)
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         strict = settings.on_store_error == "fail"
-        self.ledger = Ledger(self.store, prefixes, strict=strict, experts=experts, max_media_bytes=settings.max_media_bytes)
+        self.ledger = Ledger(
+            self.store,
+            prefixes,
+            strict=strict,
+            experts=experts,
+            max_media_bytes=settings.max_media_bytes,
+            placement=self.pool.placement,
+            binds=settings.placement == "sticky",
+        )
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
