@@ -134,6 +134,26 @@ ENGINE_LEVEL = Gauge(  # the lowest value of all workers: one worker whose calls
     multiprocess_mode="livemin",
     registry=REGISTRY,
 )
+ENGINE_KV = Gauge(
+    "tokencache_engine_kv_tokens",
+    "Tokens that the engine's KV cache holds. NaN if that is not known.",
+    ["engine"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+ENGINE_LIVE = Gauge(
+    "tokencache_engine_live_tokens",
+    "Tokens on the engine of calls in flight, and of sessions that paused less than three seconds ago.",
+    ["engine"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+SESSIONS_FIT = Gauge(
+    "tokencache_sessions_fit",
+    "Sessions that fit into the KV caches: 0.9 of their tokens over the mean footprint of ended sessions. NaN if that is not known.",
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
 ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later has not probed yet
     "tokencache_engine_up",
     "1 if the engine responds and was probed, else 0.",

@@ -91,8 +91,9 @@ class LifecycleRoutes:
     async def seal(self, request: web.Request) -> web.StreamResponse:
         """Seal a session."""
         name, force = check_name(request.match_info["session"]), flag(request, "force")
-        if force:
-            await offer(self._store, await self._existing(name))
+        info = await self._existing(name) if force else None
+        if info is not None:
+            await offer(self._store, info)
         match await self._store.seal(name, force=force, at=time.time()):
             case SealOutcome.MISSING:
                 raise no_session(name)
@@ -102,6 +103,8 @@ class LifecycleRoutes:
             case SealOutcome.CALLS_IN_FLIGHT:
                 message = f"session {name} has calls in flight: wait until they end, {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
+        if info is not None:
+            self._ledger.release(info)
         self._ledger.changed.notify()
         return json_response(self._state(await self._existing(name)))
 

@@ -35,6 +35,7 @@ from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import (
+    Capacity,
     Conditions,
     DeliveryState,
     EngineState,
@@ -400,6 +401,13 @@ OPERATIONS = (
         "List the engines.",
         _object(engines={"type": "array", "items": EngineState}),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
+    ),
+    Operation(
+        "getCapacity",
+        "GET",
+        BASE + "/capacity",
+        "Return how many tokens the KV caches of the engines hold, and how many sessions fit.",
+        Capacity,
     ),
     Operation(
         "getConditions",

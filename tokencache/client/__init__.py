@@ -51,8 +51,10 @@ from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.session import Budget
 from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
+    Capacity,
     Conditions,
     DeliveryState,
+    EngineCapacity,
     EngineState,
     EngineWeightsInfo,
     Figures,
@@ -78,12 +80,14 @@ __all__ = [
     "AsyncDelivery",
     "AsyncSession",
     "Budget",
+    "Capacity",
     "Client",
     "ClientError",
     "Conditions",
     "Delivery",
     "DeliveryExpiredError",
     "DeliveryState",
+    "EngineCapacity",
     "EngineInUseError",
     "EnginePauseError",
     "EngineState",

@@ -20,7 +20,7 @@ from tokencache.client.session_operations import written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
-from tokencache.trajectories.values import Conditions, EngineState, SessionState
+from tokencache.trajectories.values import Capacity, Conditions, EngineState, SessionState
 
 _PAGE = 500
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
@@ -190,6 +190,11 @@ def report(
     parameters = {"passing": f"{passing}", "failed": f"{with_failed}".lower(), "offset": f"{offset}", "limit": f"{limit}"}
     parameters |= {name: value for name, value in (("run", run), ("tag", tag)) if value}
     return (yield from call(Request("GET", f"{BASE}/runs/report", parameters), RunReport))
+
+
+def capacity(_proxy: ProxyAddress) -> Steps[Capacity]:
+    """Return how many sessions fit into the KV caches of the engines (`sessions_fit`), such as for the trainer's own semaphore."""
+    return (yield from call(Request("GET", f"{BASE}/capacity"), Capacity))
 
 
 def engines(_proxy: ProxyAddress) -> Steps[list[EngineState]]:

@@ -195,6 +195,7 @@ class Client(ProxyAddress):
     as_completed = blocking_iterator(collecting.as_completed)
     queue = blocking(collecting.queue)
     engines = blocking(operations.engines)
+    capacity = blocking(operations.capacity)
     conditions = blocking(operations.conditions)
     add_engine = blocking(operations.add_engine)
     drain_engine = blocking(operations.drain_engine)

@@ -22,6 +22,7 @@ import xxhash
 
 from tokencache import metrics
 from tokencache.background import repeat
+from tokencache.engine.capacity import CapacityError
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
@@ -88,6 +89,7 @@ class EngineMonitor:
         gone_at: when the engine was seen down the last time, or when it was added, Unix time in seconds. Its process may be younger.
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
+        capacity: data-parallel rank → tokens of its KV cache; empty if that is not known. `capacity_error` is the reason.
         mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
             may have come at a bad moment.
     """
@@ -102,7 +104,10 @@ class EngineMonitor:
         self.mismatched = False
         self.alone = alone
         self._on_change = on_change
+        self.capacity: dict[str, int] = {}
+        self.capacity_error = ""
         self._known: Model | None = None
+        self._measured: Model | None = None  # whose capacity was read
         self._probed = 0.0
         self._strikes = 0
         self._logged = ""
@@ -142,6 +147,8 @@ class EngineMonitor:
             else:
                 self._strikes = 0
                 await self._identify()
+                if self._measured is not self._known:
+                    await self._read_capacity()
         self.checked.set()
 
     async def answers(self) -> bool:
@@ -175,6 +182,21 @@ class EngineMonitor:
             answer = await self.engine.upstream.get(self.engine.driver.weights_route)
             self.has_label = answer.status not in _NO_ROUTE
             self.engine.weight_label = self.engine.driver.weight_label(answer) or ""
+
+    async def _read_capacity(self) -> None:
+        """Read the size of the KV cache, once for each process of the engine. It has no effect on whether the engine serves."""
+        driver, known = self.engine.driver, self._known
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                answer = await self.engine.upstream.get(driver.capacity_route)
+            self.capacity, self.capacity_error = driver.capacities(answer), ""
+        except (EngineError, TimeoutError):
+            self.capacity_error = self.capacity_error or "its metrics could not be read yet"
+            return
+        except CapacityError as why:
+            self.capacity, self.capacity_error = {}, str(why)
+            log.info("engine %s: the size of its KV cache is not known: %s", self.url, why)
+        self._measured = known
 
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from tokencache.background import repeat
 from tokencache.engine.health import EngineMonitor
+from tokencache.engine.placement import Footprint
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.store.base import LEARNED, EngineEntry, Store, StoreError
@@ -184,20 +185,20 @@ class EngineMembership:
                 await self._store.drop_engine(entry.url, entry.replica)
 
     async def _share_loads(self, entries: Sequence[EngineEntry]) -> None:
-        """Report the loads of this replica if they have changed, take over those of the others, and drop reports that are too old."""
-        now, others = time.time(), Counter[str]()
+        """Report loads and footprint of this replica if they have changed, take over those of the others, and drop old reports."""
+        now, others, footprints, placement = time.time(), Counter[str](), list[Footprint](), self._pool.placement
         for entry in entries:
             if now - entry.at > _REPORT_SECONDS:
                 await self._store.drop_engine("", entry.replica)
             elif entry.replica != self._replica:
                 others.update(dict(entry.loads))
-        self._pool.placement.others = others
-        if self._pool.policy != "sticky" or len(self._pool.monitors) == 1:
-            return
-        loads = tuple(sorted(self._pool.placement.own_loads(time.monotonic()).items()))
+                footprints.append(Footprint(entry.ended, entry.footprint))
+        placement.others, placement.other_footprints = others, footprints
+        loads, (ended, footprint) = tuple(sorted(placement.own_loads(time.monotonic()).items())), placement.own_footprint
         known = next((entry for entry in entries if entry.replica == self._replica), EngineEntry(""))
-        if loads != known.loads or (loads and now - known.at > _REPORT_SECONDS / 2):
-            await self._store.put_engine(EngineEntry("", at=now, replica=self._replica, loads=loads))
+        changed = (loads, ended, footprint) != (known.loads, known.ended, known.footprint)
+        if changed or (known.at and now - known.at > _REPORT_SECONDS / 2):
+            await self._store.put_engine(EngineEntry("", at=now, replica=self._replica, loads=loads, ended=ended, footprint=footprint))
 
     async def _set(self, url: str, state: MemberState) -> EngineMember:
         await self._store.put_engine(EngineEntry(url, state, time.time()))

@@ -10,7 +10,8 @@ there. A new session uses the endpoint with the least load. The figures below we
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from tokencache.recent import Recent
 
@@ -31,8 +32,17 @@ MOST_GUESSED = 32_768
 """Largest load of a first call until its prompt is known, in tokens: a body with images is long and has few."""
 BYTES_A_TOKEN = 4
 """Of the messages of a first call. Loads that are known to ±50 % place as well as exact ones."""
+_MEAN_OF = 64
+"""Sessions of which the mean footprint follows: the policy changes, and with it how long rollouts are."""
 _MOST_SESSIONS = 65_536
 """Sessions that are remembered. One that is forgotten is still bound by its record, and has no load until its next call."""
+
+
+class Footprint(NamedTuple):
+    """The mean number of tokens with which sessions ended, and how many ended; older ones count less (`_MEAN_OF`)."""
+
+    sessions: int = 0
+    tokens: int = 0
 
 
 class _Session:
@@ -49,10 +59,14 @@ class Placement:
 
     Attributes:
         others: the load of each endpoint by the sessions of other replicas, in tokens, as they reported it last.
+        other_footprints: the footprints of sessions that ended at other replicas.
+        own_footprint: the footprint of those that ended here.
     """
 
     def __init__(self) -> None:
         self.others: Mapping[str, int] = {}
+        self.other_footprints: Sequence[Footprint] = ()
+        self.own_footprint = Footprint()
         self._sessions: Recent[str, _Session] = Recent(_MOST_SESSIONS)
         # Plain tuples: to make a named one enters a function.
         self._calls: dict[str, tuple[str, int, str]] = {}  # call → endpoint, tokens, session
@@ -138,8 +152,21 @@ class Placement:
             self._paused[session] = endpoint, tokens, now
             self._own[endpoint] += tokens
 
-    def release(self, session: str) -> None:
-        """Forget a session that has ended. Calls that it has in flight count until they end."""
+    @property
+    def footprint(self) -> Footprint:
+        """The footprint of sessions that ended at any replica."""
+        known = [one for one in (self.own_footprint, *self.other_footprints) if one.sessions]
+        ended = sum(one.sessions for one in known)
+        return Footprint(ended, sum(one.sessions * one.tokens for one in known) // ended) if ended else Footprint()
+
+    def release(self, session: str, tokens: int = 0) -> None:
+        """Forget a session that has ended. Calls that it has in flight count until they end.
+
+        `tokens` is the length of its last prompt and reply; 0 if it had none, or was released before.
+        """
+        if tokens:
+            ended, mean = min(self.own_footprint.sessions + 1, _MEAN_OF), self.own_footprint.tokens
+            self.own_footprint = Footprint(ended, mean + round((tokens - mean) / ended))
         self._sessions.pop(session, None)
         if (rest := self._paused.pop(session, None)) is not None:
             self._own[rest[0]] -= rest[1]

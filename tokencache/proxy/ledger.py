@@ -20,6 +20,7 @@ import msgspec
 from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
+from tokencache.core.session import SessionStage
 from tokencache.core.turn import TurnMark
 from tokencache.engine.placement import Placement
 from tokencache.proxy.facts import BegunCall, CallFacts
@@ -33,6 +34,7 @@ from tokencache.store.base import (
     Join,
     SessionFinishedError,
     SessionGoneError,
+    SessionInfo,
     SessionOverError,
     SessionSealedError,
     Store,
@@ -380,13 +382,18 @@ class Ledger:
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
             await self.store.withdraw(session, info.epoch)
-        self.placement.release(session)
+            self.release(info)
         self._late.forget(session)
         self._spent.forget(session)
         self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known
+
+    def release(self, info: SessionInfo) -> None:
+        """Release what a session holds that ends now; `info` is its state before. Its last call counts for the mean footprint."""
+        turn = info.latest if info.state is SessionStage.OPEN else None
+        self.placement.release(info.id, turn.prompt_tokens + turn.completion_tokens if turn is not None else 0)
 
     def detach(self, work: "asyncio.Task[Any]") -> None:
         """Keep a task that must finish although its client has left."""

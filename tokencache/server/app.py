@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokencache import metrics
 from tokencache.adapters.load import load_all
 from tokencache.api.auth import AdminAuth
+from tokencache.api.capacity import add_capacity_route, capacity_of, set_capacity_metrics
 from tokencache.api.conditions import add_conditions_route
 from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.gauges import Gauges
@@ -185,6 +186,7 @@ class Proxy:
         add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights, listing, self._gauges)
         add_run_routes(app, self._auth, listing, self._gauges)
         add_engine_routes(app, self._auth, self.membership, self.pool)
+        add_capacity_route(app, self._auth, self.pool)
         add_conditions_route(app, self._auth, self.pool, self.adapters, settings=self.settings.shown, digest=self.settings.digest)
         add_weight_routes(app, self._auth, self.weights, self.pool)
         most, queue, weights = self.settings.max_ready, self._queue, self.weights
@@ -260,13 +262,15 @@ class Proxy:
         engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         weights = [msgspec.to_builtins(engine_weights(self.weights.known, monitor)) for monitor in self.pool.monitors]
-        found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store}
+        capacity = msgspec.to_builtins(capacity_of(self.pool))
+        found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store, "capacity": capacity}
         if tasks := failing():
             found["failing_tasks"] = tasks
         return web.json_response(found, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         await self._gauges.update()
+        set_capacity_metrics(self.pool)
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -248,6 +248,7 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         replica: id of the reporting replica.
         calls: number of calls that the replica has in flight there.
         loads: by engine, the tokens that sessions of the replica hold there (`engine.placement`). Such an entry has no URL.
+        ended, footprint: sessions that ended at the replica, and the mean of their tokens (`engine.placement.Footprint`).
         stops: by model, the stop ids that its replies showed and a probe cannot find.
     """
 
@@ -258,6 +259,8 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: int = 0
     stops: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loads: tuple[tuple[str, int], ...] = ()
+    ended: int = 0
+    footprint: int = 0
 
 
 LEARNED = "learned"

@@ -30,6 +30,7 @@ from multidict import CIMultiDict
 from tokencache.core.ids import Fragment
 from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.capacity import CapacityError, read_capacities
 from tokencache.engine.derender import Derender
 from tokencache.engine.image_names import NamedImage
 from tokencache.engine.image_support import ImageSupport
@@ -149,6 +150,7 @@ class Driver(ABC):
             `v1/engine/input_processor.py`).
         renderer: the engine's tokenizer: renders conversations with its chat template, encodes and decodes texts.
         weights_route: the route that returns the engine's own label of its weights (vLLM with `VLLM_SERVER_DEV_MODE=1`).
+        capacity_route: the route that returns the engine's metrics, with the size of its KV cache.
         derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 
@@ -166,6 +168,7 @@ class Driver(ABC):
     overflow_words: ClassVar[tuple[bytes, ...]] = (b"context length", b"max_tokens", b"maximum model length")
     renderer: ClassVar[type[EngineRenderer]] = EngineRenderer
     weights_route: ClassVar[str] = "/weight_info"
+    capacity_route: ClassVar[str] = "/metrics"
     derender: Derender | None = None
 
     @abstractmethod
@@ -236,6 +239,16 @@ class Driver(ABC):
         found = answer.json() if answer.status == HTTPStatus.OK else None
         label = found.get("weight_version", "") if isinstance(found, dict) else None
         return label if isinstance(label, str) else None
+
+    def capacities(self, answer: EngineResponse) -> dict[str, int]:
+        """Read the size of the KV cache of each data-parallel rank in the answer at `capacity_route`: rank → tokens.
+
+        Raises:
+            CapacityError: the answer does not have it, or has something that cannot be.
+        """
+        if answer.status != HTTPStatus.OK:
+            raise CapacityError(f"{self.capacity_route} answered {answer.status}")
+        return read_capacities(answer.body)
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.
