@@ -14,7 +14,7 @@ from tokencache.core import ids
 from tokencache.proxy import continuation
 from tokencache.testing import Fault, SimulatedEngine
 
-ALL = {**EPISODES, "all": [f"{THOUGHT}Let me look ☕ naïvely.\n{CALLS}"]}
+ALL = {**EPISODES, "text": [f"{THOUGHT}Well, that is all."], "all": [f"{THOUGHT}Let me look ☕ naïvely.\n{CALLS}"]}
 ASK = {"messages": [user("EPISODE:all")], "tools": TOOLS}
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
@@ -105,6 +105,15 @@ async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream, chunk):
             ends = [chunk["choices"][0]["finish_reason"] for chunk in answer if chunk["choices"]]
             roles = [chunk["choices"][0]["delta"].get("role") for chunk in answer if chunk["choices"]]
             assert ([end for end in ends if end], roles.count("assistant")) == (["tool_calls"], 1)
+
+
+async def test_words_that_are_due_with_the_last_token_end_before_it(rig, monkeypatch):
+    """On a busy machine, words are due when the id that ends the message arrives: it is no word."""
+    monkeypatch.setattr(continuation, "WORDS_SECONDS", 0)
+    rig.engine.faults.append(Fault.abort(2))
+    _, answer = await rig.post("s", messages=[user("EPISODE:text")], stream=True)
+    turn, *_ = await recorded(rig)
+    assert (assembled(answer)["content"].strip(), len(turn.pieces)) == ("Well, that is all.", 2)
 
 
 @pytest.mark.whole

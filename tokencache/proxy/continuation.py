@@ -312,7 +312,7 @@ class Continuation:
             self._take(piece, data, packed, waiting)
             if piece.error:
                 return  # a finished piece is read to its end: its usage follows
-            if waiting.ids and loop.time() >= due:
+            if waiting.ids and not piece.finished and loop.time() >= due:  # the last id may end the message: it has no words
                 yield self._chunk(await words.add(waiting.ids), waiting)
                 due = loop.time() + WORDS_SECONDS
 
