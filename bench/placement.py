@@ -2,11 +2,11 @@
 
     python -m bench.placement [--seeds 5] [--loads NAME,NAME] [--write]     # --write: docs/several-engines.md
 
-The policy is `tokencache.engine.placement`, as the proxy uses it, and `hash` the rendezvous hash of `tokencache.engine.pool`. An engine
-schedules as vLLM 0.32 does: blocks of 64 tokens, cached when they are scheduled, the least recently used one is evicted first; running
-requests first, of which the newest is preempted if blocks are short; then waiting ones in order, each when its whole prompt fits, in chunks
-of 8,192 tokens. A step takes 6 ms, 20 µs for a token of prefill, 50 µs for a request, and 0.28 µs for a token of context. These are the
-figures of one engine: the ratio of two policies counts, no time in seconds does.
+`hash` and `sticky` place sessions; `admission` is `sticky`, and new sessions begin only while they fit. The policies are those of
+`tokencache.engine`, as the proxy uses them. An engine schedules as vLLM 0.32 does: blocks of 64 tokens, cached when they are scheduled, the
+least recently used one is evicted first; running requests first, of which the newest is preempted if blocks are short; then waiting ones
+in order, each when its whole prompt fits, in chunks of 8,192 tokens. A step takes 6 ms, 20 µs for a token of prefill, 50 µs for a request,
+and 0.28 µs for a token of context. These are the figures of one engine: the ratio of two policies counts, no time in seconds does.
 """
 
 import argparse
@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.page import replaced
-from tokencache.engine.placement import Placement
+from tokencache.engine.admission import Admission
+from tokencache.engine.placement import IDLE_SECONDS, Placement
 from tokencache.engine.pool import preference
 
 BLOCK, CHUNK, MOST_RUNNING = 64, 8192, 256
 STEP, PER_REQUEST, PER_CONTEXT_TOKEN = 6e-3, 5e-5, 2.8e-7
 """Seconds."""
+EXPECTED = 12_000
+"""Tokens that a session is expected to have until some have ended."""
 PAGE = Path("docs/several-engines.md")
 
 
@@ -228,14 +231,16 @@ class Engine:
 
 
 class Replay:
-    """Replays rollouts; `sticky` is whether sessions are placed by load, otherwise by the hash."""
+    """Replays rollouts; `sticky` is whether sessions are placed by load, otherwise by the hash; `admits` is whether new ones wait."""
 
-    def __init__(self, load: Load, seed: int, *, sticky: bool) -> None:
+    def __init__(self, load: Load, seed: int, *, sticky: bool, admits: bool = False) -> None:
         self._now, self._numbers = 0.0, itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._waiting, self._in_flight = deque(rollouts(load, seed)), load.in_flight
         self._engines = {f"http://engine-{n}:8000": Engine(self._later, load) for n in range(load.engines)}
-        self._placement, self._sticky = Placement(), sticky
+        self._placement, self._sticky, self._capacity = Placement(), sticky, load.kv * load.engines
+        self._admission = Admission(self._placement, EXPECTED) if admits else None
+        self._created: deque[Rollout] = deque()
         self._bound: dict[str, str] = {}
         self._ends: dict[int, float] = {}
 
@@ -253,8 +258,17 @@ class Replay:
 
     def _begin(self) -> None:
         if self._waiting:
-            rollout = self._waiting.popleft()
-            self._later(0, partial(self._ask, rollout, 0, 0))
+            self._created.append(self._waiting.popleft())
+            self._later(0, self._admit)
+
+    def _admit(self) -> None:
+        while self._created and (self._admission is None or self._has_room(self._admission)):
+            self._ask(self._created.popleft(), 0, 0)
+
+    def _has_room(self, admission: Admission) -> bool:
+        empty = sum(not self._placement.load(url, self._now) for url in self._engines)
+        session = self._created[0].name
+        return admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
 
     def _place(self, session: str) -> str:
         urls = list(self._engines)
@@ -271,10 +285,13 @@ class Replay:
         def done() -> None:
             self._placement.begin(call, session, url, prompt + turn.sampled)
             self._placement.end(call, self._now)
+            if self._created:
+                self._later(0, self._admit)
+                self._later(IDLE_SECONDS, self._admit)
             if n + 1 < len(rollout.turns):
                 self._later(turn.pause, partial(self._ask, rollout, n + 1, prompt + turn.sampled))
                 return
-            self._placement.release(session)
+            self._placement.release(session, prompt + turn.sampled)
             self._ends[rollout.group] = self._now
             self._begin()
 
@@ -282,11 +299,13 @@ class Replay:
 
 
 class Row(NamedTuple):
-    """Makespans with `hash` and with `sticky`, in seconds, and the ratio of both for each seed; the same of groups."""
+    """For each seed: makespans with `hash` and `sticky` in seconds; as shares of that with `hash`, groups, and both with admission."""
 
     hashed: list[float]
     sticky: list[float]
     groups: list[float]
+    admitted: list[float]
+    admitted_groups: list[float]
 
     @property
     def ratios(self) -> list[float]:
@@ -294,12 +313,15 @@ class Row(NamedTuple):
 
 
 def row(load: Load, seeds: int) -> Row:
-    found = Row([], [], [])
+    found = Row([], [], [], [], [])
     for seed in range(seeds):
         hashed, sticky = Replay(load, seed, sticky=False).run(), Replay(load, seed, sticky=True).run()
         found.hashed.append(hashed[0])
         found.sticky.append(sticky[0])
         found.groups.append(sticky[1] / hashed[1])
+        admitted = Replay(load, seed, sticky=True, admits=True).run()
+        found.admitted.append(admitted[0] / hashed[0])
+        found.admitted_groups.append(admitted[1] / hashed[1])
     return found
 
 
@@ -307,11 +329,12 @@ def table_row(name: str, found: Row) -> str:
     hashed, sticky = statistics.median(found.hashed), statistics.median(found.sticky)
     return (
         f"| {name} | {hashed:.0f} | {sticky:.0f} | {statistics.median(found.ratios):.2f} "
-        f"| {min(found.ratios):.2f} to {max(found.ratios):.2f} | {statistics.median(found.groups):.2f} |"
+        f"| {min(found.ratios):.2f} to {max(found.ratios):.2f} | {statistics.median(found.groups):.2f} "
+        f"| {statistics.median(found.admitted):.2f} | {statistics.median(found.admitted_groups):.2f} |"
     )
 
 
-HEAD = "| load | hash, s | sticky, s | ratio | from, to | groups |\n|---|--:|--:|--:|--:|--:|"
+HEAD = "| load | hash, s | sticky, s | ratio | from, to | groups | admission | groups |\n|---|--:|--:|--:|--:|--:|--:|--:|"
 
 
 def main() -> None:

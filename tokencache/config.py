@@ -161,6 +161,13 @@ class Settings(BaseSettings):
         description="Which engine a session uses: the one with the least load at its first call, then the same (sticky), one by a hash of "
         "its name (hash), or all in turn, because they are routers that place sessions themselves (none) (docs/several-engines.md).",
     )
+    admission: Annotated[int, Shown("TOKENS")] = Field(
+        0,
+        ge=0,
+        le=2**40,
+        description="Create sessions over the API only while they fit into the KV caches of the engines, in the order in which they came. "
+        "The number is the length of a session that is expected until some have ended. 0 sets no limit (docs/several-engines.md).",
+    )
     return_token_id_information: bool = Field(
         False,
         description="Return token ids and log probabilities on messages, as NeMo Gym's model server does (docs/topologies/nemo-gym.md).",

@@ -154,6 +154,12 @@ SESSIONS_FIT = Gauge(
     multiprocess_mode="livemostrecent",
     registry=REGISTRY,
 )
+SESSIONS_WAITING = Gauge(
+    "tokencache_sessions_waiting",
+    "Sessions that wait to be created because the KV caches have no room (`--admission`).",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
 ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later has not probed yet
     "tokencache_engine_up",
     "1 if the engine responds and was probed, else 0.",

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tokencache.api.http import flag, json_response, not_found, read_body
+from tokencache.api.admission import AdmissionWait
+from tokencache.api.http import flag, json_response, not_found, number, read_body
 from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
 from tokencache.api.requests import Finish, NewReward
@@ -17,6 +18,7 @@ from tokencache.core.lineage import lineages
 from tokencache.core.session import LabelChanges, NewSession, Reward, SessionStage
 from tokencache.dialects.chat.sampling import bending
 from tokencache.dialects.chat.vocabulary import check_policy
+from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.finishing import finish, offer
@@ -34,23 +36,35 @@ T = TypeVar("T")
 
 
 class LifecycleRoutes:
-    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always."""
+    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always.
 
-    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, pool: Pool, *, max_ready: int) -> None:
+    `admission` decides when a session may be created; `None`: always.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        profiles: HarnessProfiles,
+        queue: SessionQueue,
+        pool: Pool,
+        *,
+        max_ready: int,
+        admission: AdmissionWait | None,
+    ) -> None:
         self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
-        self._pool, self._max_ready = pool, max_ready
+        self._pool, self._max_ready, self._admission = pool, max_ready, admission
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Define a session."""
         asked = await read_body(request, NewSession)
-        name, created = await self._define(asked)
+        name, created = await self._define(asked, request)
         state = self._state(await self._existing(name)) | self._warnings(asked)
         return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
         """Define a session, and register a key for it."""
         asked = await read_body(request, NewSession)
-        name, _ = await self._define(asked)
+        name, _ = await self._define(asked, request)
         key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), Binding(name))
         body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
@@ -133,11 +147,11 @@ class LifecycleRoutes:
         info = await self._existing(check_name(request.match_info["session"]))
         return json_response(await self._rewards(info.id))
 
-    async def _define(self, asked: NewSession) -> tuple[str, bool]:
+    async def _define(self, asked: NewSession, request: web.Request) -> tuple[str, bool]:
         """Create a session, or join it. Returns its name, and whether it was created.
 
         Raises:
-            HarnessError: a setting or a label is invalid, or too many sessions are ready.
+            HarnessError: a setting or a label is invalid, too many sessions are ready, or the engines have no room for it.
             SessionExistsError, SettingsConflictError: it exists.
         """
         name = check_name(f"rollout-{secrets.token_hex(8)}" if asked.session is None else asked.session)
@@ -152,6 +166,8 @@ class LifecycleRoutes:
             message = f"`deadline` {asked.deadline:.0f} is in the past: it is a Unix time in seconds, and now is {now:.0f}"
             raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param="deadline")
         await self._check_ready(name, labels.group, exist_ok=asked.exist_ok)
+        if self._admission is not None:
+            await self._admission.admit(name, number(request, "wait", 0, most=MOST_WAIT_SECONDS))
         if left is not None:  # before it is defined, so that a crash in between does not lose the limits
             await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)

@@ -29,6 +29,7 @@ from tokencache.api.requests import (
 )
 from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, NewSession
+from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
@@ -125,8 +126,15 @@ _ANY_OBJECT = {"type": "object"}
 _NO_SESSION = {HTTPStatus.NOT_FOUND: "There is no such session."}
 _EXISTS = {
     HTTPStatus.CONFLICT: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`).",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`), or the KV caches "
+    "have no room (`no_room`, `--admission`). `Retry-After` says when to repeat it.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "`--admission` is set, and the size of no KV cache is known (`capacity_unknown`), or the store failed.",
 }
+_WAIT = Parameter(
+    "wait",
+    "Seconds to wait for room in the KV caches, with `--admission`.",
+    {"type": "integer", "minimum": 0, "maximum": MOST_WAIT_SECONDS, "default": 0},
+)
 _OTHER_STORE = {HTTPStatus.UNPROCESSABLE_ENTITY: "A delivery is another store's, or a member is invalid."}
 _EXPIRED = {
     **_OTHER_STORE,
@@ -188,6 +196,7 @@ OPERATIONS = (
         CreatedSession,
         description="The settings hold for all calls of the session, however they name it. A session that exists is accepted only with "
         "`exist_ok` (200). The name of a deleted session can be used again.",
+        query=(_WAIT,),
         body=NewSession,
         statuses=(HTTPStatus.CREATED, HTTPStatus.OK),
         errors=_EXISTS,
@@ -323,6 +332,7 @@ OPERATIONS = (
         "Create a session, and register an API key for it.",
         RegisteredKey,
         description="The body is that of `createSession`. The answer holds the secret `key` and the `id` that revokes it.",
+        query=(_WAIT,),
         body=NewSession,
         statuses=(HTTPStatus.CREATED,),
         errors=_EXISTS,

@@ -34,6 +34,7 @@ from tokencache.client.errors import (
     EnginePauseError,
     ExistsError,
     InvalidUrlError,
+    NoRoomError,
     NotFoundError,
     OtherSettingsError,
     OutcomeError,
@@ -71,6 +72,7 @@ from tokencache.trajectories.values import (
     Trajectory,
     TurnChange,
     TurnSpan,
+    WaitingSession,
     WeightsInfo,
 )
 
@@ -97,6 +99,7 @@ __all__ = [
     "GroupState",
     "Incident",
     "InvalidUrlError",
+    "NoRoomError",
     "NotFoundError",
     "OpenCall",
     "OtherSettingsError",
@@ -121,6 +124,7 @@ __all__ = [
     "UnfinishedError",
     "UnreachableError",
     "WaitTimeoutError",
+    "WaitingSession",
     "WeightsConflictError",
     "WeightsInfo",
     "WrongServerError",

@@ -20,7 +20,10 @@ from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from tokencache.background import repeat
+from tokencache.engine.admission import Admission
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.placement import Footprint
 from tokencache.engine.pool import Pool
@@ -53,8 +56,8 @@ class EngineMember(NamedTuple):
 class EngineMembership:
     """Adds, drains and removes engines of a pool, on all replicas that share the store; `replica` is the name of this one."""
 
-    def __init__(self, pool: Pool, store: Store, replica: str) -> None:
-        self._pool, self._store = pool, store
+    def __init__(self, pool: Pool, store: Store, replica: str, admission: Admission) -> None:
+        self._pool, self._store, self._admission = pool, store, admission
         self._configured = frozenset(monitor.url for monitor in pool.monitors)
         self._replica = replica
         self._lock = asyncio.Lock()
@@ -186,19 +189,31 @@ class EngineMembership:
 
     async def _share_loads(self, entries: Sequence[EngineEntry]) -> None:
         """Report loads and footprint of this replica if they have changed, take over those of the others, and drop old reports."""
-        now, others, footprints, placement = time.time(), Counter[str](), list[Footprint](), self._pool.placement
+        now, clock, placement, admission = time.time(), time.monotonic(), self._pool.placement, self._admission
+        reports = list[EngineEntry]()
         for entry in entries:
             if now - entry.at > _REPORT_SECONDS:
                 await self._store.drop_engine("", entry.replica)
             elif entry.replica != self._replica:
-                others.update(dict(entry.loads))
-                footprints.append(Footprint(entry.ended, entry.footprint))
-        placement.others, placement.other_footprints = others, footprints
-        loads, (ended, footprint) = tuple(sorted(placement.own_loads(time.monotonic()).items())), placement.own_footprint
-        known = next((entry for entry in entries if entry.replica == self._replica), EngineEntry(""))
-        changed = (loads, ended, footprint) != (known.loads, known.ended, known.footprint)
-        if changed or (known.at and now - known.at > _REPORT_SECONDS / 2):
-            await self._store.put_engine(EngineEntry("", at=now, replica=self._replica, loads=loads, ended=ended, footprint=footprint))
+                reports.append(entry)
+        others = Counter[str]()
+        for entry in reports:
+            others.update(dict(entry.loads))
+        placement.others, placement.other_footprints = others, [Footprint(entry.ended, entry.footprint) for entry in reports]
+        admission.others = [since for entry in reports for since in entry.waiting]
+        admission.other_claims = sum(entry.claims for entry in reports)
+        known = next((entry for entry in entries if entry.replica == self._replica), EngineEntry("", replica=self._replica))
+        ended, footprint = placement.own_footprint
+        report = msgspec.structs.replace(
+            known,
+            loads=tuple(sorted(placement.own_loads(clock).items())),
+            ended=ended,
+            footprint=footprint,
+            claims=admission.claims(clock),
+            waiting=tuple(admission.waiting(clock).values()),
+        )
+        if report != known or (known.at and now - known.at > _REPORT_SECONDS / 2):
+            await self._store.put_engine(msgspec.structs.replace(report, at=now))
 
     async def _set(self, url: str, state: MemberState) -> EngineMember:
         await self._store.put_engine(EngineEntry(url, state, time.time()))

@@ -70,6 +70,7 @@ class Placement:
         self._sessions: Recent[str, _Session] = Recent(_MOST_SESSIONS)
         # Plain tuples: to make a named one enters a function.
         self._calls: dict[str, tuple[str, int, str]] = {}  # call → endpoint, tokens, session
+        self._created: dict[str, float] = {}  # sessions that were admitted and have not called yet
         self._paused: dict[str, tuple[str, int, float]] = {}  # session → endpoint, tokens, since when; the longest pause is the first
         self._own: defaultdict[str, int] = defaultdict(int)
         self._choices = 0
@@ -122,6 +123,7 @@ class Placement:
         known = self._sessions.get(session)
         if known is None:
             known = self._sessions[session] = _Session()
+            self._created.pop(session, None)
         before = self._calls.get(call) or self._paused.pop(session, None)
         if before is not None:
             self._own[before[0]] -= before[1]
@@ -168,8 +170,26 @@ class Placement:
             ended, mean = min(self.own_footprint.sessions + 1, _MEAN_OF), self.own_footprint.tokens
             self.own_footprint = Footprint(ended, mean + round((tokens - mean) / ended))
         self._sessions.pop(session, None)
+        self._created.pop(session, None)
         if (rest := self._paused.pop(session, None)) is not None:
             self._own[rest[0]] -= rest[1]
+
+    def create(self, session: str, now: float) -> None:
+        """Note a session that was admitted, until its first call."""
+        self._created[session] = now
+
+    def created(self, since: float) -> list[str]:
+        """Return the sessions that were admitted after a time and have not called yet; forget the older ones."""
+        self._created = {session: at for session, at in self._created.items() if at >= since}
+        return list(self._created)
+
+    def holdings(self, now: float) -> dict[str, int]:
+        """Return the load of each session of this replica, in tokens; without those that have none."""
+        self._expire(now)
+        found = {session: tokens for session, (_, tokens, _) in self._paused.items()}
+        for _, tokens, session in self._calls.values():
+            found[session] = found.get(session, 0) + tokens
+        return found
 
     def own_loads(self, now: float) -> dict[str, int]:
         """Return the load of each endpoint by the sessions of this replica, in tokens; without those that have none."""

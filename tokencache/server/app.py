@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokencache import metrics
 from tokencache.adapters.load import load_all
+from tokencache.api.admission import AdmissionWait
 from tokencache.api.auth import AdminAuth
 from tokencache.api.capacity import add_capacity_route, capacity_of, set_capacity_metrics
 from tokencache.api.conditions import add_conditions_route
@@ -28,6 +29,7 @@ from tokencache.api.weights import add_weight_routes, engine_weights
 from tokencache.background import failing, repeat
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.engine.admission import Admission
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.image_names import ImageNames
@@ -102,7 +104,8 @@ class Proxy:
             placement=self.pool.placement,
             binds=settings.placement == "sticky",
         )
-        self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
+        self.admission = Admission(self.pool.placement, settings.admission)
+        self.membership = EngineMembership(self.pool, self.store, self.ledger.replica, self.admission)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
         self.adapters = load_all(own_adapters)
@@ -186,11 +189,14 @@ class Proxy:
         add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights, listing, self._gauges)
         add_run_routes(app, self._auth, listing, self._gauges)
         add_engine_routes(app, self._auth, self.membership, self.pool)
-        add_capacity_route(app, self._auth, self.pool)
+        add_capacity_route(app, self._auth, self.pool, self.admission)
         add_conditions_route(app, self._auth, self.pool, self.adapters, settings=self.settings.shown, digest=self.settings.digest)
         add_weight_routes(app, self._auth, self.weights, self.pool)
         most, queue, weights = self.settings.max_ready, self._queue, self.weights
-        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most)
+        waits = AdmissionWait(self.admission, self.pool, self.ledger) if self.settings.admission else None
+        add_trainer_routes(
+            app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most, admission=waits
+        )
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
@@ -262,7 +268,7 @@ class Proxy:
         engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         weights = [msgspec.to_builtins(engine_weights(self.weights.known, monitor)) for monitor in self.pool.monitors]
-        capacity = msgspec.to_builtins(capacity_of(self.pool))
+        capacity = msgspec.to_builtins(capacity_of(self.pool, self.admission))
         found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store, "capacity": capacity}
         if tasks := failing():
             found["failing_tasks"] = tasks
@@ -270,7 +276,7 @@ class Proxy:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         await self._gauges.update()
-        set_capacity_metrics(self.pool)
+        set_capacity_metrics(self.pool, self.admission)
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

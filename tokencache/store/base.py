@@ -249,6 +249,7 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         calls: number of calls that the replica has in flight there.
         loads: by engine, the tokens that sessions of the replica hold there (`engine.placement`). Such an entry has no URL.
         ended, footprint: sessions that ended at the replica, and the mean of their tokens (`engine.placement.Footprint`).
+        claims, waiting: the tokens that its sessions claim, and since when sessions wait there to be created (`engine.admission`).
         stops: by model, the stop ids that its replies showed and a probe cannot find.
     """
 
@@ -261,6 +262,8 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     loads: tuple[tuple[str, int], ...] = ()
     ended: int = 0
     footprint: int = 0
+    claims: int = 0
+    waiting: tuple[float, ...] = ()
 
 
 LEARNED = "learned"

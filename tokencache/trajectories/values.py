@@ -628,6 +628,14 @@ class EngineCapacity(msgspec.Struct, frozen=True, kw_only=True):
     live_tokens: int = 0
 
 
+class WaitingSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that waits to be created at the replica that answers: since when (Unix time in seconds), and its place, from 1."""
+
+    session: str
+    since: float
+    place: int
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """How many sessions the KV caches of the engines hold.
 
@@ -637,6 +645,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         footprint: the mean number of tokens with which the last 64 sessions ended; 0 if none has ended. `ended`: how many count.
         sessions_fit: how many sessions of that footprint fit into nine tenths of the caches; `None` if that is not known.
         engines: the same for each engine.
+        waiting: the sessions that wait to be created (`--admission`).
     """
 
     tokens: int
@@ -645,6 +654,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     ended: int
     sessions_fit: int | None
     engines: list[EngineCapacity]
+    waiting: list[WaitingSession] = []
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,10 +15,12 @@ export class EnginesPage {
     this.up = "#/";
     this.total = h("span", { class: "muted" });
     this.body = h("tbody");
+    this.waiting = h("p", { class: "muted" });
     root.append(
       h("div", { class: "bar" }, h("h1", {}, "Engines"), this.total),
       h("table", { class: "list engines", "aria-label": "Engines" },
         h("thead", {}, h("tr", {}, HEADS.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))), this.body),
+      this.waiting,
     );
   }
 
@@ -38,6 +40,7 @@ export class EnginesPage {
       ? found.tokens ? `${count(found.tokens)} tokens; how many sessions fit is known once some have ended` : "the size of the KV caches is not known"
       : `${count(found.sessions_fit)} sessions fit: ${count(found.tokens)} tokens, ${count(found.footprint)} a session`;
     this.body.replaceChildren(...found.engines.map(row));
+    this.waiting.textContent = found.waiting.length ? `Wait for room: ${found.waiting.map((one) => `${one.place}. ${one.session}`).join(", ")}` : "";
     if (!found.engines.length) this.body.replaceChildren(h("tr", {}, h("td", { colspan: HEADS.length }, note("There is no engine yet."))));
   }
 }
