@@ -160,6 +160,12 @@ SESSIONS_WAITING = Gauge(
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
+SESSION_ENDS = Counter(
+    "tokencache_session_ends",
+    "Ends of sessions that were told to what is behind the engines' URLs (`--placement none`): told, no-route or failed.",
+    ["how"],
+    registry=REGISTRY,
+)
 ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later has not probed yet
     "tokencache_engine_up",
     "1 if the engine responds and was probed, else 0.",

@@ -14,6 +14,7 @@
 `pool`             chooses the engine for a call; `placement` decides by the tokens that sessions hold on each
 `capacity`         reads the size of an engine's KV cache, and computes how many sessions fit
 `admission`        decides when a new session may begin
+`session_ends`     tells routers that a session has ended
 `membership`       shares the list of engines between the replicas of the proxy
 `weight_updates`   replaces the weights of the engines; `announced_weights` follows what trainers announce about them
 `reply`            collects a reply; `prompt_echo` reads the prompt's ids in it, and cuts long values out of its JSON

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -165,6 +165,7 @@ class Ledger:
         max_media_bytes: int = 0,
         placement: Placement | None = None,
         binds: bool = False,
+        ended: Callable[[str], None] | None = None,
     ) -> None:
         """Wrap a store.
 
@@ -176,11 +177,12 @@ class Ledger:
             max_media_bytes: how many bytes of images and other media are stored in a session.
             placement: the tokens that sessions hold on each engine.
             binds: whether the record of a session names the engine of its last turn.
+            ended: is called once with each session that ends.
         """
         self.store = store
         self.prefixes = prefixes
         self.placement = placement or Placement()
-        self._binds = binds
+        self._binds, self._ended_session = binds, ended
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
         self._strict = strict
@@ -394,6 +396,8 @@ class Ledger:
         """Release what a session holds that ends now; `info` is its state before. Its last call counts for the mean footprint."""
         turn = info.latest if info.state is SessionStage.OPEN else None
         self.placement.release(info.id, turn.prompt_tokens + turn.completion_tokens if turn is not None else 0)
+        if self._ended_session is not None and info.state is SessionStage.OPEN:
+            self._ended_session(info.id)
 
     def detach(self, work: "asyncio.Task[Any]") -> None:
         """Keep a task that must finish although its client has left."""

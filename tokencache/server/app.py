@@ -38,6 +38,7 @@ from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
+from tokencache.engine.session_ends import SessionEnds
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import extra_missing
@@ -95,6 +96,7 @@ class Proxy:
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         strict = settings.on_store_error == "fail"
+        self._ends = SessionEnds(self.pool)
         self.ledger = Ledger(
             self.store,
             prefixes,
@@ -103,6 +105,7 @@ class Proxy:
             max_media_bytes=settings.max_media_bytes,
             placement=self.pool.placement,
             binds=settings.placement == "sticky",
+            ended=self._ends.tell,
         )
         self.admission = Admission(self.pool.placement, settings.admission)
         self.membership = EngineMembership(self.pool, self.store, self.ledger.replica, self.admission)
@@ -229,6 +232,7 @@ class Proxy:
             await opened.enter_async_context(self.membership.following())
             await opened.enter_async_context(self.weights.following())
             await opened.enter_async_context(self._calls.heartbeats())
+            opened.push_async_callback(self._ends.close)
             opened.push_async_callback(self.ledger.close)
             await opened.enter_async_context(TimeLimits(self.ledger).enforced())
             opened.push_async_callback(self._calls.close)

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 from multidict import CIMultiDict
@@ -249,6 +250,16 @@ class Driver(ABC):
         if answer.status != HTTPStatus.OK:
             raise CapacityError(f"{self.capacity_route} answered {answer.status}")
         return read_capacities(answer.body)
+
+    async def end_session(self, upstream: EngineClient, session: str) -> int:
+        """Tell what is behind an engine's URL that a session has ended; return the HTTP status of its answer.
+
+        The default is the route of vllm-router (pull request 235) and prime-rl.
+
+        Raises:
+            EngineError: it cannot be reached, or closed the connection.
+        """
+        return (await upstream.post(f"/finish_session?session_id={quote(session, safe='')}", {})).status
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.
