@@ -188,9 +188,7 @@ class Ledger:
         self._strict = strict
         self._experts = experts
         self._media = MediaRecord(store, max_media_bytes)
-        self._late = SampledCounter()
-        self._spent = SampledCounter()
-        self._refused = SampledCounter()
+        self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
