@@ -5,6 +5,7 @@ a future. Both are C code, so what passes a question on is not counted.
 """
 
 import asyncio
+import contextlib
 import http.client
 import json
 import sys
@@ -38,6 +39,7 @@ class Talk(NamedTuple):
         store: the URL of the proxy's store.
         prefixes: whether the engine takes prompts by hash.
         reply: the text of each reply.
+        engines: the number of engines.
     """
 
     calls: int = 4
@@ -47,6 +49,7 @@ class Talk(NamedTuple):
     store: str = "memory:"
     prefixes: bool = False
     reply: str = "<think>\nOne step more.\n</think>\n\nDone with this step."
+    engines: int = 1
 
 
 async def follow_last_call(talk: Talk, follow: Follower) -> None:
@@ -59,17 +62,21 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
     loop, done = asyncio.get_running_loop(), threading.Event()
 
     async def serve_engine() -> None:
-        engine = SimulatedEngine(episodes={"steps": [talk.reply] * talk.calls}, seed=1, prefixes=talk.prefixes)
-        async with engine.serve() as url:
-            loop.call_soon_threadsafe(found.put_nowait, url)
+        async with contextlib.AsyncExitStack() as opened:
+            for _ in range(talk.engines):
+                engine = SimulatedEngine(episodes={"steps": [talk.reply] * talk.calls}, seed=1, prefixes=talk.prefixes)
+                loop.call_soon_threadsafe(found.put_nowait, await opened.enter_async_context(engine.serve()))
             await asyncio.to_thread(done.wait)
 
     engine = threading.Thread(target=lambda: asyncio.run(serve_engine()))
     engine.start()
     try:
         store = open_store(talk.store)
-        async with serving(Settings(upstream=await found.get(), port=0), store) as (url, proxy):
+        upstream = ",".join([await found.get() for _ in range(talk.engines)])
+        async with serving(Settings(upstream=upstream, port=0), store) as (url, proxy):
             await proxy.engine.model()
+            while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(_SETTLING_SECONDS / 10)
             bodies = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]()
             client = threading.Thread(target=_answer, args=(urlsplit(url).netloc, bodies, loop))
             client.start()

@@ -18,6 +18,7 @@ from tokencache.core.rules import RULES
 from tokencache.core.session import Budget
 from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
+from tokencache.engine.pool import PlacementPolicy
 from tokencache.engine.probe import Requirement
 from tokencache.logs import LogFormat
 from tokencache.proxy.continuation import AbortedPolicy
@@ -155,6 +156,18 @@ class Settings(BaseSettings):
         None,
         description="Folder with the model's tokenizer. The proxy then renders small tails itself. Needs the extra 'local' "
         "(docs/local-tokenizer.md).",
+    )
+    placement: PlacementPolicy = Field(
+        "sticky",
+        description="Which engine a session uses: the one with the least load at its first call, then the same (sticky), one by a hash of "
+        "its name (hash), or all in turn, because they are routers that place sessions themselves (none) (docs/several-engines.md).",
+    )
+    admission: Annotated[int, Shown("TOKENS")] = Field(
+        0,
+        ge=0,
+        le=2**40,
+        description="Create sessions over the API only while they fit into the KV caches of the engines, in the order in which they came. "
+        "The number is the length of a session that is expected until some have ended. 0 sets no limit (docs/several-engines.md).",
     )
     return_token_id_information: bool = Field(
         False,

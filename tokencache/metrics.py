@@ -72,7 +72,7 @@ FINISHED = Counter(
 )
 SESSION_ENDS = Counter(
     "tokencache_session_ends",
-    "Ends of sessions of which an engine was told (`told`), or could not be (`failed`).",
+    "Ends of sessions that were told to what places sessions behind the engines' URLs: told, no-route or failed.",
     ["result"],
     registry=REGISTRY,
 )
@@ -155,6 +155,32 @@ ENGINE_LEVEL = Gauge(  # the lowest value of all workers: one worker whose calls
     "1 if the engine accepts exact token ids, else 0.",
     ["engine", "model"],
     multiprocess_mode="livemin",
+    registry=REGISTRY,
+)
+ENGINE_KV = Gauge(
+    "tokencache_engine_kv_tokens",
+    "Tokens that the engine's KV cache holds. NaN if that is not known.",
+    ["engine"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+ENGINE_LIVE = Gauge(
+    "tokencache_engine_live_tokens",
+    "Tokens on the engine of calls in flight, and of sessions that paused less than three seconds ago.",
+    ["engine"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+SESSIONS_FIT = Gauge(
+    "tokencache_sessions_fit",
+    "Sessions that fit into the KV caches: 0.9 of their tokens over the mean footprint of ended sessions. NaN if that is not known.",
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+SESSIONS_WAITING = Gauge(
+    "tokencache_sessions_waiting",
+    "Sessions that wait to be created because the KV caches have no room (`--admission`).",
+    multiprocess_mode="livesum",
     registry=REGISTRY,
 )
 ENGINE_UP = Gauge(  # the highest value of all workers: one that starts later has not probed yet

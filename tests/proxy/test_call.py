@@ -12,6 +12,7 @@ from tests.support.reading import read_chat
 from tests.support.waiting import PATIENCE
 from tokencache.core.session import Budget
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.engine.placement import Placement
 from tokencache.proxy.call import CallAttempt, CallRequest
 from tokencache.proxy.call_states import (
     CLIENT,
@@ -125,7 +126,7 @@ def test_any_order_of_events_is_followed_or_refused(data, name):
 class Store:
     """A ledger that answers when it is told to; `written` lists what it has taken."""
 
-    keeps_experts = False
+    keeps_experts, placement = False, Placement()
 
     def __init__(self):
         self.asked, self.answers, self.written = asyncio.Event(), asyncio.Event(), []

@@ -141,7 +141,7 @@ async def test_a_call_is_made_without_a_rank_that_the_engine_lost():
 def test_a_session_tries_each_engine_once_and_only_its_own_rank_there():
     pool = Pool(lambda url: Engine(Upstream(url), [Vllm()]), ["http://a", "http://b"])
     for monitor in pool.monitors:
-        monitor.engine.endpoints = tuple(Endpoint(monitor.engine, rank) for rank in range(4))
+        monitor.engine.endpoints = tuple(Endpoint.of(monitor.engine, rank) for rank in range(4))
     placed = [[(endpoint.engine.upstream.url, endpoint.rank) for endpoint in pool.order(session)] for session in SESSIONS * 8]
     assert {len(order) for order in placed} == {2}
     assert all(order[0][0] != order[1][0] for order in placed)

@@ -100,7 +100,7 @@ class LooksUpAllKeys(MemoryStore):
 
 
 class ForgetsContinuations(MemoryStore):
-    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, **more):
         await super().commit(session, epoch, call, entries, incidents, documents=documents)
         self._sessions[session].continued.clear()
 
@@ -112,7 +112,7 @@ class AcceptsLateCommits(MemoryStore):
 
 
 class RecreatesDeletedSessions(MemoryStore):
-    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, **more):
         if session not in self._sessions:
             self._tombstones.clear()
             epoch = (await self.begin(session, call, [])).epoch
@@ -129,7 +129,7 @@ class OpensThenRefuses(MemoryStore):
 
 
 class LeavesCallsOpen(MemoryStore):
-    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, **more):
         await super().commit(session, epoch, "", entries, incidents, documents=documents)
 
 
@@ -154,7 +154,7 @@ class ListsTwice(MemoryStore):
 
 
 class Interleaves(MemoryStore):
-    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, **more):
         held = self._use_epoch(session, epoch)
         before = dict(held.index)
         await asyncio.sleep(0)
@@ -179,7 +179,7 @@ class BindsAKeyOnce(MemoryStore):
 
 
 class KeepsFirstDocument(MemoryStore):
-    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, **more):
         kept = self._use_epoch(session, epoch).documents
         await super().commit(session, epoch, call, entries, incidents, documents={**documents, **kept})
 
@@ -313,6 +313,21 @@ class FinishesTwice(MemoryStore):
         return await super().finish(session)
 
 
+class KeepsEngineOfFinishedSessions(MemoryStore):
+    async def finish(self, session, outcome=None):
+        engine = held.engine if (held := self._sessions.get(session)) is not None else ""
+        known = await super().finish(session, outcome)
+        if known:
+            self._sessions[session].engine = engine
+        return known
+
+
+class BindsEndedSessions(MemoryStore):
+    async def commit(self, session, epoch, call, entries, incidents=(), *, documents=NONE, engine=""):
+        await super().commit(session, epoch, call, entries, incidents, documents=documents)
+        self._sessions[session].engine = engine or self._sessions[session].engine
+
+
 class JoinsOnDefinition(MemoryStore):
     async def define(self, session, settings, labels, *, exist_ok=False, adopt=False):
         return await super().define(session, settings, labels, exist_ok=True, adopt=adopt)
@@ -422,6 +437,8 @@ BROKEN = [
     (SealsAnything, "check_life_cycle"),
     (FinishesTwice, "check_life_cycle"),
     (SealsSilently, "check_forced_seal"),
+    (KeepsEngineOfFinishedSessions, "check_engine"),
+    (BindsEndedSessions, "check_engine"),
     (JoinsOnDefinition, "check_definition"),
     (LastDefinitionWins, "check_concurrent_definitions"),
     (IgnoresSettings, "check_settings"),

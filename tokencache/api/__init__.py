@@ -15,6 +15,7 @@
 `weights`       handlers for the weights of the engines
 `conditions`    says under which conditions the proxy records
 `engines`       handlers that add, drain and remove engines
+`capacity`      reports how many sessions fit into the KV caches of the engines; `admission` lets creations wait for room
 `viewer`        handlers and pages of the viewer
 `auth`          the check of the admin key
 `http`          JSON responses and query parameters

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from tokencache.api.http import flag, json_response, not_found, read_body
+from tokencache.api.admission import AdmissionWait
+from tokencache.api.http import flag, json_response, not_found, number, read_body
 from tokencache.api.queue import SessionQueue
 from tokencache.api.reader import no_session, state_object
 from tokencache.api.requests import Finish, NewReward
@@ -20,6 +21,7 @@ from tokencache.core.session import LabelChanges, NewFork, NewSession, Reward, S
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.sampling import bending
 from tokencache.dialects.chat.vocabulary import check_policy
+from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.finishing import finish, offer
@@ -37,23 +39,35 @@ T = TypeVar("T")
 
 
 class LifecycleRoutes:
-    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always."""
+    """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always.
 
-    def __init__(self, ledger: Ledger, profiles: HarnessProfiles, queue: SessionQueue, pool: Pool, *, max_ready: int) -> None:
+    `admission` decides when a session may be created; `None`: always.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        profiles: HarnessProfiles,
+        queue: SessionQueue,
+        pool: Pool,
+        *,
+        max_ready: int,
+        admission: AdmissionWait | None,
+    ) -> None:
         self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
-        self._pool, self._max_ready = pool, max_ready
+        self._pool, self._max_ready, self._admission = pool, max_ready, admission
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Define a session."""
         asked = await read_body(request, NewSession)
-        name, created = await self._define(asked)
+        name, created = await self._define(asked, request)
         state = self._state(await self._existing(name)) | self._warnings(asked)
         return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
         """Define a session, and register a key for it."""
         asked = await read_body(request, NewSession)
-        name, _ = await self._define(asked)
+        name, _ = await self._define(asked, request)
         return json_response(await self._key(name, asked), status=HTTPStatus.CREATED)
 
     async def fork(self, request: web.Request) -> web.StreamResponse:
@@ -65,7 +79,7 @@ class LifecycleRoutes:
         except KeyError:
             raise not_found(f"session {source.id!r} has no turn {asked.turn[:80]!r}") from None
         wanted = asked.of(source.settings)
-        name, _ = await self._define(wanted)
+        name, _ = await self._define(wanted, request)
         try:
             await self._store.share(name, source.id, turns)
             await self._share_media(name, source.id, turns)
@@ -122,9 +136,9 @@ class LifecycleRoutes:
     async def seal(self, request: web.Request) -> web.StreamResponse:
         """Seal a session."""
         name, force = check_name(request.match_info["session"]), flag(request, "force")
-        before = await self._existing(name) if force else None
-        if before is not None:
-            await offer(self._store, before)
+        info = await self._existing(name) if force else None
+        if info is not None:
+            await offer(self._store, info)
         match await self._store.seal(name, force=force, at=time.time()):
             case SealOutcome.MISSING:
                 raise no_session(name)
@@ -134,9 +148,9 @@ class LifecycleRoutes:
             case SealOutcome.CALLS_IN_FLIGHT:
                 message = f"session {name} has calls in flight: wait until they end, {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
+        if info is not None:
+            self._ledger.release(info)
         self._ledger.changed.notify()
-        if before is not None and before.state is SessionStage.OPEN:
-            self._ledger.on_end(name)
         return json_response(self._state(await self._existing(name)))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
@@ -164,11 +178,11 @@ class LifecycleRoutes:
         info = await self._existing(check_name(request.match_info["session"]))
         return json_response(await self._rewards(info.id))
 
-    async def _define(self, asked: NewSession) -> tuple[str, bool]:
+    async def _define(self, asked: NewSession, request: web.Request) -> tuple[str, bool]:
         """Create a session, or join it. Returns its name, and whether it was created.
 
         Raises:
-            HarnessError: a setting or a label is invalid, or too many sessions are ready.
+            HarnessError: a setting or a label is invalid, too many sessions are ready, or the engines have no room for it.
             SessionExistsError, SettingsConflictError: it exists.
         """
         name = check_name(f"rollout-{secrets.token_hex(8)}" if asked.session is None else asked.session)
@@ -183,6 +197,8 @@ class LifecycleRoutes:
             message = f"`deadline` {asked.deadline:.0f} is in the past: it is a Unix time in seconds, and now is {now:.0f}"
             raise HarnessError(message, status=HTTPStatus.UNPROCESSABLE_ENTITY, param="deadline")
         await self._check_ready(name, labels.group, exist_ok=asked.exist_ok)
+        if self._admission is not None:
+            await self._admission.admit(name, number(request, "wait", 0, most=MOST_WAIT_SECONDS))
         if left is not None:  # before it is defined, so that a crash in between does not lose the limits
             await self._store.watch(name, left)
         return name, await self._store.define(name, asked.settings, labels, exist_ok=asked.exist_ok)

@@ -29,12 +29,14 @@ from tokencache.api.requests import (
 )
 from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, NewFork, NewSession
+from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.store.base import Binding
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
 from tokencache.trajectories.values import (
+    Capacity,
     Conditions,
     DeliveryState,
     EngineState,
@@ -132,8 +134,15 @@ _ANY_OBJECT = {"type": "object"}
 _NO_SESSION = {HTTPStatus.NOT_FOUND: "There is no such session."}
 _EXISTS = {
     HTTPStatus.CONFLICT: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`).",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`), or the KV caches "
+    "have no room (`no_room`, `--admission`). `Retry-After` says when to repeat it.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "`--admission` is set, and the size of no KV cache is known (`capacity_unknown`), or the store failed.",
 }
+_WAIT = Parameter(
+    "wait",
+    "Seconds to wait for room in the KV caches, with `--admission`.",
+    {"type": "integer", "minimum": 0, "maximum": MOST_WAIT_SECONDS, "default": 0},
+)
 _OTHER_STORE = {HTTPStatus.UNPROCESSABLE_ENTITY: "A delivery is another store's, or a member is invalid."}
 _EXPIRED = {
     **_OTHER_STORE,
@@ -195,6 +204,7 @@ OPERATIONS = (
         CreatedSession,
         description="The settings hold for all calls of the session, however they name it. A session that exists is accepted only with "
         "`exist_ok` (200). The name of a deleted session can be used again.",
+        query=(_WAIT,),
         body=NewSession,
         statuses=(HTTPStatus.CREATED, HTTPStatus.OK),
         errors=_EXISTS,
@@ -343,6 +353,7 @@ OPERATIONS = (
         "Create a session, and register an API key for it.",
         RegisteredKey,
         description="The body is that of `createSession`. The answer holds the secret `key` and the `id` that revokes it.",
+        query=(_WAIT,),
         body=NewSession,
         statuses=(HTTPStatus.CREATED,),
         errors=_EXISTS,
@@ -421,6 +432,13 @@ OPERATIONS = (
         "List the engines.",
         _object(engines={"type": "array", "items": EngineState}),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
+    ),
+    Operation(
+        "getCapacity",
+        "GET",
+        BASE + "/capacity",
+        "Return how many tokens the KV caches of the engines hold, and how many sessions fit.",
+        Capacity,
     ),
     Operation(
         "getConditions",

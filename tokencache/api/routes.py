@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tokencache.api.admission import AdmissionWait
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.drift import DriftMeter
 from tokencache.api.export_worker import ExportWorker
@@ -47,11 +48,12 @@ def add_trainer_routes(
     queue: SessionQueue,
     weights: AnnouncedWeights,
     max_ready: int,
+    admission: AdmissionWait | None,
 ) -> None:
-    """Add the trainer's routes to an application. `max_ready` as in `LifecycleRoutes`."""
+    """Add the trainer's routes to an application. `max_ready` and `admission` as in `LifecycleRoutes`."""
     worker = ExportWorker()
     api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT), weights)
-    lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready)
+    lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready, admission=admission)
 
     async def worker_running(_app: web.Application) -> AsyncIterator[None]:
         yield

@@ -34,6 +34,7 @@ from tokencache.client.errors import (
     EnginePauseError,
     ExistsError,
     InvalidUrlError,
+    NoRoomError,
     NotFoundError,
     OtherSettingsError,
     OutcomeError,
@@ -51,8 +52,10 @@ from tokencache.client.sync_client import Client, Delivery, Session
 from tokencache.core.session import Budget
 from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
+    Capacity,
     Conditions,
     DeliveryState,
+    EngineCapacity,
     EngineState,
     EngineWeightsInfo,
     Figures,
@@ -69,6 +72,7 @@ from tokencache.trajectories.values import (
     Trajectory,
     TurnChange,
     TurnSpan,
+    WaitingSession,
     WeightsInfo,
 )
 
@@ -78,12 +82,14 @@ __all__ = [
     "AsyncDelivery",
     "AsyncSession",
     "Budget",
+    "Capacity",
     "Client",
     "ClientError",
     "Conditions",
     "Delivery",
     "DeliveryExpiredError",
     "DeliveryState",
+    "EngineCapacity",
     "EngineInUseError",
     "EnginePauseError",
     "EngineState",
@@ -93,6 +99,7 @@ __all__ = [
     "GroupState",
     "Incident",
     "InvalidUrlError",
+    "NoRoomError",
     "NotFoundError",
     "OpenCall",
     "OtherSettingsError",
@@ -117,6 +124,7 @@ __all__ = [
     "UnfinishedError",
     "UnreachableError",
     "WaitTimeoutError",
+    "WaitingSession",
     "WeightsConflictError",
     "WeightsInfo",
     "WrongServerError",

@@ -104,6 +104,7 @@ class AsyncClient(ProxyAddress):
     as_completed = awaited_iterator(collecting.as_completed)
     queue = awaited(collecting.queue)
     engines = awaited(operations.engines)
+    capacity = awaited(operations.capacity)
     conditions = awaited(operations.conditions)
     add_engine = awaited(operations.add_engine)
     drain_engine = awaited(operations.drain_engine)

@@ -15,6 +15,7 @@
         │   └── OtherSettingsError  409: and it has other settings
         ├── OutcomeError     409: the session has another outcome, or is sealed without this one
         ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
+        ├── NoRoomError 429: the KV caches have no room for another session (`--admission`)
         ├── TooManyReadyError 429: too many finished sessions are ready and not taken (`--max-ready`)
         ├── EngineInUseError  409: the engine is not drained, or `--upstream` names it
         ├── WeightsConflictError  409: another owner is updating the weights, or an update has ended
@@ -128,6 +129,12 @@ class TooManyReadyError(AnswerError):
     status = HTTPStatus.TOO_MANY_REQUESTS
 
 
+class NoRoomError(AnswerError):
+    """The session was not created: the KV caches of the engines have no room for it. `create(wait=…)` waits."""
+
+    status = HTTPStatus.TOO_MANY_REQUESTS
+
+
 class EngineInUseError(AnswerError):
     """The engine was not removed: it is not drained, or `--upstream` names it."""
 
@@ -155,6 +162,7 @@ _BY_TYPE: dict[str, type[AnswerError]] = {
     "settings_conflict": OtherSettingsError,
     "outcome_conflict": OutcomeError,
     "delivery_expired": DeliveryExpiredError,
+    "no_room": NoRoomError,
     "too_many_ready": TooManyReadyError,
     "weights_conflict": WeightsConflictError,
     "engine_not_paused": EnginePauseError,

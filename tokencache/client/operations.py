@@ -15,15 +15,17 @@ from tokencache.adapters import models as served_models
 from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
-from tokencache.client.errors import ClientError, InvalidUrlError, TooManyReadyError
+from tokencache.client.errors import ClientError, InvalidUrlError, NoRoomError, TooManyReadyError
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
 from tokencache.client.session_operations import written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
-from tokencache.trajectories.values import Conditions, EngineState, SessionState
+from tokencache.trajectories.values import Capacity, Conditions, EngineState, SessionState
 
 _PAGE = 500
+_WAIT_AT_ONCE = 20
+"""Seconds for which one request waits for room in the KV caches."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between two attempts to create a session while too many are ready: the first and the longest pause."""
 
@@ -142,16 +144,17 @@ def fork(proxy: ProxyAddress, session: str, turn: str, name: str | None = None, 
 
 
 def _register(request: Request, seconds: float) -> Steps[_Key]:
-    """Register a key. While too many sessions are ready, try again for so many seconds."""
+    """Register a key. While too many sessions are ready, or the engines have no room, try again for so many seconds."""
     deadline = time.monotonic() + seconds
     for pause in delays(_FIRST_WAIT, _LONGEST_WAIT):
         try:
-            return (yield from call(request, _Key))
-        except TooManyReadyError:
+            wait = min(_WAIT_AT_ONCE, int(deadline - time.monotonic()))
+            return (yield from call(msgspec.structs.replace(request, params={"wait": f"{wait}"}, wait=wait) if wait > 0 else request, _Key))
+        except (TooManyReadyError, NoRoomError) as refusal:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
-            yield Pause(min(pause, left))
+            yield Pause(min(0.0 if isinstance(refusal, NoRoomError) else pause, left))
     raise AssertionError("delays never end")
 
 
@@ -214,6 +217,11 @@ def report(
     parameters = {"passing": f"{passing}", "failed": f"{with_failed}".lower(), "offset": f"{offset}", "limit": f"{limit}"}
     parameters |= {name: value for name, value in (("run", run), ("tag", tag)) if value}
     return (yield from call(Request("GET", f"{BASE}/runs/report", parameters), RunReport))
+
+
+def capacity(_proxy: ProxyAddress) -> Steps[Capacity]:
+    """Return how many sessions fit into the KV caches of the engines (`sessions_fit`), such as for the trainer's own semaphore."""
+    return (yield from call(Request("GET", f"{BASE}/capacity"), Capacity))
 
 
 def engines(_proxy: ProxyAddress) -> Steps[list[EngineState]]:

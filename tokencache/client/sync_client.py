@@ -102,7 +102,8 @@ class Client(ProxyAddress):
                 variables that name it are left out.
             group, metadata, tags: labels of the session; see `Session.finish`.
             exist_ok: accept a session that exists, if it has the same settings or none are given.
-            wait: for how many seconds to wait while consumers could take too many sessions already (`--max-ready`).
+            wait: for how many seconds to wait while consumers could take too many sessions already (`--max-ready`), or the engines have no
+                room for the session (`--admission`).
 
         Raises:
             AdapterError: there is no such adapter, it needs `config_dir`, or several models are served and none is named
@@ -110,6 +111,7 @@ class Client(ProxyAddress):
             RefusedError: the name, a sampling parameter or a label is invalid.
             ExistsError: the session exists; with `exist_ok`, `OtherSettingsError`: it has other settings.
             TooManyReadyError: consumers could take too many sessions already.
+            NoRoomError: the KV caches of the engines have no room for it.
         """
         return self._session(self._transport.run(operations.create(self, name, **options)))
 
@@ -214,6 +216,7 @@ class Client(ProxyAddress):
     as_completed = blocking_iterator(collecting.as_completed)
     queue = blocking(collecting.queue)
     engines = blocking(operations.engines)
+    capacity = blocking(operations.capacity)
     conditions = blocking(operations.conditions)
     add_engine = blocking(operations.add_engine)
     drain_engine = blocking(operations.drain_engine)

@@ -12,7 +12,10 @@
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
 `ranks`            finds the data-parallel ranks of an engine, and pins a request to one
-`pool`             chooses the engine for a call
+`pool`             chooses the engine for a call; `placement` decides by the tokens that sessions hold on each
+`capacity`         reads the size of an engine's KV cache, and computes how many sessions fit
+`admission`        decides when a new session may begin
+`session_ends`     tells what places sessions behind the URLs that one has ended
 `membership`       shares the list of engines between the replicas of the proxy
 `weight_updates`   replaces the weights of the engines; `announced_weights` follows what trainers announce about them
 `reply`            collects a reply; `prompt_echo` reads the prompt's ids in it, and cuts long values out of its JSON

@@ -22,6 +22,7 @@ import xxhash
 
 from tokencache import metrics
 from tokencache.background import repeat
+from tokencache.engine.capacity import CapacityError
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.probe import PLAIN_ARGS
 from tokencache.engine.template.boundary import ASK
@@ -77,6 +78,7 @@ class EngineMonitor:
     """Checks one engine; calls `on_change` whenever the engine was marked down or probed.
 
     Attributes:
+        url: the engine's base URL.
         alone: whether there is no other engine to compare it with (`gain_peers`).
         checked: set after the first check, whatever it found.
         draining: whether it takes no new calls; calls under way run to their end.
@@ -85,12 +87,13 @@ class EngineMonitor:
         gone_at: when the engine was seen down the last time, or when it was added, Unix time in seconds. Its process may be younger.
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
+        capacity: data-parallel rank → tokens of its KV cache; empty if that is not known. `capacity_error` is the reason.
         mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
             may have come at a bad moment.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:
-        self.engine = engine
+        self.engine, self.url = engine, engine.upstream.url
         self.draining = False
         self.checked = asyncio.Event()
         self.has_health = self.has_label = True
@@ -99,15 +102,13 @@ class EngineMonitor:
         self.mismatched = False
         self.alone = alone
         self._on_change = on_change
+        self.capacity: dict[str, int] = {}
+        self.capacity_error = ""
         self._known: Model | None = None
+        self._measured: Model | None = None  # whose capacity was read
         self._probed = 0.0
         self._strikes = 0
         self._logged = ""
-
-    @property
-    def url(self) -> str:
-        """The engine's base URL."""
-        return self.engine.upstream.url
 
     @property
     def ready(self) -> bool:
@@ -144,6 +145,8 @@ class EngineMonitor:
             else:
                 self._strikes = 0
                 await self._identify()
+                if self._measured is not self._known:
+                    await self._read_capacity()
         self.checked.set()
 
     async def answers(self) -> bool:
@@ -177,6 +180,21 @@ class EngineMonitor:
             answer = await self.engine.upstream.get(self.engine.driver.weights_route)
             self.has_label = answer.status not in NO_ROUTE
             self.engine.weight_label = self.engine.driver.weight_label(answer) or ""
+
+    async def _read_capacity(self) -> None:
+        """Read the size of the KV cache, once for each process of the engine. It has no effect on whether the engine serves."""
+        driver, known = self.engine.driver, self._known
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                answer = await self.engine.upstream.get(driver.capacity_route)
+            self.capacity, self.capacity_error = driver.capacities(answer), ""
+        except (EngineError, TimeoutError):
+            self.capacity_error = self.capacity_error or "its metrics could not be read yet"
+            return
+        except CapacityError as why:
+            self.capacity, self.capacity_error = {}, str(why)
+            log.info("engine %s: the size of its KV cache is not known: %s", self.url, why)
+        self._measured = known
 
     def mark_down(self, why: str) -> None:
         """Send no calls to the engine until it answers a check."""

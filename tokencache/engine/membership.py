@@ -7,19 +7,25 @@ for an hour. So a missing entry means that the store lost it, and the replicas t
 The store also has the stop ids that replies showed and a probe cannot find (`model.Model.observe`), so that a proxy that starts later
 knows them.
 
-Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store.
+Each process counts its own calls under way on an engine. While the engine is drained, each process reports this number to the store. Each
+also reports the tokens that its sessions hold on each engine, so that all place new sessions by the same loads (`placement`).
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from http import HTTPStatus
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from tokencache.background import repeat
+from tokencache.engine.admission import Admission
 from tokencache.engine.health import EngineMonitor
+from tokencache.engine.placement import Footprint
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.store.base import LEARNED, EngineEntry, Store, StoreError
@@ -50,8 +56,8 @@ class EngineMember(NamedTuple):
 class EngineMembership:
     """Adds, drains and removes engines of a pool, on all replicas that share the store; `replica` is the name of this one."""
 
-    def __init__(self, pool: Pool, store: Store, replica: str) -> None:
-        self._pool, self._store = pool, store
+    def __init__(self, pool: Pool, store: Store, replica: str, admission: Admission) -> None:
+        self._pool, self._store, self._admission = pool, store, admission
         self._configured = frozenset(monitor.url for monitor in pool.monitors)
         self._replica = replica
         self._lock = asyncio.Lock()
@@ -144,7 +150,8 @@ class EngineMembership:
                 if monitor.url not in wanted and monitor.url not in self._configured:
                     await self._store.put_engine(EngineEntry(monitor.url, _state(monitor), time.time()))
             await self._share_stops([entry for entry in entries if entry.replica == LEARNED])
-            await self._report([entry for entry in entries if entry.replica != LEARNED])
+            await self._report([entry for entry in entries if entry.url and entry.replica != LEARNED])
+            await self._share_loads([entry for entry in entries if not entry.url])
             await self._pool.close_removed()
             return entries
 
@@ -179,6 +186,34 @@ class EngineMembership:
         for entry in entries:
             if entry.replica and (entry.url not in urls or time.time() - entry.at > _REPORT_SECONDS):
                 await self._store.drop_engine(entry.url, entry.replica)
+
+    async def _share_loads(self, entries: Sequence[EngineEntry]) -> None:
+        """Report loads and footprint of this replica if they have changed, take over those of the others, and drop old reports."""
+        now, clock, placement, admission = time.time(), time.monotonic(), self._pool.placement, self._admission
+        reports = list[EngineEntry]()
+        for entry in entries:
+            if now - entry.at > _REPORT_SECONDS:
+                await self._store.drop_engine("", entry.replica)
+            elif entry.replica != self._replica:
+                reports.append(entry)
+        others = Counter[str]()
+        for entry in reports:
+            others.update(dict(entry.loads))
+        placement.others, placement.other_footprints = others, [Footprint(entry.ended, entry.footprint) for entry in reports]
+        admission.others = [since for entry in reports for since in entry.waiting]
+        admission.other_claims = sum(entry.claims for entry in reports)
+        known = next((entry for entry in entries if entry.replica == self._replica), EngineEntry("", replica=self._replica))
+        ended, footprint = placement.own_footprint
+        report = msgspec.structs.replace(
+            known,
+            loads=tuple(sorted(placement.own_loads(clock).items())),
+            ended=ended,
+            footprint=footprint,
+            claims=admission.claims(clock),
+            waiting=tuple(admission.waiting(clock).values()),
+        )
+        if report != known or (known.at and now - known.at > _REPORT_SECONDS / 2):
+            await self._store.put_engine(msgspec.structs.replace(report, at=now))
 
     async def _set(self, url: str, state: MemberState) -> EngineMember:
         await self._store.put_engine(EngineEntry(url, state, time.time()))

@@ -252,16 +252,21 @@ class ModelState:
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the calls of a session are sent: an engine and one of its data-parallel ranks; `None` if the engine chooses the rank."""
+    """Where the calls of a session are sent: an engine and one of its data-parallel ranks; `None` if the engine chooses the rank.
+
+    Attributes:
+        key: its name, which all replicas use to choose the same one for a session. That of a whole engine is its URL.
+    """
 
     engine: "Engine"
-    rank: int | None = None
+    rank: int | None
+    key: str
 
-    @property
-    def key(self) -> str:
-        """Its name, which all replicas use to choose the same one for a session. That of a whole engine is its URL."""
-        url = self.engine.upstream.url
-        return url if self.rank is None else f"{url}#{self.rank}"
+    @classmethod
+    def of(cls, engine: "Engine", rank: int | None = None) -> "Endpoint":
+        """Return the endpoint of an engine, or of one of its ranks."""
+        url = engine.upstream.url
+        return cls(engine, rank, url if rank is None else f"{url}#{rank}")
 
 
 class Engine:
@@ -284,7 +289,7 @@ class Engine:
         self._drivers = {driver.name: driver for driver in drivers}
         self.driver = drivers[0]
         """The driver that the last probe chose; before a probe, the first to be tried."""
-        self.endpoints: tuple[Endpoint, ...] = (Endpoint(self),)
+        self.endpoints: tuple[Endpoint, ...] = (Endpoint.of(self),)
         """Where sessions can be placed on it: on each rank that the last probe found."""
         self._local = local
         self._on_probe = on_probe
@@ -383,8 +388,8 @@ class Engine:
 
     def lost_rank(self, rank: int) -> None:
         """Place no session on a rank until the next probe: the engine refused a request because it does not have this one."""
-        if Endpoint(self, rank) in self.endpoints:
-            self.endpoints = (Endpoint(self),)
+        if Endpoint.of(self, rank) in self.endpoints:
+            self.endpoints = (Endpoint.of(self),)
             self.forget(f"it no longer has the data-parallel rank {rank}")
 
     async def _probe(self, name: str) -> Model:
@@ -407,7 +412,7 @@ class Engine:
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
         self.driver = self._drivers[found.driver]
-        self.endpoints = tuple(Endpoint(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
+        self.endpoints = tuple(Endpoint.of(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
         return self._keep(name, found, small, wanted)
 
     def _wanted(self, model: str) -> Minimum:

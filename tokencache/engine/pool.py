@@ -1,8 +1,12 @@
 """Chooses the engine for a call, among the engines that serve one model.
 
-A session stays on one engine, so that its prefix stays in that engine's cache. Each session has an order of preference over the engines,
-by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998, doi:10.1109/90.663936), and uses the first that serves. This
-needs no stored state: all replicas of the proxy compute the same order. If an engine is added or removed, only its own sessions move.
+A session stays on one engine, so that its prefix stays in that engine's cache (`PlacementPolicy`):
+
+`sticky`  the engine that the session's record names; a new session uses the one with the least load (`placement`)
+`hash`    the first that serves of an order by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998,
+          doi:10.1109/90.663936), which all replicas compute alike. If an engine is added or removed, only its own sessions move. Calls also
+          use it while the store does not answer
+`none`    all in turn: they are routers, which place sessions themselves
 
 The engines that serve have the same *identity* (`health`): the probe found the same, and template and tokenizer give the same ids. If
 engines differ, the group with the highest level serves; among equals the larger group, then the group of the engine that was named first.
@@ -16,20 +20,25 @@ its sessions, with a cold prefix cache. Calls under way on an engine that is dra
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Literal
 
 import xxhash
 
 from tokencache import metrics
 from tokencache.engine.health import EngineIdentity, EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
+from tokencache.engine.placement import Placement
 from tokencache.engine.probe import LEVELS
 from tokencache.errors import EngineError
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
+
+PlacementPolicy = Literal["sticky", "hash", "none"]
 
 
 def preference(session: str, keys: Sequence[str]) -> list[int]:
@@ -42,10 +51,17 @@ def preference(session: str, keys: Sequence[str]) -> list[int]:
 
 
 class Pool:
-    """The engines and their monitors. `make` creates the engine at a base URL."""
+    """The engines and their monitors. `make` creates the engine at a base URL.
 
-    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str]) -> None:
+    Attributes:
+        monitors: the monitors of the engines.
+        placement: the tokens that sessions hold on each engine.
+        policy: which engine a session uses.
+    """
+
+    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str], policy: PlacementPolicy = "sticky") -> None:
         self._make = make
+        self.placement, self.policy = Placement(), policy
         self.monitors = [EngineMonitor(make(url), self._changed, alone=len(urls) == 1) for url in urls]
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._removed: list[Engine] = []
@@ -70,7 +86,10 @@ class Pool:
 
     def find(self, url: str) -> EngineMonitor | None:
         """Return the engine with that base URL."""
-        return next((monitor for monitor in self.monitors if monitor.url == url), None)
+        for monitor in self.monitors:
+            if monitor.url == url:
+                return monitor
+        return None
 
     async def add(self, url: str, at: float) -> None:
         """Add an engine, which takes calls after its first probe; or let a drained engine take calls again.
@@ -129,25 +148,95 @@ class Pool:
         """Whether at least one engine serves."""
         return any(map(self.serves, self.monitors))
 
-    def order(self, session: str | None) -> Sequence[Endpoint]:
-        """Return the endpoints that a call may use, one on each engine, the preferred one first; at least one.
+    def endpoints_of(self, call: str, session: str, bound: str | None, messages: Collection[bytes]) -> Iterable[Endpoint]:
+        """Return the endpoints that a call of a session may use, one on each engine, the preferred one first; at least one.
 
-        Calls without a session use the engines in turn, which choose the rank. If none serves, the list has the engines that may become
-        available: the call tries them.
+        Until the call has ended (`Placement.end`), its tokens count for the one that the caller got last.
+
+        Args:
+            call: id of the call.
+            session: its session.
+            bound: the key of the endpoint that the session's record names; `""` if none, `None` if the store did not answer.
+            messages: the messages of the call, raw.
+
+        Raises:
+            EngineError: there are no engines, or all are drained.
+        """
+        taking = self.monitors if len(self.monitors) == 1 and not self.monitors[0].draining else self._taking()
+        if len(taking) == 1 and len(endpoints := taking[0].engine.endpoints) == 1:
+            self.placement.begin(call, session, endpoints[0].key, 0, messages)
+            return endpoints
+        if self.policy == "sticky" and bound is not None:
+            ordered = self._by_load(session, bound or self.placement.endpoint_of(session), taking)
+        else:
+            ordered = iter(self._in_turn(taking) if self.policy == "none" else self._by_hash(session, taking))
+        return self._counting(call, session, messages, ordered)
+
+    def _counting(self, call: str, session: str, messages: Collection[bytes], ordered: Iterator[Endpoint]) -> Iterator[Endpoint]:
+        for endpoint in ordered:
+            self.placement.begin(call, session, endpoint.key, 0, messages)
+            yield endpoint
+
+    def _by_load(self, session: str, bound: str, taking: Sequence[EngineMonitor]) -> Iterator[Endpoint]:
+        """Return the endpoint of a session, then one on each other engine by their load when they are reached."""
+        choose, left = self.placement.choose, list(taking)
+        endpoints = _by_key(left)
+        home = endpoints.get(bound)
+        if home is not None and self.serves(home[0]) and choose(session, bound, endpoints, time.monotonic()) == bound:
+            left.remove(home[0])
+            yield home[1]
+        while left and (endpoints := _by_key(self._usable(left))):
+            monitor, endpoint = endpoints[choose(session, bound, endpoints, time.monotonic())]
+            left.remove(monitor)  # if an engine does not accept a call, its other ranks do not either
+            yield endpoint
+
+    def order(self, session: str | None) -> list[Engine]:
+        """Return the engines for a request that begins no call, the preferred one first; at least one.
+
+        Requests without a session use them in turn, those of a session the engine of its last call here, then those of its hash.
 
         Raises:
             EngineError: there are no engines, or all are drained.
         """
         taking = self._taking()
-        if len(taking) == 1 and len(taking[0].engine.endpoints) == 1:
-            return taking[0].engine.endpoints
-        usable = [monitor for monitor in taking if self.serves(monitor)]
-        usable = usable or [monitor for monitor in taking if not monitor.mismatched]
-        if session is None:
-            first = next(self._turns) % len(usable)
-            return [Endpoint(monitor.engine) for monitor in (*usable[first:], *usable[:first])]
-        endpoints = [endpoint for monitor in usable for endpoint in monitor.engine.endpoints]
-        chosen: dict[Engine, Endpoint] = {}  # if an engine does not accept a call, its other ranks do not either
+        if len(taking) == 1:
+            return [taking[0].engine]
+        ordered = self._in_turn(taking) if session is None or self.policy == "none" else self._by_hash(session, taking)
+        home = self._home(session or "", taking)
+        return [endpoint.engine for endpoint in sorted(ordered, key=lambda endpoint: home is None or endpoint.engine is not home.engine)]
+
+    def engine_of(self, session: str) -> Engine:
+        """Return the engine for a request of a session that begins no call.
+
+        Raises:
+            EngineError: there are no engines, or all are drained.
+        """
+        monitors = self.monitors
+        if len(monitors) == 1 and not monitors[0].draining:
+            return monitors[0].engine
+        home = self._home(session, monitors)
+        return home.engine if home is not None and self.serves(home) else self.order(session)[0]
+
+    def _home(self, session: str, monitors: Sequence[EngineMonitor]) -> EngineMonitor | None:
+        """Return the engine of a session's last call here."""
+        at = self.placement.endpoint_of(session)
+        found = _by_key(monitors).get(at)
+        return found[0] if found is not None else None
+
+    def _usable(self, taking: Sequence[EngineMonitor]) -> list[EngineMonitor]:
+        """Return the engines that serve; if none does, those that may become available: calls try them."""
+        return [monitor for monitor in taking if self.serves(monitor)] or [monitor for monitor in taking if not monitor.mismatched]
+
+    def _in_turn(self, taking: Sequence[EngineMonitor]) -> list[Endpoint]:
+        """Return the engines, which choose the rank, and begin with another one each time."""
+        usable = self._usable(taking)
+        first = next(self._turns) % len(usable)
+        return [Endpoint.of(monitor.engine) for monitor in (*usable[first:], *usable[:first])]
+
+    def _by_hash(self, session: str, taking: Sequence[EngineMonitor]) -> list[Endpoint]:
+        """Return one endpoint of each engine, in the order in which every replica finds them."""
+        endpoints = [endpoint for monitor in self._usable(taking) for endpoint in monitor.engine.endpoints]
+        chosen: dict[Engine, Endpoint] = {}
         for place in preference(session, [endpoint.key for endpoint in endpoints]):
             chosen.setdefault(endpoints[place].engine, endpoints[place])
         return list(chosen.values())
@@ -224,3 +313,8 @@ class Pool:
 def _rank(identity: EngineIdentity) -> int:
     level = identity.capability.get("level")
     return LEVELS.index(level) if level in LEVELS else -1
+
+
+def _by_key(monitors: Sequence[EngineMonitor]) -> dict[str, tuple[EngineMonitor, Endpoint]]:
+    """Return the endpoints of engines by their keys."""
+    return {endpoint.key: (monitor, endpoint) for monitor in monitors for endpoint in monitor.engine.endpoints}

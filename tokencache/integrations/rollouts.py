@@ -30,6 +30,7 @@ from tokencache.client import (
     AsyncSession,
     ClientError,
     InvalidUrlError,
+    NoRoomError,
     OutcomeError,
     RefusedError,
     TooManyReadyError,
@@ -53,7 +54,7 @@ Play: TypeAlias = Callable[[AsyncSession, S], Awaitable[float | None]]
 
 NO_PROXY, INCOMPLETE, UNTRAINABLE = "proxy", "incomplete", "untrainable"
 """Kinds of failures beside the outcomes of sessions: the proxy failed; turns are missing; nothing was sampled that may be trained."""
-_WRONG_SETUP = (InvalidUrlError, WrongServerError, RefusedError, UnauthorizedError, TooManyReadyError)
+_WRONG_SETUP = (InvalidUrlError, WrongServerError, RefusedError, UnauthorizedError, TooManyReadyError, NoRoomError)
 
 
 class FailedRollout(NamedTuple):

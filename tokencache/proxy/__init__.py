@@ -36,7 +36,6 @@ In the order of a call:
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails
 `finishing`          finishes sessions: at their owner's request, or because their time is up
-`session_ends`       tells engines that sessions have ended
 `passthrough`        forwards every other request byte for byte
 
 A request without a session goes to `passthrough`, unchanged.

@@ -122,12 +122,12 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
-        self._second = ""
-        self._documents: dict[str, bytes] = {}
+        self._second, self._documents = "", dict[str, bytes]()
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
         self.record.advance(event)
+        self._ledger.placement.end(self.id, time.monotonic())
         if self._ended is not None:
             self._ended.set()
 

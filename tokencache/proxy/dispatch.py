@@ -24,6 +24,7 @@ import msgspec
 
 from tokencache import metrics
 from tokencache.backoff import delays
+from tokencache.core import ids
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.media import Places
@@ -180,10 +181,11 @@ class Dispatch:
             ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
+        call, bound = self._call, self._begun.engine if self._begun is not None else None
         pauses: Iterator[float] | None = None
         while True:
             change = updates.next
-            for endpoint in self._services.pool.order(self._call.session):
+            for endpoint in self._services.pool.endpoints_of(call.id, call.session, bound, self._chat.raw_messages):
                 engine = endpoint.engine
                 if refused is not None:
                     refused.close()
@@ -243,6 +245,9 @@ class Dispatch:
         plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
         thinking = await self._thinking_marks(model) if model is not None and budget_of(chat.fields) is not None else None
         metrics.BEFORE.observe(time.time() - started)
+        if plan.prefix is not None:
+            tokens = (len(plan.prefix) + len(plan.tail)) // ids.ID_BYTES
+            self._services.pool.placement.begin(self._call.id, session, endpoint.key, tokens)
         if chat.required_prefix:
             require_prefix(session, chat, plan.prompt, plan.reason)
         weights = await self._services.versions.begin(engine, model, self._salted())
@@ -254,6 +259,7 @@ class Dispatch:
         streams = chat.stream and not whole
         return PlannedCall(
             engine=engine,
+            at=endpoint.key,
             rank=endpoint.rank,
             model=model,
             plan=plan,
@@ -325,7 +331,8 @@ class Dispatch:
         engine = endpoint.engine
         model = await engine.model(self._chat.model)
         weights = await self._services.versions.begin(engine, model, self._salted())
-        self.planned = planned = msgspec.structs.replace(self.planned, engine=engine, rank=endpoint.rank, model=model, weights=weights)
+        at = {"engine": engine, "at": endpoint.key, "rank": endpoint.rank}
+        self.planned = planned = msgspec.structs.replace(self.planned, **at, model=model, weights=weights)
         exact = continuation.exact(model.capability)
         await continuation.find_own_limit(self.derender_request(b""), model.capability.max_model_len)
         self._request.advance(RequestEvent.SEND)

@@ -219,7 +219,7 @@ class Endpoints:
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
         try:
-            return (await self._engine(asked.session).model(call.model)).capability.later_system
+            return (await self._pool.engine_of(asked.session).model(call.model)).capability.later_system
         except EngineError:
             return self._pool.later_system
 
@@ -238,15 +238,11 @@ class Endpoints:
 
     async def _list_models(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the engine's own list, or with the models that the probe found if the engine has none (NeMo RL's worker)."""
-        engine = self._engine(asked.session)
+        engine = self._pool.engine_of(asked.session)
         await engine.model()
         if all(capability.lists_models for capability in engine.capabilities):
             return await self._relay(asked)
         return web.Response(body=model_list(_models_of(engine)), content_type="application/json")
-
-    def _engine(self, session: str) -> Engine:
-        """Return the engine that a session uses."""
-        return self._pool.order(session)[0].engine
 
     async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
         if own := asked.request.headers.get(REQUEST_ID):
@@ -330,7 +326,7 @@ class Endpoints:
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._engine(asked.session).driver.pinned, **self._options.sampling, **asked.settings.sampling}
+        policy = {**self._pool.engine_of(asked.session).driver.pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
@@ -359,7 +355,7 @@ class Endpoints:
 
     async def _served_models(self, asked: SessionRequest) -> list[ServedModel]:
         """List the served models, and the requested one under its own name if that is an alias."""
-        engine = self._engine(asked.session)
+        engine = self._pool.engine_of(asked.session)
         await engine.model()
         found = {model.name: model for model in _models_of(engine)}
         requested = unquote(asked.route.rpartition("/")[2])

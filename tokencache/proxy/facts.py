@@ -64,6 +64,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: the engine.
+        at: the key of its endpoint.
         rank: the data-parallel rank to which the session is pinned; `None` if the engine has only one.
         model: the model; `None` if the engine could not be probed.
         plan: how it is sent.
@@ -79,6 +80,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     model: Model | None
     plan: Plan
     weights: VersionReading
+    at: str = ""
     rank: int | None = None
     thinking: ThinkingMarks | None = None
     whole: bool = False

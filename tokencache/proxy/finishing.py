@@ -44,10 +44,10 @@ async def finish(ledger: Ledger, info: SessionInfo, outcome: Outcome | None = No
     """
     await offer(ledger.store, info)
     found = await ledger.store.finish(info.id, outcome)
+    ledger.release(info)
     if found and info.state is SessionStage.OPEN:
         kind = outcome_of(outcome, incidents_of(info, ledger.unsaved(info.id)), info.latest, over=True).kind
         metrics.FINISHED.labels(kind if kind in set(OutcomeKind) else _OTHER).inc()
-        ledger.on_end(info.id)
     ledger.changed.notify()
     return found
 

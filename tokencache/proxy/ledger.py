@@ -22,6 +22,7 @@ from tokencache.background import repeat
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import TurnMark
+from tokencache.engine.placement import Placement
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -33,6 +34,7 @@ from tokencache.store.base import (
     Join,
     SessionFinishedError,
     SessionGoneError,
+    SessionInfo,
     SessionOverError,
     SessionSealedError,
     Store,
@@ -148,9 +150,9 @@ class Ledger:
     Attributes:
         store: the store.
         prefixes: the cached prefixes of its turns.
+        placement: the tokens that sessions hold on each engine.
         replica: the id of this process in the store, random.
         changed: wakes those who wait for a session to be finished, or for its last call to end.
-        on_end: is called with the name of each session that is no longer open.
     """
 
     def __init__(
@@ -161,6 +163,9 @@ class Ledger:
         strict: bool = False,
         experts: RoutedExperts | None = None,
         max_media_bytes: int = 0,
+        placement: Placement | None = None,
+        binds: bool = False,
+        ended: Callable[[str], None] | None = None,
     ) -> None:
         """Wrap a store.
 
@@ -170,18 +175,20 @@ class Ledger:
             strict: whether a store error fails the call.
             experts: writes routed experts; `None` if they are not kept.
             max_media_bytes: how many bytes of images and other media are stored in a session.
+            placement: the tokens that sessions hold on each engine.
+            binds: whether the record of a session names the engine of its last turn.
+            ended: is called once with each session that ends.
         """
         self.store = store
         self.prefixes = prefixes
+        self.placement = placement or Placement()
+        self._binds, self._ended_session = binds, ended
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
-        self.on_end: Callable[[str], None] = lambda _session: None
         self._strict = strict
         self._experts = experts
         self._media = MediaRecord(store, max_media_bytes)
-        self._late = SampledCounter()
-        self._spent = SampledCounter()
-        self._refused = SampledCounter()
+        self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -214,9 +221,10 @@ class Ledger:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        session, call = facts.call.session, facts.call.id
+        session, call, tokens = facts.call.session, facts.call.id, 0
         for entry in recorded.entries:
             turn = entry.turn
+            tokens = max(tokens, turn.prompt_tokens + turn.completion_tokens)
             metrics.counter(metrics.TURNS, turn.match, turn.reason).add(1)
             source = "mixed" if TurnMark.MIXED_WEIGHTS in turn.marks else turn.version_source or "unknown"
             metrics.counter(metrics.TURN_VERSIONS, source).add(1)
@@ -227,12 +235,14 @@ class Ledger:
         for rule in facts.call.chat.left_out:
             metrics.counter(metrics.APPLIED_RULES, rule).inc()
         _count(recorded.incidents)
+        self.placement.begin(call, session, facts.planned.at, tokens)
         if begun is None:
             self._lose(session, call, recorded.incidents)
             return
         try:
             if recorded.entries:
-                recorded = await self._commit(begun.epoch, facts, recorded, documents)
+                engine = facts.planned.at if self._binds and begun.engine != facts.planned.at else ""
+                recorded = await self._commit(begun.epoch, facts, recorded, documents, engine)
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
@@ -250,11 +260,11 @@ class Ledger:
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
             self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
 
-    async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes]) -> Recorded:
+    async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
         """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
         session, call = facts.call.session, facts.call.id
         try:
-            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
         except TurnLostError:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
@@ -262,7 +272,7 @@ class Ledger:
             self.prefixes.forget(epoch)
             recorded = await turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
-            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents)
+            await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
         return recorded
 
     async def settle(
@@ -371,14 +381,20 @@ class Ledger:
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
             await self.store.withdraw(session, info.epoch)
-            if info.state is SessionStage.OPEN:
-                self.on_end(session)
+            self.release(info)
         self._late.forget(session)
         self._spent.forget(session)
         self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known
+
+    def release(self, info: SessionInfo) -> None:
+        """Release what a session holds that ends now; `info` is its state before. Its last call counts for the mean footprint."""
+        turn = info.latest if info.state is SessionStage.OPEN else None
+        self.placement.release(info.id, turn.prompt_tokens + turn.completion_tokens if turn is not None else 0)
+        if self._ended_session is not None and info.state is SessionStage.OPEN:
+            self._ended_session(info.id)
 
     def detach(self, work: "asyncio.Task[Any]") -> None:
         """Keep a task that must finish although its client has left."""

@@ -49,7 +49,7 @@ async def relay_to(
         EngineError: no engine can be reached, one failed after the request was sent, or, in a session, the answer is neither success nor
             error. Nothing was sent to the client.
     """
-    engines = [endpoint.engine for endpoint in pool.order(session)]
+    engines = pool.order(session)
     for engine in engines:
         try:
             if session is not None and headers is not None and engine.driver.names_sessions:

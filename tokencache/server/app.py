@@ -13,7 +13,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tokencache import metrics
 from tokencache.adapters.load import load_all
+from tokencache.api.admission import AdmissionWait
 from tokencache.api.auth import AdminAuth
+from tokencache.api.capacity import add_capacity_route, capacity_of, set_capacity_metrics
 from tokencache.api.conditions import add_conditions_route
 from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.gauges import Gauges
@@ -27,6 +29,7 @@ from tokencache.api.weights import add_weight_routes, engine_weights
 from tokencache.background import failing, repeat
 from tokencache.config import Settings, names_in
 from tokencache.dialects.chat.incremental import IncrementalParser
+from tokencache.engine.admission import Admission
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.drivers.registry import DriverOptions, drivers
 from tokencache.engine.image_names import ImageNames
@@ -35,6 +38,7 @@ from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
+from tokencache.engine.session_ends import SessionEnds
 from tokencache.engine.template.local import LocalRenderer
 from tokencache.engine.upstream import Upstream
 from tokencache.errors import extra_missing
@@ -53,7 +57,6 @@ from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
-from tokencache.proxy.session_ends import SessionEnds
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.request_memory import MEMORY_PART, REQUEST_MEMORY, RequestMemory, machine_memory
 from tokencache.server.routing import RequestRouter, send_errors
@@ -89,13 +92,23 @@ class Proxy:
             report = partial(_count_level, upstream.url)
             return Engine(upstream, kinds, local=local, on_probe=report, required=settings.require)
 
-        self.pool = Pool(engine_at, names_in(settings.upstream))
+        self.pool = Pool(engine_at, names_in(settings.upstream), settings.placement)
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
         experts = RoutedExperts(open_files(settings.experts)) if settings.experts else None
         strict = settings.on_store_error == "fail"
-        self.ledger = Ledger(self.store, prefixes, strict=strict, experts=experts, max_media_bytes=settings.max_media_bytes)
-        self.ledger.on_end = SessionEnds(self.pool).tell
-        self.membership = EngineMembership(self.pool, self.store, self.ledger.replica)
+        self._ends = SessionEnds(self.pool)
+        self.ledger = Ledger(
+            self.store,
+            prefixes,
+            strict=strict,
+            experts=experts,
+            max_media_bytes=settings.max_media_bytes,
+            placement=self.pool.placement,
+            binds=settings.placement == "sticky",
+            ended=self._ends.tell,
+        )
+        self.admission = Admission(self.pool.placement, settings.admission)
+        self.membership = EngineMembership(self.pool, self.store, self.ledger.replica, self.admission)
         self.weights = AnnouncedWeights(self.pool, self.store)
         own_adapters = (settings.adapters,) if settings.adapters is not None else ()
         self.adapters = load_all(own_adapters)
@@ -179,10 +192,14 @@ class Proxy:
         add_viewer_routes(app, self._auth, self.ledger, self.pool, self.weights, listing, self._gauges)
         add_run_routes(app, self._auth, listing, self._gauges)
         add_engine_routes(app, self._auth, self.membership, self.pool)
+        add_capacity_route(app, self._auth, self.pool, self.admission)
         add_conditions_route(app, self._auth, self.pool, self.adapters, settings=self.settings.shown, digest=self.settings.digest)
         add_weight_routes(app, self._auth, self.weights, self.pool)
         most, queue, weights = self.settings.max_ready, self._queue, self.weights
-        add_trainer_routes(app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most)
+        waits = AdmissionWait(self.admission, self.pool, self.ledger) if self.settings.admission else None
+        add_trainer_routes(
+            app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most, admission=waits
+        )
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self._router.route)
@@ -215,6 +232,7 @@ class Proxy:
             await opened.enter_async_context(self.membership.following())
             await opened.enter_async_context(self.weights.following())
             await opened.enter_async_context(self._calls.heartbeats())
+            opened.push_async_callback(self._ends.close)
             opened.push_async_callback(self.ledger.close)
             await opened.enter_async_context(TimeLimits(self.ledger).enforced())
             opened.push_async_callback(self._calls.close)
@@ -254,13 +272,15 @@ class Proxy:
         engines = [engine_object(self.pool, monitor) for monitor in self.pool.monitors]
         first = next((state for state in engines if state["serves"]), engines[0] if engines else None)
         weights = [msgspec.to_builtins(engine_weights(self.weights.known, monitor)) for monitor in self.pool.monitors]
-        found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store}
+        capacity = msgspec.to_builtins(capacity_of(self.pool, self.admission))
+        found = {"ready": ready, "engine": first, "engines": engines, "weights": weights, "store": store, "capacity": capacity}
         if tasks := failing():
             found["failing_tasks"] = tasks
         return web.json_response(found, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         await self._gauges.update()
+        set_capacity_metrics(self.pool, self.admission)
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -247,6 +247,9 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         at: Unix time in seconds.
         replica: id of the reporting replica.
         calls: number of calls that the replica has in flight there.
+        loads: by engine, the tokens that sessions of the replica hold there (`engine.placement`). Such an entry has no URL.
+        ended, footprint: sessions that ended at the replica, and the mean of their tokens (`engine.placement.Footprint`).
+        claims, waiting: the tokens that its sessions claim, and since when sessions wait there to be created (`engine.admission`).
         stops: by model, the stop ids that its replies showed and a probe cannot find.
     """
 
@@ -256,6 +259,11 @@ class EngineEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: str = ""
     calls: int = 0
     stops: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    loads: tuple[tuple[str, int], ...] = ()
+    ended: int = 0
+    footprint: int = 0
+    claims: int = 0
+    waiting: tuple[float, ...] = ()
 
 
 LEARNED = "learned"
@@ -310,6 +318,7 @@ class BeginResult(msgspec.Struct, frozen=True):
         calls: number of calls of the session so far, this one included.
         tokens: number of tokens sampled in the session's recorded turns.
         age: seconds since the session began, by the store's clock.
+        engine: the engine that its last turn used; `""` if none is known.
     """
 
     epoch: str
@@ -318,6 +327,7 @@ class BeginResult(msgspec.Struct, frozen=True):
     calls: int = 0
     tokens: int = 0
     age: float = 0.0
+    engine: str = ""
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -341,6 +351,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
         harness, model: of its settings and its newest turn; `""` if unknown.
         latest: its newest turn; `None` if it has none.
         outcome: the outcome that was given when it was finished; `None` if none was (`core.outcome`).
+        engine: the engine that its last turn used; `""` if none is known, or if the session is finished.
     """
 
     id: str
@@ -362,6 +373,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
     model: str = ""
     latest: LatestTurn | None = None
     outcome: Outcome | None = None
+    engine: str = ""
 
     @property
     def state(self) -> SessionStage:
@@ -568,10 +580,12 @@ class Store(Protocol):
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
+        engine: str = "",
     ) -> None:
         """Record the turns and incidents of a call, store its documents, and close it. Atomic, one round trip.
 
-        All replicas can read it on return. A document replaces one of the same name.
+        All replicas can read it on return. A document replaces one of the same name. `engine` is the engine to which the session is bound
+        from now on; `""` changes nothing, and neither does a commit of a session that is finished or sealed.
 
         Raises:
             SessionGoneError: this epoch of the session has ended. Nothing was written.
@@ -650,7 +664,7 @@ class Store(Protocol):
         """
 
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
-        """Accept no new calls in a session. Open calls continue. Repeating it changes nothing.
+        """Accept no new calls in a session, and remove its engine. Open calls continue. Repeating it changes nothing.
 
         Args:
             session: name of the session.
@@ -664,7 +678,7 @@ class Store(Protocol):
         """
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
-        """Seal a session: it accepts no calls, and nothing of it changes any more.
+        """Seal a session: it accepts no calls, nothing of it changes any more, and it has no engine.
 
         Args:
             session: name of the session.

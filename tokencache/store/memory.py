@@ -68,6 +68,7 @@ class _Session:
         self.calls: dict[str, OpenCall] = {}
         self.begun = self.sampled = self.call_ms = self.bytes = 0
         self.incidents: list[Incident] = []
+        self.engine = ""
         self.documents: dict[str, bytes] = {}
         self.media: dict[str, tuple[str, bytes]] = {}
         self._latest: Turn | None = None  # the next call nearly always continues it; kept to avoid decoding it
@@ -147,6 +148,7 @@ class _Session:
             model=latest.model if latest else "",
             latest=LatestTurn.of(latest) if latest else None,
             outcome=self.outcome,
+            engine=self.engine,
         )
 
     def end(self, call: str, incidents: Sequence[Incident], now: float) -> None:
@@ -258,7 +260,7 @@ class MemoryStore(MemoryQueue):
                 found[i] = held.hits(key)
                 if key[:1] == b"c":
                     break
-        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created)
+        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created, held.engine)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
         held = self._use(session)
@@ -297,8 +299,11 @@ class MemoryStore(MemoryQueue):
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
+        engine: str = "",
     ) -> None:
         held = self._use_epoch(session, epoch)
+        if engine and held.finished is None and not held.sealed:
+            held.engine = engine
         for entry in entries:
             held.add(entry)
         held.call_ms += milliseconds_of(entries)
@@ -366,7 +371,7 @@ class MemoryStore(MemoryQueue):
             return False
         if outcome is not None and (held.sealed if held.outcome is None else held.outcome.kind != outcome.kind):
             raise OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
-        held.outcome = held.outcome or outcome
+        held.outcome, held.engine = held.outcome or outcome, ""
         held.finished = self._clock.now() if held.finished is None else held.finished
         return True
 
@@ -380,7 +385,7 @@ class MemoryStore(MemoryQueue):
             if not force:
                 return SealOutcome.UNFINISHED if held.finished is None else SealOutcome.CALLS_IN_FLIGHT
             held.incidents.append(sealed_early(finished=held.finished is not None, open_calls=len(held.calls), at=at))
-        held.sealed = True
+        held.sealed, held.engine = True, ""
         return SealOutcome.SEALED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:

@@ -617,6 +617,54 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[dict[str, Any]]
 
 
+class EngineCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens an engine can hold, and holds, for sessions.
+
+    Attributes:
+        url: its base URL.
+        serves: as in `EngineState`.
+        tokens: the size of its KV cache; `None` if that is not known. `error` is the reason.
+        ranks: the same of each data-parallel rank.
+        live_tokens: the tokens of calls in flight, and of sessions that paused less than three seconds ago.
+    """
+
+    url: str
+    serves: bool
+    tokens: int | None = None
+    ranks: dict[str, int] = {}
+    error: str = ""
+    live_tokens: int = 0
+
+
+class WaitingSession(msgspec.Struct, frozen=True, kw_only=True):
+    """A session that waits to be created at the replica that answers: since when (Unix time in seconds), and its place, from 1."""
+
+    session: str
+    since: float
+    place: int
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """How many sessions the KV caches of the engines hold.
+
+    Attributes:
+        tokens: the size of the caches of all engines that serve; 0 if none is known.
+        live_tokens: the tokens that sessions hold there now.
+        footprint: the mean number of tokens with which the last 64 sessions ended; 0 if none has ended. `ended`: how many count.
+        sessions_fit: how many sessions of that footprint fit into nine tenths of the caches; `None` if that is not known.
+        engines: the same for each engine.
+        waiting: the sessions that wait to be created (`--admission`).
+    """
+
+    tokens: int
+    live_tokens: int
+    footprint: int
+    ended: int
+    sessions_fit: int | None
+    engines: list[EngineCapacity]
+    waiting: list[WaitingSession] = []
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """An engine of the proxy.
 

@@ -88,6 +88,32 @@ async def check_forced_seal(store: Store) -> None:
     true("not finished" not in incident.detail and "1 call " in incident.detail, "what a forced seal of a finished session cuts off")
 
 
+async def check_engine(store: Store) -> None:
+    """A session has the engine of its newest turn that names one, until it is finished or sealed."""
+    session, forced, url = name_of("engine"), name_of("engine-forced"), "http://ünusual:1/a b"
+    begun = await store.begin(session, "k1", [])
+    same((begun.engine, (await info_of(store, session)).engine), ("", ""), "engine of a new session")
+    await store.commit(session, begun.epoch, "k1", [build("a").entry], engine="http://first:1")
+    same((await store.begin(session, "k2", [])).engine, "http://first:1", "engine of the next call")
+    await store.commit(session, begun.epoch, "k2", [build("b").entry], engine=url)
+    await store.begin(session, "k3", [])
+    await store.commit(session, begun.epoch, "k3", [build("c").entry])
+    begun = await store.begin(session, "k4", [])
+    same((begun.engine, (await info_of(store, session)).engine), (url, url), "engine after a turn that names none")
+    await store.settle(session, begun.epoch, "k4")
+    await store.begin(session, "k5", [])
+    await store.finish(session)
+    same((await info_of(store, session)).engine, "", "engine of a finished session")
+    await store.commit(session, begun.epoch, "k5", [build("d").entry], engine=url)
+    same((await info_of(store, session)).engine, "", "engine after a commit in a finished session")
+    begun = await store.begin(forced, "k1", [])
+    await store.commit(forced, begun.epoch, "k1", [build("a").entry], engine=url)
+    await store.begin(forced, "k2", [])
+    await store.seal(forced, force=True)
+    await store.commit(forced, begun.epoch, "k2", [build("b").entry], engine=url)
+    same((await info_of(store, forced)).engine, "", "engine of a sealed session")
+
+
 async def check_outcome(store: Store) -> None:
     """The first outcome that is given stays. One of another kind is refused, and so is a first one once the session is sealed."""
     session, late, plain = name_of("outcome"), name_of("late"), name_of("plain")

@@ -164,7 +164,8 @@ async def check_engines(store: Store) -> None:
     """Engine entries are stored by URL and replica, replaced, removed, and read all at once."""
     url, other = f"http://{name_of('engine')}:8000", f"http://{name_of('engine')}:8000/p%20q"
     wanted = EngineEntry(url, at=1.5)
-    reports = [EngineEntry(url, "draining", 2.0, replica, calls) for replica, calls in (("r1", 3), ("r2", 0))]
+    loads = ((url, 2**40), (other, 0))
+    reports = [EngineEntry(url, "draining", 2.0, replica, calls, loads=loads) for replica, calls in (("r1", 3), ("r2", 0))]
     others = [EngineEntry(other, "removed", 3.0), EngineEntry(other, at=2.5, replica=LEARNED, stops=(("m", (5, 151645)),))]
     for entry in (wanted, *reports, *others):
         await store.put_engine(entry)

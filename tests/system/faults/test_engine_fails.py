@@ -32,7 +32,7 @@ def stack(started):
 def pair(started):
     """Two engines with derender that have the same weights: each continues the replies of the other."""
     engine = ("--token-delay", "0.005", "--enable-scale-out", "--seed", "0")
-    made = started(replicas=1, engines=2, engine=engine)
+    made = started(replicas=1, engines=2, engine=engine, options=("--placement", "hash"))
     for one in made.engines:
         if not one.alive:
             one.start()

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 from multidict import CIMultiDict
@@ -31,6 +32,7 @@ from multidict import CIMultiDict
 from tokencache.core.ids import Fragment
 from tokencache.core.media import PlacedMedia, Places
 from tokencache.dialects.chat.request import ChatCall
+from tokencache.engine.capacity import CapacityError, read_capacities
 from tokencache.engine.connections import Segments
 from tokencache.engine.derender import Derender
 from tokencache.engine.image_names import NamedImage
@@ -172,6 +174,7 @@ class Driver(ABC):
         weights_route: the route that returns the engine's own label of its weights (vLLM with `VLLM_SERVER_DEV_MODE=1`).
         limit_member: the member of a model in `/v1/models` that has the limit of prompt and reply together, in tokens.
         names_sessions: whether `name_session` changes the headers of requests.
+        capacity_route: the route that returns the engine's metrics, with the size of its KV cache.
         derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 
@@ -193,6 +196,7 @@ class Driver(ABC):
     weights_route: ClassVar[str] = "/weight_info"
     limit_member: ClassVar[str] = "max_model_len"
     names_sessions: ClassVar[bool] = False
+    capacity_route: ClassVar[str] = "/metrics"
     derender: Derender | None = None
 
     @abstractmethod
@@ -238,13 +242,16 @@ class Driver(ABC):
         """Write the session's name into the headers of a request of it; what they say of it comes from the harness."""
         del headers, session
 
-    async def end_session(self, engine: EngineClient, session: str, model: str) -> None:
-        """Tell the engine that a session whose calls it was given by name has ended; `model` is any model that it serves.
+    async def end_session(self, engine: EngineClient, session: str, model: str) -> int:
+        """Tell what is behind an engine's URL that a session has ended; return the HTTP status of its answer.
+
+        The default is the route of vllm-router (pull request 235) and prime-rl. `model` is any model that the engine serves.
 
         Raises:
-            EngineError: the engine cannot be reached, or refuses.
+            EngineError: it cannot be reached, or closed the connection.
         """
-        del engine, session, model
+        del model
+        return (await engine.post(f"/finish_session?session_id={quote(session, safe='')}", {})).status
 
     async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
         """Whether the engine may accept later what it has refused with this status, although that is not in `errors.NOT_NOW`.
@@ -297,6 +304,16 @@ class Driver(ABC):
         found = answer.json() if answer.status == HTTPStatus.OK else None
         label = found.get("weight_version", "") if isinstance(found, dict) else None
         return label if isinstance(label, str) else None
+
+    def capacities(self, answer: EngineResponse) -> dict[str, int]:
+        """Read the size of the KV cache of each data-parallel rank in the answer at `capacity_route`: rank → tokens.
+
+        Raises:
+            CapacityError: the answer does not have it, or has something that cannot be.
+        """
+        if answer.status != HTTPStatus.OK:
+            raise CapacityError(f"{self.capacity_route} answered {answer.status}")
+        return read_capacities(answer.body)
 
     async def cannot_parse(self, upstream: EngineClient, renderer: EngineRenderer, model: str) -> str:
         """Test the second request that parses replies, if the driver uses one; return what is wrong with its result, otherwise `""`.

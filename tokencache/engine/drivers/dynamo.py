@@ -170,12 +170,10 @@ class Dynamo(Driver):
             headers.popall(name, None)
         headers[_SESSION] = session
 
-    async def end_session(self, engine: EngineClient, session: str, model: str) -> None:
+    async def end_session(self, engine: EngineClient, session: str, model: str) -> int:
         """See `Driver.end_session`. The request samples nothing."""
         asked = rendering({"model": model, "messages": ANY_MESSAGES})
-        answer = await engine.post(CHAT, asked, {_SESSION: session, _FINAL: "true"})
-        if answer.status != OK:
-            raise EngineError(f"the frontend answered {answer.status}", status=answer.status)
+        return (await engine.post(CHAT, asked, {_SESSION: session, _FINAL: "true"})).status
 
     async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
         """See `Driver.refuses_for_now`."""

@@ -253,7 +253,8 @@ class FileStore(FileQueue):
             db.execute("UPDATE sessions SET used = ?, begun = ? WHERE id = ?", (now, begun, number))
         self._renew(db, number)
         with decoding(session):
-            return BeginResult(row["epoch"], _hits(db, number, keys, early=True), duplicate, begun, row["sampled"], now - row["created"])
+            hits = _hits(db, number, keys, early=True)
+            return BeginResult(row["epoch"], hits, duplicate, begun, row["sampled"], now - row["created"], untext(row["engine"]))
 
     @ends
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
@@ -280,8 +281,7 @@ class FileStore(FileQueue):
 
     @reads
     def live_replicas(self, db: sqlite3.Connection, replicas: Sequence[str]) -> set[str]:
-        alive = {untext(name) for (name,) in db.execute("SELECT replica FROM replicas WHERE expires > ?", (self.now(),))}
-        return alive & set(replicas)
+        return {untext(name) for (name,) in db.execute("SELECT replica FROM replicas WHERE expires > ?", (self.now(),))} & set(replicas)
 
     @reads
     def find(self, db: sqlite3.Connection, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
@@ -306,9 +306,10 @@ class FileStore(FileQueue):
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
+        engine: str = "",
     ) -> None:
         number = self._use_epoch(db, session, epoch)
-        _add(db, number, entries)
+        _add(db, number, entries, text(engine))
         for name, data in documents.items():
             db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (number, text(name), data))
         _end(db, number, call, incidents, self.now())
@@ -391,9 +392,8 @@ class FileStore(FileQueue):
             stored = _outcome(row)
         if outcome is not None and (row["sealed"] if stored is None else stored.kind != outcome.kind):
             raise OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
-        packed = pack(outcome) if outcome is not None else None
-        finish = "UPDATE sessions SET finished = coalesce(finished, ?), outcome = coalesce(outcome, ?) WHERE id = ?"
-        db.execute(finish, (self.now(), packed, row["id"]))
+        finish = "UPDATE sessions SET finished = coalesce(finished, ?), outcome = coalesce(outcome, ?), engine = x'' WHERE id = ?"
+        db.execute(finish, (self.now(), pack(outcome) if outcome is not None else None, row["id"]))
         return True
 
     @ends
@@ -409,7 +409,7 @@ class FileStore(FileQueue):
             if not force:
                 return SealOutcome.CALLS_IN_FLIGHT if finished else SealOutcome.UNFINISHED
             _add_incidents(db, row["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
-        db.execute("UPDATE sessions SET sealed = 1 WHERE id = ?", (row["id"],))
+        db.execute("UPDATE sessions SET sealed = 1, engine = x'' WHERE id = ?", (row["id"],))
         return SealOutcome.SEALED
 
     @ends
@@ -668,6 +668,7 @@ def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
             model=latest.model if latest else "",
             latest=latest,
             outcome=_outcome(row),
+            engine=untext(row["engine"]),
         )
 
 
@@ -717,11 +718,15 @@ def _line(db: sqlite3.Connection, number: int, turn: str) -> Iterator[bytes]:
         name = unpack_tokens(row["ids"]).base
 
 
-def _add(db: sqlite3.Connection, number: int, entries: Sequence[Entry]) -> None:
+def _add(db: sqlite3.Connection, number: int, entries: Sequence[Entry], engine: bytes) -> None:
     for entry in entries:
         _add_entry(db, number, entry)
     sampled = sum(entry.turn.completion_tokens for entry in entries)
-    db.execute("UPDATE sessions SET sampled = sampled + ?, call_ms = call_ms + ? WHERE id = ?", (sampled, milliseconds_of(entries), number))
+    db.execute(
+        "UPDATE sessions SET sampled = sampled + ?, call_ms = call_ms + ?, "
+        "engine = CASE WHEN ? = x'' OR finished IS NOT NULL OR sealed THEN engine ELSE ? END WHERE id = ?",
+        (sampled, milliseconds_of(entries), engine, engine, number),
+    )
 
 
 def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:

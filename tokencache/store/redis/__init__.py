@@ -24,6 +24,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 `rewards` `R<n>`                             how many rewards were set; the newest ones, numbered from 1
 `turns` `incidents`                          how many there are; they are numbered from 1, in the order recorded
 `begun` `sampled` `call_ms`                  number of calls that began; tokens sampled in its turns; milliseconds of its calls
+`engine`                                     the engine that the last turn used; absent once the session is finished
 `open`                                       the open calls, concatenated
 `noted`                                      ids of the last additions of incidents, so that a repeated addition has no effect
 `#<turn id>`                                 the turn's number

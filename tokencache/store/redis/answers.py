@@ -44,7 +44,7 @@ def _are_hits(answer: Any) -> bool:
 def _is_begun(answer: Any) -> bool:
     if not isinstance(answer, list):
         return False
-    head = len(answer) >= _BEGUN and (*map(type, answer[:_BEGUN]),) == (bytes, int, int, bytes, bytes)
+    head = len(answer) >= _BEGUN and (*map(type, answer[:_BEGUN]),) == (bytes, int, int, bytes, bytes, bytes)
     return (head and _are_hits(answer[_BEGUN:])) or (len(answer) == 1 and _is_string(answer[0]))
 
 
@@ -78,7 +78,7 @@ def _of_its_call(form: Form) -> Form:
     return f"the name of the call, and {words}", fits_with_name
 
 
-_BEGUN, _STATE = 5, 17
+_BEGUN, _STATE = 6, 19
 """Lengths of the fixed parts of the answers of BEGIN and SESSION."""
 _STRING: Form = "a string", _is_string
 _OPTIONAL: Form = "a string or nothing", _is_optional

@@ -132,9 +132,11 @@ def pack_entry(entry: Entry) -> list[bytes | int]:
 
 def unpack_begun(reply: Sequence[Any], count: int) -> BeginResult:
     """Decode the reply of the script BEGIN to `count` keys."""
-    epoch, calls, tokens, age, joined = reply[:5]
+    epoch, calls, tokens, age, joined, engine = reply[:6]
     found = unpack_calls(joined)
-    return BeginResult(epoch.decode(), unpack_hits(reply[5:], count), found[0] if found else None, calls, tokens, float(age))
+    return BeginResult(
+        epoch.decode(), unpack_hits(reply[6:], count), found[0] if found else None, calls, tokens, float(age), engine.decode()
+    )
 
 
 def unpack_hits(flat: Sequence[Any], count: int) -> list[list[Hit]]:
@@ -182,7 +184,8 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     """Decode the reply of the script SESSION; `None` if there is no session."""
     if not reply:
         return None
-    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _, reward, turn, outcome, call_ms = reply[:18]
+    epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _ = reply[:14]
+    reward, turn, outcome, call_ms, engine = reply[14:19]
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
@@ -194,7 +197,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         sealed=sealed is not None,
         turns=int(turns or 0),
         open_calls=unpack_calls(calls or b""),
-        incidents=tuple(unpack(incident, Incident) for incident in reply[18:]),
+        incidents=tuple(unpack(incident, Incident) for incident in reply[19:]),
         epoch=epoch.decode(),
         finished=None if finished is None else float(finished),
         settings=settings,
@@ -207,6 +210,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         model=latest.model if latest else "",
         latest=latest,
         outcome=unpack(outcome, Outcome) if outcome else None,
+        engine=(engine or b"").decode(),
     )
 
 

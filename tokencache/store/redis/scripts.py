@@ -152,7 +152,7 @@ BEGIN = _naming_its_call(
 -- If the session has other settings, it returns only these.
 if gone then return DELETED end
 local time, name, fingerprint = now(), ARGV[7], ARGV[5]
-local state = redis.call('HMGET', session, 'sealed', 'open', 'begun', 'sampled', 'created', 'finished', 'digest')
+local state = redis.call('HMGET', session, 'sealed', 'open', 'begun', 'sampled', 'created', 'finished', 'digest', 'engine')
 local open, begun, created = state[2] or '', tonumber(state[3] or 0), state[5]
 if state[1] then return SEALED end
 if state[6] then return FINISHED end
@@ -181,7 +181,7 @@ else
 end
 redis.call('PEXPIRE', session, ARGV[1])
 local age = string.format('%.6f', tonumber(time) - tonumber(created))
-return look_up({epoch, begun, tonumber(state[4] or 0), age, found}, 9, true)
+return look_up({epoch, begun, tonumber(state[4] or 0), age, found, state[8] or ''}, 9, true)
 """,
 )
 
@@ -223,14 +223,14 @@ COMMIT = _naming_its_call(
     + INCIDENTS
     + """
 -- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, name of the addition if there are no entries, number of
--- sampled tokens, milliseconds that the call took, number of turns to which the entries refer, the fields of these turns, number of
--- entries,
+-- sampled tokens, milliseconds that the call took, the session's new engine or '', number of turns to which the entries refer, the fields
+-- of these turns, number of entries,
 -- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
 -- number of documents, per document (field, data), incidents
 -- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
 if epoch ~= ARGV[2] then return 0 end
-local open, at = redis.call('HGET', session, 'open') or '', 9 + tonumber(ARGV[8])
-for n = 9, at - 1 do
+local open, at = redis.call('HGET', session, 'open') or '', 10 + tonumber(ARGV[9])
+for n = 10, at - 1 do
   if not redis.call('HGET', session, ARGV[n]) then return 2 end
 end
 local entries = tonumber(ARGV[at])
@@ -263,6 +263,10 @@ end
 redis.call('HSET', session, 'used', now(), 'open', without(open, ARGV[3]))
 if ARGV[6] ~= '0' then redis.call('HINCRBY', session, 'sampled', ARGV[6]) end
 if ARGV[7] ~= '0' then redis.call('HINCRBY', session, 'call_ms', ARGV[7]) end
+if ARGV[8] ~= '' then
+  local ended = redis.call('HMGET', session, 'finished', 'sealed')
+  if not (ended[1] or ended[2]) then redis.call('HSET', session, 'engine', ARGV[8]) end
+end
 if entries == 0 and #ARGV > at then note(ARGV[5]) end
 add_incidents(at + 1)
 redis.call('PEXPIRE', session, ARGV[1])
@@ -363,6 +367,7 @@ if not epoch then return 0 end
 local state = redis.call('HMGET', session, 'finished', 'failed', 'sealed')
 if ARGV[2] ~= '' and (state[2] and state[2] ~= ARGV[2] or not state[2] and state[3]) then return {'outcome', state[2] or ''} end
 redis.call('HSET', session, 'finished', state[1] or now())
+redis.call('HDEL', session, 'engine')
 if ARGV[2] ~= '' and not state[2] then redis.call('HSET', session, 'failed', ARGV[2], 'outcome', ARGV[3]) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
@@ -384,6 +389,7 @@ first(state[3] or '', function() calls = calls + 1 end)
 local cut = (state[2] and '1 ' or '0 ') .. calls
 if cut ~= nothing and cut ~= ARGV[2] then return cut end
 redis.call('HSET', session, 'sealed', '1')
+redis.call('HDEL', session, 'engine')
 if cut ~= nothing then add_incidents(3) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
@@ -576,7 +582,7 @@ SESSION = (
     SESSION_KEY
     + READ_ALL
     + """
--- Returns the fields, the newest reward, the newest turn's record, the outcome, the milliseconds of calls, and the incidents.
+-- Returns the fields, the newest reward, the newest turn's record, the outcome, the milliseconds of calls, the engine, and the incidents.
 if not epoch then return {} end
 local state = redis.call('HMGET', session, 'life', 'created', 'used', 'sealed', 'finished', 'turns', 'open', 'settings', 'group',
   'metadata', 'tags', 'rewards', 'sampled', 'incidents')
@@ -584,6 +590,7 @@ state[15] = state[12] and redis.call('HGET', session, 'R' .. state[12])
 state[16] = state[6] and redis.call('HGET', session, 'H' .. state[6])
 state[17] = redis.call('HGET', session, 'outcome')
 state[18] = redis.call('HGET', session, 'call_ms')
+state[19] = redis.call('HGET', session, 'engine')
 return read_all(state, 'I', tonumber(state[14] or 0))
 """
 )

@@ -175,8 +175,7 @@ class RedisStore:
         return self._capacity.usage
 
     async def secret(self, known: bytes = b"") -> bytes:
-        made = known or secrets.token_bytes(32)
-        return bytes(await self._script("secret", scripts.SET_ONCE, [self._keys.secret], made))
+        return bytes(await self._script("secret", scripts.SET_ONCE, [self._keys.secret], known or secrets.token_bytes(32)))
 
     async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
         args: list[Argument] = [
@@ -278,15 +277,16 @@ class RedisStore:
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
+        engine: str = "",
     ) -> None:
         stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
-        figures = sum(entry.turn.completion_tokens for entry in entries), milliseconds_of(entries)
+        figures = sum(entry.turn.completion_tokens for entry in entries), milliseconds_of(entries), text(engine) if engine else b""
         needed = fields.turns_referred_to(entries)
         packed = [len(needed), *needed, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
         await self._end("commit", session, epoch, call, [*figures, *packed, *map(pack, incidents)])
 
     async def settle(self, session: str, epoch: str, call: str, incidents: Sequence[Incident] = ()) -> None:
-        await self._end("settle", session, epoch, call, [0, 0, 0, 0, 0, *map(pack, incidents)])
+        await self._end("settle", session, epoch, call, [0, 0, b"", 0, 0, 0, *map(pack, incidents)])
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
         head: list[Argument] = [self._ttl, secrets.token_hex(8)]

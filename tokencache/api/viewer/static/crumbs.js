@@ -2,9 +2,9 @@
 
 import { h } from "./dom.js";
 
-const LISTS = { sessions: "#/", runs: "#/runs" };
+const LISTS = { sessions: "#/", runs: "#/runs", engines: "#/engines" };
 
-/** Show the two lists, one of which is the page itself, in place of breadcrumbs. */
+/** Show the three lists, one of which is the page itself, in place of breadcrumbs. */
 export function lists(name) {
   const links = Object.entries(LISTS).map(([text, href]) => h("a", { href, "aria-current": text === name ? "page" : null }, text));
   document.getElementById("crumbs").replaceChildren(h("span", { class: "lists" }, links));

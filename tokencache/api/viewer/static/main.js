@@ -2,6 +2,7 @@
 //
 //   #/                                     all sessions; ?filter=…&state=…&sort=…
 //   #/runs                                 all runs
+//   #/engines                              the engines, and how many sessions fit
 //   #/run/ID                               the figures of a run; ?passing=0.5&failed=true&offset=100; without ID: of all sessions
 //   #/tag/NAME                             the same for all sessions with a tag
 //   #/group/NAME                           the sessions of a group, compared
@@ -10,6 +11,7 @@
 //   #/session/NAME/sequence/ID?token=12    a sequence's tokens
 
 import { h, note } from "./dom.js";
+import { EnginesPage } from "./engines.js";
 import { GroupPage } from "./group.js";
 import { RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
@@ -51,7 +53,7 @@ function route() {
   const { parts, query } = where();
   const [kind, session, what, id] = parts;
   const target = { kind, session, what, id, query };
-  const pages = { group: GroupPage, runs: RunsPage, run: RunPage, tag: RunPage, session: what === "sequence" ? SequencePage : SessionPage };
+  const pages = { group: GroupPage, engines: EnginesPage, runs: RunsPage, run: RunPage, tag: RunPage, session: what === "sequence" ? SequencePage : SessionPage };
   const wanted = Object.hasOwn(pages, kind) ? pages[kind] : SessionsPage;
   if (page instanceof wanted && page.stays(target)) {
     page.go(target);

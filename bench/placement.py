@@ -1,0 +1,357 @@
+"""Replays rollouts in virtual time on several engines: what the placement of sessions is worth.
+
+    python -m bench.placement [--seeds 5] [--loads NAME,NAME] [--write]     # --write: docs/several-engines.md
+
+`hash` and `sticky` place sessions; `admission` is `sticky`, and new sessions begin only while they fit. The policies are those of
+`tokencache.engine`, as the proxy uses them. An engine schedules as vLLM 0.32 does: blocks of 64 tokens, cached when they are scheduled, the
+least recently used one is evicted first; running requests first, of which the newest is preempted if blocks are short; then waiting ones
+in order, each when its whole prompt fits, in chunks of 8,192 tokens. A step takes 6 ms, 20 µs for a token of prefill, 50 µs for a request,
+and 0.28 µs for a token of context. These are the figures of one engine: the ratio of two policies counts, no time in seconds does.
+"""
+
+import argparse
+import heapq
+import itertools
+import math
+import random
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.page import replaced
+from tokencache.engine.admission import Admission
+from tokencache.engine.placement import IDLE_SECONDS, Placement
+from tokencache.engine.pool import preference
+
+BLOCK, CHUNK, MOST_RUNNING = 64, 8192, 256
+STEP, PER_REQUEST, PER_CONTEXT_TOKEN = 6e-3, 5e-5, 2.8e-7
+"""Seconds."""
+EXPECTED = 12_000
+"""Tokens that a session is expected to have until some have ended."""
+PAGE = Path("docs/several-engines.md")
+
+
+class Load(NamedTuple):
+    """Rollouts and the engines that serve them; times in seconds, sizes in tokens."""
+
+    engines: int = 4
+    kv: int = 160_000
+    groups: int = 16
+    siblings: int = 8
+    pause: float = 0.8
+    shared: int = 2_800
+    longest: int = 30_000
+    prefill: float = 2e-5
+    in_flight: int = 10**9
+
+
+ASYNC = Load(groups=40, in_flight=128)
+LOADS = {
+    "KV overloaded: 160k tokens an engine": Load(),
+    "KV suffices: 400k": Load(kv=400_000),
+    "KV short: 80k": Load(kv=80_000),
+    "light: 24 sessions": Load(groups=3),
+    "pauses of 5 s": Load(pause=5.0),
+    "shared prompts of 10k": Load(shared=10_000),
+    "prefill three times dearer": Load(prefill=6e-5),
+    "asynchronous: 320 sessions, 128 at a time": ASYNC,
+    "asynchronous, pauses of 5 s": ASYNC._replace(pause=5.0),
+}
+
+
+class Turn(NamedTuple):
+    """What a turn adds to the prompt, what it samples, and the seconds until the next one."""
+
+    added: int
+    sampled: int
+    pause: float
+
+
+class Rollout(NamedTuple):
+    """One rollout; its prompt begins with the same `shared` tokens as that of its siblings."""
+
+    name: str
+    group: int
+    sibling: int
+    shared: int
+    turns: list[Turn]
+
+
+def rollouts(load: Load, seed: int) -> list[Rollout]:
+    """Rollouts as of agents in RL: lengths and pauses are lognormal; a group's prompt and difficulty are common to it."""
+    rng = random.Random(seed)
+
+    def draw(median: float, sigma: float, low: float, high: float) -> float:
+        return min(high, max(low, rng.lognormvariate(math.log(median), sigma)))
+
+    made = []
+    for group in range(load.groups):
+        shared, difficulty = int(draw(load.shared, 0.4, 2000, 20_000)), draw(1, 0.3, 0.5, 2)
+        for sibling in range(load.siblings):
+            total, turns = 0, list[Turn]()
+            for n in range(int(draw(18 * difficulty, 0.4, 10, 40))):
+                added, sampled = (int(draw(300, 1.0, 20, 4000)) if n else shared), int(draw(130, 0.8, 16, 2000))
+                if total + added + sampled > load.longest:
+                    break
+                total += added + sampled
+                turns.append(Turn(added, sampled, draw(load.pause, 1.2, 0.1, 60)))
+            made.append(Rollout(f"g{group}s{sibling}", group, sibling, shared, turns))
+    return made
+
+
+Block = tuple[int, int, int]
+"""Group, sibling (-1: of all siblings), and place."""
+
+
+class Request:
+    """A request at an engine. `blocks` are those that it holds; `None` for one that is not full yet."""
+
+    def __init__(self, rollout: Rollout, prompt: int, sampled: int, done: Callable[[], None]) -> None:
+        self.rollout, self.prompt, self.wanted, self.done = rollout, prompt, sampled, done
+        self.computed = self.sampled = self.short = 0
+        self.blocks: list[Block | None] = []
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.sampled
+
+    def block(self, place: int) -> Block:
+        rollout = self.rollout
+        return rollout.group, -1 if place < rollout.shared // BLOCK else rollout.sibling, place
+
+
+class Engine:
+    """An engine with a KV cache of `blank` blocks that nothing used yet; `free` ones can be evicted."""
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], None], load: Load) -> None:
+        self._later, self._prefill = later, load.prefill
+        self._blank = load.kv // BLOCK
+        self._used: dict[Block, int] = {}
+        self._free: OrderedDict[Block, None] = OrderedDict()
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._busy = False
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+        if not self._busy:
+            self._busy = True
+            self._later(0, self._step)
+
+    def _cached(self, request: Request) -> list[Block]:
+        found = []
+        for place in range((request.tokens - 1) // BLOCK):
+            block = request.block(place)
+            if block not in self._used and block not in self._free:
+                break
+            found.append(block)
+        return found
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Hold blocks for so many tokens, and cache those that become full; false if there are not enough."""
+        blocks = request.blocks
+        while len(blocks) * BLOCK < tokens:
+            if self._blank:
+                self._blank -= 1
+            elif self._free:
+                self._free.popitem(last=False)
+            else:
+                return False
+            blocks.append(None)
+        for place in range(request.computed // BLOCK, tokens // BLOCK):
+            block = request.block(place)
+            if blocks[place] is None and block not in self._used and block not in self._free:
+                blocks[place] = block
+                self._used[block] = 1
+        return True
+
+    def _release(self, request: Request) -> None:
+        for block in reversed(request.blocks):
+            if block is None:
+                self._blank += 1
+            elif self._used[block] > 1:
+                self._used[block] -= 1
+            else:
+                del self._used[block]
+                self._free[block] = None
+        request.blocks = []
+
+    def _step(self) -> None:
+        budget, plan, preempted = CHUNK, dict[Request, int](), False
+        for request in list(self._running):
+            if request not in self._running or not budget:
+                continue
+            tokens = min(budget, request.tokens - request.computed) or 1
+            while request in self._running and not self._grow(request, request.computed + tokens):
+                victim = self._running.pop()
+                self._release(victim)
+                victim.computed, preempted = 0, True
+                self._waiting.appendleft(victim)
+                plan.pop(victim, None)
+            if request in self._running:
+                plan[request] = tokens
+                budget -= tokens
+        while self._waiting and budget and not preempted and len(self._running) < MOST_RUNNING:
+            request, usable = self._waiting[0], self._blank + len(self._free)
+            if request.short > usable:
+                break  # there were not enough blocks before, and there are no more now
+            cached = self._cached(request)
+            request.short = math.ceil(request.tokens / BLOCK) - len(cached) + sum(block in self._free for block in cached)
+            if request.short > usable:
+                break
+            self._waiting.popleft()
+            for block in cached:
+                self._free.pop(block, None)
+                self._used[block] = self._used.get(block, 0) + 1
+            request.blocks, request.computed = [*cached], len(cached) * BLOCK
+            plan[request] = tokens = min(budget, request.tokens - request.computed)
+            self._grow(request, request.computed + tokens)
+            self._running.append(request)
+            budget -= tokens
+        if not plan:
+            self._busy = False
+            return
+        prefill = sum(tokens for tokens in plan.values() if tokens > 1)
+        context = sum(request.computed for request in plan)
+        cost = STEP + self._prefill * prefill + PER_REQUEST * len(plan) + PER_CONTEXT_TOKEN * context
+        self._later(cost, partial(self._finish, plan))
+
+    def _finish(self, plan: dict[Request, int]) -> None:
+        for request, tokens in plan.items():
+            request.computed += tokens
+            request.sampled += request.computed >= request.tokens
+            if request.sampled >= request.wanted:
+                self._running.remove(request)
+                self._release(request)
+                request.done()
+        self._step()
+
+
+class Replay:
+    """Replays rollouts; `sticky` is whether sessions are placed by load, otherwise by the hash; `admits` is whether new ones wait."""
+
+    def __init__(self, load: Load, seed: int, *, sticky: bool, admits: bool = False) -> None:
+        self._now, self._numbers = 0.0, itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._waiting, self._in_flight = deque(rollouts(load, seed)), load.in_flight
+        self._engines = {f"http://engine-{n}:8000": Engine(self._later, load) for n in range(load.engines)}
+        self._placement, self._sticky, self._capacity = Placement(), sticky, load.kv * load.engines
+        self._admission = Admission(self._placement, EXPECTED) if admits else None
+        self._created: deque[Rollout] = deque()
+        self._bound: dict[str, str] = {}
+        self._ends: dict[int, float] = {}
+
+    def _later(self, seconds: float, run: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._numbers), run))
+
+    def run(self) -> tuple[float, float]:
+        """Return the makespan, and the mean time at which a group is complete."""
+        for _ in range(min(self._in_flight, len(self._waiting))):
+            self._begin()
+        while self._events:
+            self._now, _, run = heapq.heappop(self._events)
+            run()
+        return self._now, statistics.mean(self._ends.values())
+
+    def _begin(self) -> None:
+        if self._waiting:
+            self._created.append(self._waiting.popleft())
+            self._later(0, self._admit)
+
+    def _admit(self) -> None:
+        while self._created and (self._admission is None or self._has_room(self._admission)):
+            self._ask(self._created.popleft(), 0, 0)
+
+    def _has_room(self, admission: Admission) -> bool:
+        empty = sum(not self._placement.load(url, self._now) for url in self._engines)
+        session = self._created[0].name
+        return admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
+
+    def _place(self, session: str) -> str:
+        urls = list(self._engines)
+        if not self._sticky:
+            return urls[preference(session, urls)[0]]
+        return self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
+
+    def _ask(self, rollout: Rollout, n: int, before: int) -> None:
+        turn, session, call = rollout.turns[n], rollout.name, f"{rollout.name}/{n}"
+        prompt, url = before + turn.added, self._place(rollout.name)
+        self._bound[session] = url
+        self._placement.begin(call, session, url, prompt)
+
+        def done() -> None:
+            self._placement.begin(call, session, url, prompt + turn.sampled)
+            self._placement.end(call, self._now)
+            if self._created:
+                self._later(0, self._admit)
+                self._later(IDLE_SECONDS, self._admit)
+            if n + 1 < len(rollout.turns):
+                self._later(turn.pause, partial(self._ask, rollout, n + 1, prompt + turn.sampled))
+                return
+            self._placement.release(session, prompt + turn.sampled)
+            self._ends[rollout.group] = self._now
+            self._begin()
+
+        self._engines[url].add(Request(rollout, prompt, turn.sampled, done))
+
+
+class Row(NamedTuple):
+    """For each seed: makespans with `hash` and `sticky` in seconds; as shares of that with `hash`, groups, and both with admission."""
+
+    hashed: list[float]
+    sticky: list[float]
+    groups: list[float]
+    admitted: list[float]
+    admitted_groups: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        return [sticky / hashed for hashed, sticky in zip(self.hashed, self.sticky, strict=True)]
+
+
+def row(load: Load, seeds: int) -> Row:
+    found = Row([], [], [], [], [])
+    for seed in range(seeds):
+        hashed, sticky = Replay(load, seed, sticky=False).run(), Replay(load, seed, sticky=True).run()
+        found.hashed.append(hashed[0])
+        found.sticky.append(sticky[0])
+        found.groups.append(sticky[1] / hashed[1])
+        admitted = Replay(load, seed, sticky=True, admits=True).run()
+        found.admitted.append(admitted[0] / hashed[0])
+        found.admitted_groups.append(admitted[1] / hashed[1])
+    return found
+
+
+def table_row(name: str, found: Row) -> str:
+    hashed, sticky = statistics.median(found.hashed), statistics.median(found.sticky)
+    return (
+        f"| {name} | {hashed:.0f} | {sticky:.0f} | {statistics.median(found.ratios):.2f} "
+        f"| {min(found.ratios):.2f} to {max(found.ratios):.2f} | {statistics.median(found.groups):.2f} "
+        f"| {statistics.median(found.admitted):.2f} | {statistics.median(found.admitted_groups):.2f} |"
+    )
+
+
+HEAD = "| load | hash, s | sticky, s | ratio | from, to | groups | admission | groups |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__.partition("\n")[0])
+    asked.add_argument("--seeds", type=int, default=5)
+    asked.add_argument("--loads", default=",".join(LOADS), help="names of loads, or their beginnings")
+    asked.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
+    options = asked.parse_args()
+    lines = [HEAD]
+    print(HEAD, flush=True)
+    for name, load in LOADS.items():
+        if any(name.startswith(wanted) for wanted in options.loads.split(",")):
+            lines.append(table_row(name, row(load, options.seeds)))
+            print(lines[-1], flush=True)
+    if options.write:
+        PAGE.write_text(replaced(PAGE.read_text(), "placement", "\n".join(lines)))
+
+
+if __name__ == "__main__":
+    main()
