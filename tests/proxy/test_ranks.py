@@ -107,15 +107,19 @@ async def test_a_rank_that_the_client_names_stays(stream):
         assert len(await rig.turns("again")) == 1
 
 
-def session_of_a_later_rank(rig):
-    return next(session for session in SESSIONS if rig.proxy.pool.order(session)[0].rank)
+async def began_on_a_later_rank(rig, engine):
+    """The name and the first reply of a session that is placed on a rank other than the first."""
+    for session in SESSIONS:
+        message = await rig.say(session, ASK)
+        if named(engine)[-1] != "0":
+            return session, message
+    raise AssertionError("all sessions are on one rank")
 
 
 async def test_an_error_in_a_stream_shows_that_the_engine_lost_a_rank():
     engine = Ranked(4)
     async with before(engine) as rig:
-        session = session_of_a_later_rank(rig)
-        message = await rig.say(session, ASK)
+        session, message = await began_on_a_later_rank(rig, engine)
         engine.ranks = 1
         asked = [*ASK, echo(message), *results(message)]
         _, (event,) = await rig.post(session, messages=asked, stream=True)
@@ -127,8 +131,7 @@ async def test_an_error_in_a_stream_shows_that_the_engine_lost_a_rank():
 async def test_a_call_is_made_without_a_rank_that_the_engine_lost():
     engine = Ranked(4)
     async with before(engine) as rig:
-        session = session_of_a_later_rank(rig)
-        message = await rig.say(session, ASK)
+        session, message = await began_on_a_later_rank(rig, engine)
         engine.ranks = 1
         await rig.say(session, [*ASK, echo(message), *results(message)])
         assert named(engine)[-1] is None
@@ -138,12 +141,18 @@ async def test_a_call_is_made_without_a_rank_that_the_engine_lost():
         await rig.check(session)
 
 
-def test_a_session_tries_each_engine_once_and_only_its_own_rank_there():
-    pool = Pool(lambda url: Engine(Upstream(url), [Vllm()]), ["http://a", "http://b"])
+@pytest.mark.parametrize("policy", ["sticky", "hash"])
+def test_a_session_tries_each_engine_once_and_only_its_own_rank_there(policy):
+    pool = Pool(lambda url: Engine(Upstream(url), [Vllm()]), ["http://a", "http://b"], policy)
     for monitor in pool.monitors:
         monitor.engine.endpoints = tuple(Endpoint.of(monitor.engine, rank) for rank in range(4))
-    placed = [[(endpoint.engine.upstream.url, endpoint.rank) for endpoint in pool.order(session)] for session in SESSIONS * 8]
+    placed = []
+    for n, session in enumerate(SESSIONS * 8):
+        tried = pool.endpoints_of(f"call {n}", session, "", ())
+        placed.append([(endpoint.engine.upstream.url, endpoint.rank) for endpoint in tried])
+        pool.placement.begin(f"call {n}", session, "{}#{}".format(*placed[-1][0]))  # the first one takes it
+        pool.placement.end(f"call {n}", 0.0)
     assert {len(order) for order in placed} == {2}
     assert all(order[0][0] != order[1][0] for order in placed)
     assert {first for first, _ in placed[: len(SESSIONS)]} <= {(url, rank) for url in ("http://a", "http://b") for rank in range(4)}
-    assert placed[: len(SESSIONS)] == placed[len(SESSIONS) : 2 * len(SESSIONS)]
+    assert [first for first, _ in placed[: len(SESSIONS)]] == [first for first, _ in placed[len(SESSIONS) : 2 * len(SESSIONS)]]
