@@ -185,7 +185,7 @@ async def test_a_call_on_an_engine_that_is_removed_runs_to_its_end():
         assert (await rig.info())["complete"]
 
         async def closed():
-            return gone._session.closed
+            return gone._closed
 
         await until(closed)
 

@@ -192,9 +192,9 @@ async def test_the_longest_idle_goes_first_and_no_call_does(monkeypatch):
     async with proxied(SimulatedEngine(episodes=EPISODES, seed=7)) as rig, clients(rig) as connect:
         send = rig.proxy.upstream.send
 
-        async def slow_send(*asked):
+        async def slow_send(*asked, **options):
             await goes_on.wait()
-            return await send(*asked)
+            return await send(*asked, **options)
 
         await rig.say("s", [user("EPISODE:talk")])
         monkeypatch.setattr(rig.proxy.upstream, "send", slow_send)

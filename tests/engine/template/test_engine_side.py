@@ -133,12 +133,12 @@ async def test_white_space_is_not_a_candidate_for_a_stop_id():
 
 async def test_an_engine_that_cannot_detokenize_keeps_its_candidates():
     async with simulated() as (engine, upstream):
-        real = upstream.post
+        real = upstream.query
 
-        async def post(path, body, headers=None):
+        async def query(path, body=None, headers=None):
             return EngineResponse(404, b"") if path == "/detokenize" else await real(path, body, headers)
 
-        upstream.post = post
+        upstream.query = query
         found = await probe(upstream, [Vllm()], "sim")
         assert engine.tokenizer.encode("\n")[0] in found.stop_candidates
         assert found.stop_ids == (engine.tokenizer.stop_id,)
