@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.dialects.test_chunk_unparsed import ENCODERS, HANDLE, chunk, responses, written
+from tests.support.reading import at_once
 from tokencache.core.messages import Message, digest
 from tokencache.core.verdict import judge
 from tokencache.dialects.anthropic.reply import AnthropicReplyEncoder
-from tokencache.dialects.anthropic.request import History
+from tokencache.dialects.anthropic.request import read_history
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 from tokencache.dialects.gemini.request import Contents
 from tokencache.dialects.gemini.vocabulary import entry
@@ -118,7 +119,7 @@ def test_as_gym_reads_it():
 
 def back_from_messages(content, *, calls, finish):
     reply = json.loads(AnthropicReplyEncoder("m", HANDLE).whole(completion(content, calls=calls, finish=finish)))
-    history = History(None, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply["content"]}])
+    history = at_once(read_history(None, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply["content"]}]))
     kinds = [block["type"] for block in reply["content"]]
     return kinds, history.messages[1], history.handles.get(1)
 

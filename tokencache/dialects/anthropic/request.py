@@ -67,6 +67,7 @@ from tokencache.dialects.anthropic.vocabulary import (
 )
 from tokencache.dialects.json_io import Position
 from tokencache.dialects.thinking import Mark, folded, read_signature
+from tokencache.pauses import MESSAGES, pause
 
 _NUMBERS = {"max_tokens": int, "temperature": float, "top_p": float, "top_k": int}
 _PASSED = ("chat_template_kwargs", "cache_salt", "vllm_xargs", "kv_transfer_params", "ec_transfer_params", "watermarking")
@@ -88,7 +89,7 @@ class TranslatedRequest(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...]
 
 
-def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
+async def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
     """Translate the body of `/v1/messages`, or of `count_tokens` (`counting`), where nothing is sampled and `max_tokens` is not required.
 
     Raises:
@@ -99,7 +100,7 @@ def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
     entries = required(fields, "messages", list)
     if not counting:
         required(fields, "max_tokens", int)
-    history = History(fields.get("system"), entries)
+    history = await read_history(fields.get("system"), entries)
     chat: dict[str, Any] = {"model": model, **_tools(fields, history), **_thinking(fields)}
     chat |= {name: fields[name] for name in _PASSED if fields.get(name) is not None}
     if not counting:
@@ -112,6 +113,22 @@ def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequest:
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
     whole = b'{"messages":%s,%s' % (json_io.write(history.messages), json_io.write(chat)[1:])
     return TranslatedRequest(whole, model, history.handles, tuple(sorted(history.left_out)))
+
+
+async def read_history(system: Any, entries: list[Any]) -> "History":
+    """Translate a request's `system` and `messages`, with pauses.
+
+    Raises:
+        HarnessError: a member has the wrong type, or chat has no equivalent.
+    """
+    history = History()
+    history.leading_system(system)
+    for i, entry in enumerate(entries):
+        if i % MESSAGES == MESSAGES - 1:
+            await pause()
+        history.entry(("messages", i), entry)
+    history.end_turns()
+    return history
 
 
 def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
@@ -255,21 +272,12 @@ class History:
         tool_changes: the blocks that add or remove a tool, with their positions, in order.
     """
 
-    def __init__(self, system: Any, entries: list[Any]) -> None:
-        """Translate a request's `system` and `messages`.
-
-        Raises:
-            HarnessError: a member has the wrong type, or chat has no equivalent.
-        """
+    def __init__(self) -> None:
         self.messages: list[Message] = []
         self.handles: dict[int, str] = {}
         self.left_out: set[str] = set()
         self.tool_changes: list[tuple[Position, Message]] = []
         self._turns: list[_Turn] = []
-        self._leading_system(system)
-        for i, entry in enumerate(entries):
-            self._entry(("messages", i), entry)
-        self._end_turns()
 
     @property
     def is_begun(self) -> bool:
@@ -277,7 +285,8 @@ class History:
         last = self.messages[-1] if self.messages else {}
         return last.get("role") == "assistant" and bool((last.get("content") or "").strip()) and "tool_calls" not in last
 
-    def _leading_system(self, system: Any) -> None:
+    def leading_system(self, system: Any) -> None:
+        """Translate the member `system`."""
         if isinstance(system, str):
             if system.startswith(_BILLING):  # in a string, vLLM drops only that line (`renderers/chat_utils.py`)
                 self.left_out.add(_BILLING_LINE)
@@ -302,14 +311,15 @@ class History:
             self.left_out.add(_BILLING_LINE)
         return "".join(kept)
 
-    def _entry(self, at: Position, entry: Any) -> None:
+    def entry(self, at: Position, entry: Any) -> None:
+        """Translate one of `messages`."""
         if not isinstance(entry, dict):
             raise wrong(at, "Input should be a valid dictionary")
         role, content = entry.get("role"), entry.get("content")
         if role == "assistant":
             self._assistant((at, "content"), content)
             return
-        self._end_turns()
+        self.end_turns()
         if role == "user":
             self._user((at, "content"), content)
         elif role == "system":
@@ -382,7 +392,8 @@ class History:
                 raise unsupported(block, place)
             begins = False
 
-    def _end_turns(self) -> None:
+    def end_turns(self) -> None:
+        """End the assistant's message to which the last entries belong."""
         for turn in self._turns:
             if turn.handle:
                 self.handles[len(self.messages)] = turn.handle

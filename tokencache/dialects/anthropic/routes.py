@@ -58,8 +58,8 @@ class AnthropicDialect(TranslatedDialect):
         if request.method == "GET":
             return await _models(request)
         if request.path == _COUNT:
-            return TokenCount(body=read_request(request.body, counting=True).body, write=_count)
-        chat = read_request(request.body)
+            return TokenCount(body=(await read_request(request.body, counting=True)).body, write=_count)
+        chat = await read_request(request.body)
         encoder = AnthropicReplyEncoder(chat.model, request.handle)
         return ModelCall(body=chat.body, encoder=encoder, handles=chat.handles, left_out=chat.left_out)
 

@@ -30,6 +30,7 @@ from tokencache.dialects.gemini.request import Contents, chat_settings
 from tokencache.dialects.gemini.vocabulary import RequestObject, entry, error_of
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.errors import HarnessError
+from tokencache.pauses import MESSAGES, pause
 
 _METHOD = re.compile(r"/v1(?:beta|alpha)?/(?:models|tunedModels)/(.+):(\w+)")
 _MODELS = re.compile(r"/v1(beta|alpha)?/models(?:/(.+))?")
@@ -59,9 +60,9 @@ class GeminiDialect(TranslatedDialect):
         try:
             match method:
                 case "generateContent" | "streamGenerateContent":
-                    return _generate(request, model, stream=method == "streamGenerateContent")
+                    return await _generate(request, model, stream=method == "streamGenerateContent")
                 case "countTokens":
-                    return _count(request, model)
+                    return await _count(request, model)
         except RecursionError:
             raise HarnessError("the request is nested too deeply") from None
         raise HarnessError(f"{method} is not supported: the methods are {' and '.join(_METHODS)}", status=HTTPStatus.NOT_FOUND)
@@ -72,9 +73,9 @@ class GeminiDialect(TranslatedDialect):
         return json_io.write(error_of(status, message))
 
 
-def _generate(request: DialectRequest, model: str, *, stream: bool) -> ModelCall:
+async def _generate(request: DialectRequest, model: str, *, stream: bool) -> ModelCall:
     body = entry(json_io.read_body(request.body), "")
-    contents, settings = _conversation(body), chat_settings(body)
+    contents, settings = await _conversation(body), chat_settings(body)
     chat: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
     if stream:
         chat["stream_options"] = {"include_usage": True}
@@ -84,11 +85,11 @@ def _generate(request: DialectRequest, model: str, *, stream: bool) -> ModelCall
     return ModelCall(body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
 
 
-def _count(request: DialectRequest, model: str) -> TokenCount:
+async def _count(request: DialectRequest, model: str) -> TokenCount:
     """Parse a request for a token count: of contents alone, or of a whole request."""
     body = entry(json_io.read_body(request.body), "")
     body = body.inner("generateContentRequest") or body
-    chat = {"messages": _conversation(body).messages, "model": model} | chat_settings(body)
+    chat = {"messages": (await _conversation(body)).messages, "model": model} | chat_settings(body)
     return TokenCount(body=json_io.write(chat), write=_write_count)
 
 
@@ -96,13 +97,15 @@ def _write_count(tokens: int) -> bytes:
     return json_io.write({"totalTokens": tokens})
 
 
-def _conversation(body: RequestObject) -> Contents:
+async def _conversation(body: RequestObject) -> Contents:
     contents = Contents()
     contents.system(body.get("systemInstruction"))
     listed = body.objects("contents")
     if not listed:
         raise HarnessError("contents is not specified", param="contents")
-    for content in listed:
+    for i, content in enumerate(listed):
+        if i % MESSAGES == MESSAGES - 1:
+            await pause()
         contents.add(content)
     contents.close()
     return contents

@@ -39,6 +39,7 @@ from tokencache.dialects.responses.request import (
 from tokencache.dialects.responses.stored import Library, answer_stored, kept
 from tokencache.dialects.responses.vocabulary import NO_PREVIOUS, Item, Offer, ToolSelection, choose, error_members, read_tools
 from tokencache.errors import HarnessError
+from tokencache.pauses import MESSAGES, pause
 
 Raw = msgspec.Raw
 
@@ -148,8 +149,12 @@ async def _read(request: DialectRequest) -> _Request:
     if system:
         translated.messages.append({"role": "system", "content": system})
     for i, (_, item) in enumerate(history):
+        if i % MESSAGES == MESSAGES - 1:
+            await pause()
         translated.add(item, ("previous", i))
     for i, (_, item) in enumerate(items[joined:], joined):
+        if i % MESSAGES == MESSAGES - 1:
+            await pause()
         translated.add(item, ("input", i), echoes.get(i))
     translated.close()
     offer = read_tools(shown["tools"])
