@@ -23,7 +23,8 @@ class _Answer:
     status = 200
     content = SimpleNamespace(at_eof=lambda: True)
 
-    async def read(self) -> bytes:
+    async def read(self, take: object = None) -> bytes:
+        del take
         return BODY
 
 
@@ -33,7 +34,7 @@ async def test_a_reply_that_has_arrived_is_taken_though_the_client_left_while_it
         sender=SimpleNamespace(request=SimpleNamespace(parse=None)), planned=SimpleNamespace(engine=SimpleNamespace(driver=driver))
     )
     chat = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())
-    source = Body(cast("Any", _Answer()), Reply(), chat, cast("Any", dispatch), cast("Any", None))
+    source = Body(cast("Any", _Answer()), Reply(), chat, cast("Any", dispatch), cast("Any", SimpleNamespace(take=list)))
     reading = asyncio.create_task(source.read())
     await asyncio.sleep(0)
     await asyncio.sleep(0)

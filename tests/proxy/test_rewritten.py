@@ -99,8 +99,8 @@ async def test_what_a_codec_may_not_leave_out_is_rendered_plainly(lenient, monke
     lenient(Leniency(off=frozenset({"billing-line"})))
     read = untranslated.read_chat
 
-    def leaving_out(*args, **kwargs):
-        call = read(*args, **kwargs)
+    async def leaving_out(*args, **kwargs):
+        call = await read(*args, **kwargs)
         call.left_out = ("billing-line",)
         return call
 

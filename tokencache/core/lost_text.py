@@ -67,8 +67,10 @@ class Markup(NamedTuple):
 def markup_of(rendering: str) -> Markup:
     """Read the markup from the rendering of `SAMPLE`, or of `SAMPLE_WITHOUT_CALLS`."""
     reply = rendering.rpartition(_USER)[2]
-    own = {_TEXT, _THOUGHT, _NAME, _KEY, _VALUE, _ID}
-    words = set(_WORD.findall(re.sub("|".join(own), " ", reply)))
+    bare = reply
+    for own in (_TEXT, _THOUGHT, _NAME, _KEY, _VALUE, _ID):
+        bare = bare.replace(own, " ")
+    words = set(_WORD.findall(bare))
     after = reply.partition(_THOUGHT)[2].partition(_TEXT)[0].split()
     shown = all(name in reply for name in (_NAME, _KEY, _VALUE)) and _ID not in reply
     return Markup(frozenset(words), next(iter(after), "</think>"), shown)

@@ -121,5 +121,5 @@ def test_its_name_is_a_value_of_the_option():
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match=r"'toy' is not an engine; known are auto, vllm, nemo-rl, nemo-gym, completions, dynamo"):
+    with pytest.raises(ValueError, match=r"'toy' is not an engine; known are auto, vllm, nemo-rl, nemo-gym, completions, generate, dynamo"):
         Settings(engine="toy")
