@@ -55,9 +55,10 @@ def exported(form, made):
 
 @pytest.fixture(autouse=True)
 def _of_its_version(request, record_property):
-    package = request.function.__name__.split("_")[1]
-    (wheel,) = Path(WHEELS).glob(f"{package}-*.whl")
-    record_property("trainer", " ".join(wheel.name.split("-")[:2]))
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    trainer = parameters.get("trainer", request.function.__name__.split("_")[1])
+    for wheel in Path(WHEELS).glob(f"{trainer}*.whl"):  # of others there is a checkout
+        record_property("trainer", " ".join(wheel.name.split("-")[:2]))
 
 
 def source(package, path):
