@@ -7,17 +7,22 @@ thread instead. JSON does not release it, so to read a body of 1 MB takes 1 ms i
 What was read before a pause may have changed after it, as at every `await`: caches, the latest turn of a session, the engine.
 """
 
-import asyncio
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Awaitable, Sequence
 
 LARGE = 2**18
 """Bytes that are worked on between two pauses. Smaller data have none."""
 MESSAGES = 32
 """Messages that are worked on between two pauses, if they are short."""
 
-_waiting = WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]]()
+_waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = WeakKeyDictionary()
 """The pauses of each loop that have not ended, in the order in which they began."""
 
 
@@ -27,7 +32,9 @@ async def pause() -> None:
 
 
 def _end_of_pause() -> Awaitable[None]:
-    loop = asyncio.get_running_loop()
+    from asyncio import get_running_loop  # noqa: PLC0415 - a trainer reads messages without a loop, and loads none
+
+    loop = get_running_loop()
     waiting, ended = _waiting.setdefault(loop, deque()), loop.create_future()
     waiting.append(ended)
     if len(waiting) == 1:

@@ -399,9 +399,8 @@ class _Finder(msgspec.Struct, frozen=True):
         others: list[Hit] = []
         undelivered = False
         if in_position := self.hits.get(position_key(chain), ()):
-            known = {
-                hit.turn.prefix_hash for hit in whole.values()
-            }  # a harness that disconnected and retried may have received these tokens
+            # A harness that disconnected and retried may have received these tokens.
+            known = {hit.turn.prefix_hash for hit in whole.values()}
             others = [hit for hit in in_position if hit.turn.prefix_hash not in known]
             more, undelivered = self._delivered(i, others)
             found += more

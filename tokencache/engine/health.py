@@ -184,6 +184,9 @@ class EngineMonitor:
     async def _read_capacity(self) -> None:
         """Read the size of the KV cache, once for each process of the engine. It has no effect on whether the engine serves."""
         driver, known = self.engine.driver, self._known
+        if not driver.capacity_route:
+            self.capacity, self.capacity_error, self._measured = {}, "engines of this kind do not report it", known
+            return
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 answer = await self.engine.upstream.get(driver.capacity_route)

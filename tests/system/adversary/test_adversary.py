@@ -285,7 +285,8 @@ async def test_the_position_does_not_choose_between_two_turns_in_it(written, ear
     false, plan = await said_twice("Answer.", written("Answer."), earlier)
     assert (false, plan.reason) == (0, "ambiguous-reply")
     monkeypatch.setattr(match, "_interchangeable", lambda *_, **__: True)
-    monkeypatch.setattr(match, "_once", lambda hits: list(reversed({hit.turn.id: hit for hit in hits}.values())))
+    in_place = match._Finder.in_place
+    monkeypatch.setattr(match._Finder, "in_place", lambda self, i: list(in_place(self, i))[::-1])
     false, plan = await said_twice("Answer.", written("Answer."), earlier)
     assert (false, plan.reason) == (1, "")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
@@ -152,7 +151,7 @@ async def _run(which: str, folder: Path) -> dict[str, Any]:
                 found = await cut_from_redis(apart, networks[0], http)
             else:
                 found = await cut_from_engine(apart, networks[1], http)
-    return dataclasses.asdict(found) | {"clean": found.clean}
+    return vars(found) | {"clean": found.clean}
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ async def test_workers_are_added_and_one_is_taken_out(dialect):
             assert not (await rig.readiness())["ready"]
             await add(client, workers)
             assert (await rig.readiness())["ready"]
-            home = proxy.pool.order("s")[0].engine.upstream.url
+            home = proxy.pool.order("s")[0].upstream.url
             await AGENTS[dialect](rig, "s", 2, stream=False)
             await client.drain_engine(home)
 
@@ -85,7 +85,7 @@ async def test_a_session_continues_on_another_worker():
                 return (info := await store.session("s")) is not None and info.turns >= 1
 
             await until(begun)
-            await client.remove_engine(proxy.pool.order("s")[0].engine.upstream.url, force=True)
+            await client.remove_engine(proxy.pool.order("s")[0].upstream.url, force=True)
             await playing
             assert [turn["match"] for turn in await rig.turns()] == ["root"] + ["continue"] * 3
             assert (await rig.check())["complete"]

@@ -174,7 +174,7 @@ class Driver(ABC):
         weights_route: the route that returns the engine's own label of its weights (vLLM with `VLLM_SERVER_DEV_MODE=1`).
         limit_member: the member of a model in `/v1/models` that has the limit of prompt and reply together, in tokens.
         names_sessions: whether `name_session` changes the headers of requests.
-        capacity_route: the route that returns the engine's metrics, with the size of its KV cache.
+        capacity_route: the route that returns the engine's metrics, with the size of its KV cache; `""` if it has none.
         derender: makes messages of token ids, to continue replies that were broken off; `None` if replies cannot be continued.
     """
 

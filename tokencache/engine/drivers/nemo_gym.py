@@ -34,6 +34,7 @@ class NemoGym(NemoDriver):
     """The driver `nemo-gym`."""
 
     name = "nemo-gym"
+    capacity_route = ""
     how = "the ids on the last assistant's message begin the prompt"
     sends_logprobs = True
 

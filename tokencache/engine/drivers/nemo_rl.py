@@ -59,6 +59,7 @@ class NemoRl(NemoDriver):
     """The driver `nemo-rl`."""
 
     name = "nemo-rl"
+    capacity_route = ""
     how = "required_prefix_token_ids begin the prompt"
     refusal_hint = "NeMo RL's worker does so if sampling parameters are not the trainer's: set them with --sampling"
 
