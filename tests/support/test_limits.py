@@ -62,7 +62,7 @@ def run(tmp_path):
         (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\nfaulthandler_exit_on_timeout = true\n")
         options = ["-q", "-p", "no:cacheprovider", f"-n{workers}", "--dist=worksteal", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTEST_ADDOPTS": ""}
-        for name in [name for name in environment if name.startswith(("PYTEST_XDIST", "COV_CORE"))]:
+        for name in [name for name in environment if name.startswith(("PYTEST_XDIST", "COV_CORE", "TOKENCACHE_COMPATIBILITY"))]:
             del environment[name]
         command = [*by, sys.executable, "-m", "pytest", *options, "test_it.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
