@@ -84,7 +84,7 @@ def uses() -> list[Use]:
     for name in modules():
         for member, value in vars(importlib.import_module(name)).items():
             ways = how[name, member] or {"search"}
-            found += [Use(f"{name}.{member}", pattern, way) for pattern in expressions(value) for way in ways]
+            found += [Use(f"{name}.{member}", pattern, way) for pattern in expressions(value) for way in sorted(ways)]
     for harness, adapter in load_all().items():
         if adapter.user_agent:
             found.append(Use(f"the user agent of {harness}", re.compile(adapter.user_agent), "search"))
