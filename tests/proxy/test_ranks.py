@@ -71,6 +71,7 @@ async def test_a_session_stays_on_one_rank_and_sessions_use_all_of_them():
             assert first == second
             homes.append(first)
         assert set(homes) == {"0", "1", "2"}
+        assert (await rig.get("/tokencache/v1/capacity"))["live_tokens"] > 0
         assert [turn["match"] for turn in await rig.turns(SESSIONS[0])] == ["root", "continue"]
 
 

@@ -36,7 +36,7 @@ class AdmissionWait:
             if not capacity:
                 self._admission.leave(session)
                 raise self._unknown()
-            empty = sum(not self._pool.placement.load(monitor.url, now) for monitor in serving)
+            empty = sum(not self._pool.load(monitor, now) for monitor in serving)
             if self._admission.admits(session, time.time(), now, capacity=capacity, empty=empty):
                 return
             if (left := deadline - now) <= 0 or self._ledger.changed.closed:

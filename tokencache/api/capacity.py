@@ -34,7 +34,7 @@ def capacity_of(pool: Pool, admission: Admission) -> Capacity:
             tokens=sum(monitor.capacity.values()) or None,
             ranks=monitor.capacity,
             error=monitor.capacity_error,
-            live_tokens=sum(placement.load(endpoint.key, now) for endpoint in monitor.engine.endpoints),
+            live_tokens=pool.load(monitor, now),
         )
         for monitor in pool.monitors
     ]

@@ -143,6 +143,10 @@ class Pool:
         usable = monitor.ready and not monitor.mismatched and not monitor.draining
         return usable and (monitor.identity is not None or len(self.monitors) == 1)
 
+    def load(self, monitor: EngineMonitor, now: float) -> int:
+        """Return the tokens that the sessions of all replicas hold on an engine, on all its ranks; see `Placement.load`."""
+        return sum(self.placement.load(endpoint.key, now) for endpoint in monitor.engine.endpoints)
+
     @property
     def ready(self) -> bool:
         """Whether at least one engine serves."""
