@@ -108,6 +108,7 @@ docs: $(STAMP) ## build the documentation site into site/; a broken link fails t
 lint-deploy: $(STAMP) ## check the Dockerfile, the compose file and the manifests
 	$(BIN)/hadolint Dockerfile
 	TOKENCACHE_ADMIN_KEY=none $(BIN)/docker-compose --profile '*' config --quiet
+	TOKENCACHE_ADMIN_KEY=none $(BIN)/docker-compose --file docker-compose.yml --file deploy/dynamo/compose.yaml config --quiet
 	$(BIN)/yamllint --strict -d '{extends: relaxed, rules: {line-length: disable}, ignore: deploy/chart/templates}' docker-compose.yml deploy
 	$(BIN)/helm lint --strict --quiet deploy/chart
 	$(BIN)/helm template tokencache deploy/chart | $(BIN)/kubernetes-validate --strict --quiet -

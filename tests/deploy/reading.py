@@ -27,11 +27,12 @@ MONITORING = DEPLOY / "monitoring"
 KEY = "an-admin-key"
 
 
-def compose(**environment: str) -> dict[str, Any]:
-    """The compose file as `docker compose` reads it; `environment` is the shell's."""
+def compose(*more: Path, **environment: str) -> dict[str, Any]:
+    """The compose file as `docker compose` reads it, with `more` over it; `environment` is the shell's."""
     shell = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment}
     program = Path(sys.executable).with_name("docker-compose")
-    command = [program, "--profile", "*", "--env-file", os.devnull, "config", "--format", "json"]
+    files = [word for file in (ROOT / "docker-compose.yml", *more) for word in ("--file", file)]
+    command = [program, *files, "--profile", "*", "--env-file", os.devnull, "config", "--format", "json"]
     done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise ValueError(done.stderr)

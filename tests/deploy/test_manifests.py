@@ -223,6 +223,24 @@ def test_compose_has_an_engine_for_each_profile():
     assert engines["gpu",]["command"] == engines["cpu",]["command"]
 
 
+def test_dynamo_has_the_options_of_exact_prompts_in_compose_and_kubernetes():
+    services = reading.compose(reading.DEPLOY / "dynamo/compose.yaml", TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]
+    frontend, worker = services["frontend"], services["worker-0"]
+    (alias,) = frontend["networks"]["engine"]["aliases"]
+    assert services["tokencache"]["environment"]["TOKENCACHE_UPSTREAM"] == f"http://{alias}:8000"
+    graph = yaml.safe_load((reading.DEPLOY / "dynamo/graph.yaml").read_text())
+    asked = {}
+    for part in graph["spec"]["components"]:
+        (asked[part["type"]],) = part["podTemplate"]["spec"]["containers"]
+    variables = {one["name"]: one["value"] for one in asked["frontend"]["env"]}
+    options = dict(word.removeprefix("--").split("=") for word in frontend["command"] if "=" in word)
+    for name in ("router-mode", "router-session-affinity-ttl-secs", "migration-limit"):
+        assert variables[f"DYN_{name.upper().replace('-', '_')}"] == options[name]
+    wanted = {word.partition("=")[0] for word in asked["worker"]["args"]}
+    assert wanted <= {word.partition("=")[0] for word in worker["command"]}
+    assert "--enable-rl" in wanted
+
+
 def test_compose_gives_a_proxy_time_to_drain(monkeypatch):
     service = reading.compose(TOKENCACHE_ADMIN_KEY=reading.KEY)["services"]["tokencache"]
     declared = {name: value for name, value in service["environment"].items() if value is not None}

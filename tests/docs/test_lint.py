@@ -8,7 +8,7 @@ from tests.docs import lint, reference
 
 BROKEN = [
     (lint.links, "README.md", ("", "[x](missing.md)\n"), "missing.md leads nowhere"),
-    (lint.links, "docs/topologies/router.md", ("", "[x](../../README.md)\n"), "README.md is not part of the site"),
+    (lint.links, "docs/topologies/machines.md", ("", "[x](../../README.md)\n"), "README.md is not part of the site"),
     (lint.links, "docs/concepts.md", ("", "[x](api.md#missing)\n"), "api.md#missing names no heading"),
     (lint.links, "docs/concepts.md", ("", "[x](#missing)\n"), "#missing names no heading"),
     (lint.paths_in_code_spans, "bench/README.md", ("", "`tests/missing.py:test`\n"), "`tests/missing.py` does not exist"),
