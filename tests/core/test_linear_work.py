@@ -1,6 +1,7 @@
 """Work on texts that a harness or a model chooses grows with their length, not with its square: counted, not timed."""
 
 import ast
+import asyncio
 import functools
 import importlib
 import json
@@ -264,12 +265,9 @@ def replied(name: str, text: str) -> None:
 
 
 def run(parsing: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine that waits for nothing."""
-    try:
-        parsing.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("it waits")
+    """Run a coroutine that waits for nothing but its turn."""
+    with asyncio.Runner() as runner:
+        return runner.run(parsing)
 
 
 def split(_: str, text: str) -> None:

@@ -94,7 +94,7 @@ class IncidentKind(StrEnum):
         "no-token-ids",
         "the token ids of the reply",
         "the engine did not return the token ids that it used",
-        "Check for a router that drops `return_token_ids` ([router](topologies/machines.md#vllm-router)), or an engine that changed after it was probed.",
+        "Check for a router that drops `return_token_ids` ([router](topologies/machines.md#vllm-router)), or an engine that changed.",
     )
     NOTHING_RECEIVED = (
         "nothing-received",

@@ -29,11 +29,11 @@ SAMPLE_WITHOUT_CALLS: list[dict[str, Any]] = [SAMPLE[0], _REPLY]
 _MOST_PIECES = 64
 """Pieces in which a part may occur in the decoded text, because a parser joined them."""
 _WORD = re.compile(r"\w+")
-_BEFORE = re.compile(r'(?:[<\[({]+|[^\w<>{}\[\]()"|=]*)\Z')
+_MARKS = frozenset('<>{}[]()"|=')
 _AFTER = re.compile(r'[\w<>{}\[\]()"|=].*', re.DOTALL)
 """In the markup before and after lost words: what belongs to them, and from where on it does not."""
 _UNCROSSED = re.compile("[^\0]+")
-_LEAF = re.compile(r'"((?:[^"\\]|\\.)*)(?:"|$)|(-?\d[\d.eE+-]*)|\b(true|false|null)\b', re.DOTALL)
+_LEAF = re.compile(r'"((?:[^"\\]|\\.)*+)(?:"|\\?\Z)|(-?\d[\d.eE+-]*)|(true|false|null)', re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _CONSTANTS = {"true": ("true", "True"), "false": ("false", "False"), "null": ("null", "None")}
 Span = tuple[int, int]
@@ -166,7 +166,7 @@ class _Text:
             words = [word.span() for word in _WORD.finditer(run[0]) if word[0] not in markup]
             if words:
                 before, after = run[0][: words[0][0]], run[0][words[-1][1] :]
-                opening, closing = before[len(_BEFORE.sub("", before)) :], _AFTER.sub("", after)
+                opening, closing = _opening(before), _AFTER.sub("", after)
                 yield (opening + run[0][words[0][0] : words[-1][1]] + closing).strip()
 
     def _find(self, part: str, at: int) -> int:
@@ -231,3 +231,14 @@ def _value(number: str) -> float | None:
         return float(number)
     except ValueError:
         return None
+
+
+def _opening(before: str) -> str:
+    """Return the end of a text that belongs to the word after it: opening brackets, or characters that are no markup."""
+    bare = before.rstrip("<[({")
+    if bare != before:
+        return before[len(bare) :]
+    end = len(before)
+    while end and before[end - 1] not in _MARKS and not _WORD.match(before[end - 1]):
+        end -= 1
+    return before[end:]

@@ -5,8 +5,8 @@ import re
 SHARE = 0.9
 """Share of the caches that sessions may fill. From 0.75 to 1.1 the makespan is the same; at 1.3 engines preempt all the time."""
 _MOST_TOKENS = 10**12
-_INFO = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
-_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+_INFO = re.compile(rb"^vllm:cache_config_info(\{.*)\} ", re.MULTILINE)
+_LABEL = re.compile(rb'[{,](\w++)="([^"]*)"')
 
 
 class CapacityError(ValueError):

@@ -52,7 +52,7 @@ _RENDERS = "query_instance_id:"
 _UNKNOWN = frozenset({"return_token_ids", "return_weight_versions", "include_reasoning"})
 """Members of vLLM's that the frontend refuses, and that only say what the reply contains."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_MIGRATED = re.compile(rb"_model_migration_total\{[^}]*\} ([0-9.]+)")
+_MIGRATED = re.compile(rb"^\w*_model_migration_total\{[^}\n]*\} ([0-9.]+)", re.MULTILINE)
 """Counts the requests that moved to another worker. The metric `model_migration_limit` is not the limit of the frontend's option."""
 _ENABLE_RL = (
     "start vLLM workers with --enable-rl, which cannot be checked here: without it they apply the defaults of generation_config.json "
