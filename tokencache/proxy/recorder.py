@@ -46,7 +46,6 @@ MIN_SHARED = 16
 """Tokens. A common beginning is stored as a reference only if it is longer than this."""
 
 _INCIDENT_OF: dict[str, IncidentKind] = {
-    TurnMark.ABORTED: IncidentKind.CLIENT_GONE,
     TurnMark.UPSTREAM_BROKE: IncidentKind.UPSTREAM_BROKE,
     TurnMark.ENGINE_ABORTED: IncidentKind.ENGINE_ABORTED,
     TurnMark.INTERNAL_ERROR: IncidentKind.INTERNAL_ERROR,
@@ -121,7 +120,9 @@ def _incident(facts: CallFacts, kind: IncidentKind, detail: str) -> Incident:
 
 def _incidents(facts: CallFacts) -> list[Incident]:
     found, reply = [], facts.reply
-    if facts.mark:
+    if facts.mark == TurnMark.ABORTED:  # the client's next call may begin before its leaving is noticed, as in `BegunCall.abandoned`
+        found.append(IncidentKind.CLIENT_GONE.incident(facts.detail, call=facts.call.id, at=facts.call.started))
+    elif facts.mark:
         found.append(_incident(facts, _INCIDENT_OF[facts.mark], facts.detail))
     if reply.error:
         kind = IncidentKind.ENGINE_REFUSED if reply.refusal else IncidentKind.ENGINE_ERROR
