@@ -216,7 +216,11 @@ async def test_sessions_stay_on_a_worker(proxied, scripted):
             url = f"{proxied.url}/s/pin-{n}/v1/chat/completions"
             async with proxied.http.post(url, json=body, headers=headers) as answer:
                 prompt = (await answer.json())["prompt_token_ids"]
-            found += [worker for worker in range(3) for heard in scripted.heard(worker) if heard["prompt"] == prompt]
+
+            async def heard_by(prompt=prompt):  # a worker may write its log after its reply has arrived
+                return [worker for worker in range(3) for heard in scripted.heard(worker) if heard["prompt"] == prompt]
+
+            found += await until(heard_by)
         places.append(found)
     assert all(len(found) == len(own) and len({*found}) == 1 for found in places)
     assert len({found[0] for found in places}) > 1

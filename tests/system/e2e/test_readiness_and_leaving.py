@@ -12,7 +12,7 @@ from rig.harness import SESSION_HEADER
 from rig.server import MODEL, default_venv
 
 from tests.support.waiting import until
-from tokencache.engine.upstream import IDLE_SECONDS
+from tokencache.engine.connections import IDLE_SECONDS
 from tokencache.store.memory import MemoryStore
 
 
