@@ -52,11 +52,7 @@ def build(folder: Path) -> Path:
 
 def install(python: Path, wheel: Path, extra: str = "") -> None:
     """Install the wheel with the locked versions of what it needs."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as pins:
-        lock = (ROOT / "requirements.lock").read_text().splitlines()
-        pins.write("\n".join(line.removesuffix(" \\") for line in lock if "--hash" not in line))
-        pins.flush()
-        run(UV, "pip", "install", "--quiet", "--python", python, "--constraint", pins.name, f"{wheel}{extra}")
+    run(UV, "pip", "install", "--quiet", "--python", python, "--constraint", ROOT / "requirements.lock", f"{wheel}{extra}")
 
 
 def weigh(venv: Path) -> None:

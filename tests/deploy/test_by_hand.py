@@ -37,12 +37,9 @@ def installed(tmp_path_factory):
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=reading.ROOT, check=True, capture_output=True, timeout=PATIENCE)
     (wheel,) = folder.glob("*.whl")
-    pins = folder / "pins.txt"
-    lock = (reading.ROOT / "requirements.lock").read_text().splitlines()
-    pins.write_text("\n".join(line.removesuffix(" \\") for line in lock if "--hash" not in line))
     uv = Path(sys.executable).with_name("uv")  # ten times less work than pip's
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, folder / "venv"], check=True, timeout=PATIENCE)
-    install = [uv, "pip", "install", "--quiet", "--python", folder / "venv", "--constraint", pins, wheel]
+    install = [uv, "pip", "install", "--quiet", "--python", folder / "venv", "--constraint", reading.ROOT / "requirements.lock", wheel]
     subprocess.run(install, check=True, capture_output=True)
     return folder / "venv" / "bin"
 

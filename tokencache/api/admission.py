@@ -3,7 +3,7 @@
 import time
 from http import HTTPStatus
 
-from tokencache.engine.admission import RETRY_SECONDS, Admission
+from tokencache.engine.admission import KEPT_SECONDS, RETRY_SECONDS, Admission
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
@@ -23,7 +23,7 @@ class AdmissionWait:
         """Wait until a session may be created, at most for so many seconds. A session that exists does not wait.
 
         Raises:
-            HarnessError: there is no room for it (429), or the size of no KV cache is known (503).
+            HarnessError: there is no room for it (429), or it is not known how large the KV caches are (503).
             StoreError: the store failed.
         """
         if await self._ledger.store.session(session) is not None:
@@ -46,7 +46,7 @@ class AdmissionWait:
     def _refusal(self, session: str) -> HarnessError:
         message = (
             f"session {session} was not created: the KV caches of the engines have no room for it. Its place is "
-            f"{self._admission.place(session)}: repeat the request under the same name within 30 s, with ?wait=SECONDS"
+            f"{self._admission.place(session)}: repeat the request under the same name within {KEPT_SECONDS:.0f} s, with ?wait=SECONDS"
         )
         return HarnessError(message, status=HTTPStatus.TOO_MANY_REQUESTS, kind="no_room", headers={"Retry-After": str(RETRY_SECONDS)})
 

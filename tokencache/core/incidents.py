@@ -181,7 +181,7 @@ class IncidentKind(StrEnum):
     CLIENT_GONE = (
         "client-gone",
         "",
-        "the harness disconnected during a stream, of which the turn is recorded up to there, or before an engine took the call",
+        "the harness disconnected during a stream (its turn ends there), or before an engine took the call",
         "None: harnesses do this on Escape and on timeouts.",
     )
     ENGINE_DISAGREES = (

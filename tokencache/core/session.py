@@ -200,6 +200,10 @@ class LabelChanges(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 _Deadline = Annotated[float, Meta(le=1e11)]
 _Silence = Annotated[float, Meta(gt=0, le=30 * 86400.0)]
+_FinishAt = Annotated[
+    _Deadline | None, Meta(description="Finish it at this Unix time at the latest, as a timeout.", extra={"metavar": "TIME"})
+]
+_FinishAfter = Annotated[_Silence | None, Meta(description="Finish it after so many seconds without a call, as a timeout.")]
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -222,10 +226,8 @@ class NewSession(msgspec.Struct, frozen=True):
             "Default: the proxy's."
         ),
     ] = ""
-    deadline: Annotated[
-        _Deadline | None, Meta(description="Finish it at this Unix time at the latest, as a timeout.", extra={"metavar": "TIME"})
-    ] = None
-    silent_for: Annotated[_Silence | None, Meta(description="Finish it after so many seconds without a call, as a timeout.")] = None
+    deadline: _FinishAt = None
+    silent_for: _FinishAfter = None
     group: _Group = ""
     metadata: _Metadata = {}
     tags: _Tags = ()
@@ -257,10 +259,8 @@ class NewFork(msgspec.Struct, frozen=True):
 
     turn: str
     session: str | None = None
-    deadline: Annotated[
-        _Deadline | None, Meta(description="Finish it at this Unix time at the latest, as a timeout.", extra={"metavar": "TIME"})
-    ] = None
-    silent_for: Annotated[_Silence | None, Meta(description="Finish it after so many seconds without a call, as a timeout.")] = None
+    deadline: _FinishAt = None
+    silent_for: _FinishAfter = None
     group: _Group = ""
     metadata: _Metadata = {}
     tags: _Tags = ()

@@ -96,14 +96,19 @@ async def test_a_prompt_of_the_clients_own_is_refused():
         assert frontend.asked == []
 
 
+async def asked(rig, at, **more):
+    """The messages of a first call, or of one after a reply."""
+    if at == "root":
+        return ASK
+    message = await rig.say("s", ASK, **more)
+    return [*ASK, echo(message), *results(message)]
+
+
 @pytest.mark.parametrize("at", ["root", "later"])
 async def test_a_worker_dies_in_mid_reply(at):
     """What arrived is recorded with its prompt, which the count of its tokens proves; the reply is a hole."""
     async with before() as (rig, frontend):
-        messages = list(ASK)
-        if at == "later":
-            message = await rig.say("s", messages, tools=TOOLS)
-            messages += [echo(message), *results(message)]
+        messages = await asked(rig, at, tools=TOOLS)
         frontend.dies_after = 5
         async with rig.http.post(
             rig.url + "/s/s" + CHAT, json={"model": "sim", "messages": messages, "tools": TOOLS, "stream": True}
@@ -130,10 +135,7 @@ async def test_a_count_that_is_not_that_of_the_ids_proves_nothing():
 async def test_a_frontend_that_uses_other_ids_disagrees(at):
     """Also where the driver had the prompt rendered: the turn is recorded with the ids that were used, and marked."""
     async with before() as (rig, frontend):
-        messages = list(ASK)
-        if at == "later":
-            message = await rig.say("s", messages, stream=True)
-            messages += [echo(message), user("go on")]
+        messages = await asked(rig, at, stream=True)
         frontend.drops = 1
         await rig.say("s", messages, stream=True)
         turn = (await rig.turns())[-1]

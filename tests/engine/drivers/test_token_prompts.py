@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from tests.engine.drivers.test_text_prompts import ASK, STREAMS, found, two_turns
 from tests.engine.prefill_relay import PrefillRelay
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
 from tests.system.nemo.agents import AGENTS
@@ -16,9 +17,7 @@ from tokencache.engine.upstream import Upstream
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 
-ASK = [user("EPISODE:demo")]
 ADVICE = "use --engine generate"
-STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
 
@@ -40,16 +39,6 @@ async def behind_relay(kind, *, decode=None, shortest=0, **settings):
                 engine.ground_truth.clear()
             relay.prefilled.clear()
             yield rig
-
-
-async def found(rig):
-    return (await rig.readiness())["engine"]["models"][0]
-
-
-async def two_turns(rig, **more):
-    """The reply to a call with an exact prompt."""
-    message = await rig.say("s", ASK, tools=TOOLS)
-    return await rig.post(messages=[*ASK, echo(message), *results(message)], tools=TOOLS, **more)
 
 
 # --- the usual driver says so
