@@ -11,7 +11,7 @@ import typer
 from tokencache.adapters.load import load_all
 from tokencache.client import Client, ClientError, SessionState
 from tokencache.commands.console import PROXY_URL
-from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.formats.registry import FILE_FORMATS
 
 _TIMEOUT = 1.0
 _MOST = 200
@@ -24,7 +24,7 @@ def complete_harness(incomplete: str) -> list[str]:
 
 def complete_format(incomplete: str) -> list[str]:
     """List the formats of exports."""
-    return _beginning(FORMATS, incomplete)
+    return _beginning(FILE_FORMATS, incomplete)
 
 
 def complete_session(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from tokencache.client import Client, ClientError
+from tokencache.trajectories.formats.registry import TRACES
+from tokencache.trajectories.formats.traces import BLOCK_SIZE
 
 PROXY_URL = "http://127.0.0.1:8100"
 TIMEOUT = 600.0
@@ -30,6 +32,16 @@ AdminKeyOption = Annotated[
 PatternOption = Annotated[
     str,
     typer.Option("--pattern", help="Only sessions whose names match this shell pattern: 'run7-*'.", metavar="PATTERN", show_default=False),
+]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size",
+        min=1,
+        metavar="N",
+        help=f"Tokens of a block of a trace ({', '.join(TRACES)}); default {BLOCK_SIZE}.",
+        show_default=False,
+    ),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -8,21 +8,22 @@ import typer
 
 from tokencache.commands import files
 from tokencache.commands.completion import complete_format
-from tokencache.commands.console import failed, plural
+from tokencache.commands.console import BlockSizeOption, failed, plural
 from tokencache.commands.sink import FileError
 from tokencache.errors import HarnessError
 from tokencache.trajectories.digest import digest_of, recorded_digest
 from tokencache.trajectories.formats.reading import has_text, read_native
-from tokencache.trajectories.formats.registry import FORMATS, Format, format_named, write
+from tokencache.trajectories.formats.registry import FILE_FORMATS, Format, TraceFormat, file_format_named, write
 
 
 def convert_file(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="Native export: .jsonl, .jsonl.gz, .parquet or .json.")],
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.")] = "-",
     format_name: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.", autocompletion=complete_format)
+        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FILE_FORMATS)}.", autocompletion=complete_format)
     ] = "native",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    block_size: BlockSizeOption = None,
 ) -> None:
     """Convert a native export to another format, without a proxy.
 
@@ -33,8 +34,8 @@ def convert_file(
     tokencache convert rollouts.jsonl --format verl --to verl.jsonl
     """
     try:
-        wanted = format_named(format_name)
-        sink = files.create(to, wanted, overwrite=overwrite)
+        wanted = file_format_named(format_name)
+        sink = files.create(to, wanted, overwrite=overwrite, block_size=block_size)
     except (FileError, HarnessError, OSError) as error:
         raise failed(error) from None
     rollouts = 0
@@ -51,7 +52,7 @@ def convert_file(
     typer.echo(f"{plural(rollouts, 'rollout')}: {plural(sink.rows, 'row')} of format {wanted.name} in {to}", err=True)
 
 
-def _converted(value: Any, wanted: Format, where: str) -> bytes:
+def _converted(value: Any, wanted: Format | TraceFormat, where: str) -> bytes:
     try:
         rollout = read_native(value)
     except ValueError as error:
@@ -59,7 +60,7 @@ def _converted(value: Any, wanted: Format, where: str) -> bytes:
     recorded = recorded_digest(value)
     if recorded is not None and recorded != digest_of(value):
         raise FileError(f"{where} (session {rollout.session}) was changed after it was exported; see `tokencache verify`")
-    if wanted.name == "native":
+    if isinstance(wanted, TraceFormat) or wanted.name == "native":
         return msgspec.json.encode(value)
     if wanted.reads_contexts and not has_text(value):
         raise FileError(f"{where}: format {wanted.name} holds messages, and this export has none: write it with `tokencache export --text`")

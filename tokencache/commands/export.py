@@ -21,13 +21,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, SessionState, UnfinishedError
 from tokencache.commands import files, manifest
 from tokencache.commands.completion import complete_format, complete_session
-from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, PatternOption, ProxyOption, failed, plural, size
+from tokencache.commands.console import (
+    PROXY_URL,
+    TIMEOUT,
+    AdminKeyOption,
+    BlockSizeOption,
+    PatternOption,
+    ProxyOption,
+    failed,
+    plural,
+    size,
+)
 from tokencache.commands.media import write_media
 from tokencache.commands.options import given, takes
 from tokencache.commands.sink import FileError, Sink
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
-from tokencache.trajectories.formats.registry import FORMATS, format_named
+from tokencache.trajectories.formats.registry import FILE_FORMATS, FORMATS, file_format_named
 from tokencache.trajectories.lengths import ExportOptions, ExportParameters, lengths_of, parameters_of
 from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.wakeup import end
@@ -217,7 +227,8 @@ class Export(msgspec.Struct, kw_only=True):
         state = await session.state()
         if self.media is not None:
             await write_media(session, self.media)
-        rollout = await session.fetch_json(self.format, drift=self.drift, **self.lengths)
+        form = self.format if self.format in FORMATS else "native"  # a trace is made here
+        rollout = await session.fetch_json(form, drift=self.drift, **self.lengths)
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
         figures = summary.figures or summary.info.tokencache.figures
@@ -280,7 +291,7 @@ def export_sessions(
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
     format_name: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FORMATS)}.", autocompletion=complete_format)
+        str, typer.Option("--format", metavar="FORMAT", help=f"One of: {', '.join(FILE_FORMATS)}.", autocompletion=complete_format)
     ] = "native",
     drift: Annotated[
         str, typer.Option("--drift", metavar="MODE", help="Measure drift first: off, sequences (the last turn of each) or turns (all).")
@@ -304,6 +315,7 @@ def export_sessions(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    block_size: BlockSizeOption = None,
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
     **options: Any,
@@ -329,7 +341,7 @@ def export_sessions(
     if delete and to == "-":
         raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
     try:
-        wanted = format_named(format_name)
+        wanted = file_format_named(format_name)
         lengths = cast("ExportOptions", given(ExportParameters, options))
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
@@ -350,7 +362,7 @@ def export_sessions(
             media=media,
             file=Path(to) if to != "-" else None,
         )
-        sink = files.create(to, wanted, overwrite=overwrite)
+        sink = files.create(to, wanted, overwrite=overwrite, block_size=block_size)
     except (ClientError, HarnessError, FileError, OSError) as error:
         raise failed(error) from None
     console = Console(stderr=True)

@@ -2,7 +2,7 @@
 
 In JSON lines, a `native` rollout is one line. It is not split into rows, because `verify` and trainers need the facts about the whole
 rollout (incidents, figures, which sequence branched off which). In every other format a line is one row (training sample), which repeats
-what a trainer must know about the rollout.
+what a trainer must know about the rollout. A trace is written at the end, because its rollouts share blocks and a first call.
 """
 
 import gzip
@@ -16,7 +16,9 @@ import msgspec
 
 from tokencache.commands.sink import PART, FileError, PartFile, Sink, rows_of
 from tokencache.errors import extra_missing
-from tokencache.trajectories.formats.registry import Format
+from tokencache.trajectories.formats.registry import TRACES, Format, TraceFormat
+from tokencache.trajectories.formats.traces import BLOCK_SIZE, Trace
+from tokencache.trajectories.values import Trajectory
 
 if TYPE_CHECKING:
     from tokencache.commands.parquet import Inspection
@@ -32,14 +34,23 @@ def is_file(target: str) -> bool:
     return target.endswith(ENDINGS) or Path(target).is_file()
 
 
-def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:
+def create(path: str, wanted: Format | TraceFormat, *, overwrite: bool, block_size: int | None = None) -> Sink:
     """Create a file for rollouts in a format. The ending selects the kind of file; `-` is standard output.
 
+    Args:
+        path: the file.
+        wanted: the format. The sink of a trace takes rollouts of the native format.
+        overwrite: whether to replace a file.
+        block_size: tokens of a block of a trace; `None` uses `traces.BLOCK_SIZE`.
+
     Raises:
-        FileError: the ending is unknown, the file exists already, its directory does not exist, or Parquet is not installed.
+        FileError: the ending is unknown or not one of the format, the file exists already, its directory does not exist, Parquet is not
+            installed, or the format has no blocks.
     """
+    if block_size is not None and not isinstance(wanted, TraceFormat):
+        raise FileError(f"format {wanted.name} has no blocks: --block-size is for {' and '.join(TRACES)}")
     if path == "-":
-        return JsonLines(sys.stdout.buffer, wanted)
+        return _lines(sys.stdout.buffer, wanted, block_size)
     target = Path(path)
     if not target.name.endswith((JSONL, GZIP, PARQUET)):
         raise FileError(f"{path}: the name must end with {JSONL}, {GZIP} or {PARQUET}, or be - for standard output")
@@ -47,13 +58,23 @@ def create(path: str, wanted: Format, *, overwrite: bool) -> Sink:
         raise FileError(f"{path} exists already: choose another name, or use --overwrite")
     if not target.parent.is_dir():
         raise FileError(f"{path}: there is no directory {target.parent}")
+    if target.suffix == PARQUET and isinstance(wanted, TraceFormat):
+        raise FileError(f"{path}: a trace has lines of several kinds: the name must end with {JSONL} or {GZIP}")
     file = PartFile(target)
     if target.suffix == PARQUET:
         sink: Sink = _parquet().create(file, wanted)
         return sink
     if target.suffix == ".gz":
-        return JsonLines(gzip.GzipFile(file.part, "wb"), wanted, file)
-    return JsonLines(file.part.open("wb"), wanted, file)
+        return _lines(gzip.GzipFile(file.part, "wb"), wanted, block_size, file)
+    return _lines(file.part.open("wb"), wanted, block_size, file)
+
+
+def _lines(
+    stream: IO[bytes] | gzip.GzipFile, wanted: Format | TraceFormat, block_size: int | None, file: PartFile | None = None
+) -> "JsonLines | TraceLines":
+    if isinstance(wanted, TraceFormat):
+        return TraceLines(stream, wanted, Trace(block_size or BLOCK_SIZE), file)
+    return JsonLines(stream, wanted, file)
 
 
 def require_parquet() -> None:
@@ -95,21 +116,13 @@ def read(path: Path) -> Iterator[tuple[int, Any]]:
         raise FileError(f"{path} cannot be read: {error}") from None
 
 
-class JsonLines:
-    """Writes JSON lines."""
+class _Lines:
+    """A file of lines."""
 
-    def __init__(self, stream: IO[bytes] | gzip.GzipFile, wanted: Format, file: PartFile | None = None) -> None:
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile, file: PartFile | None) -> None:
         self._stream = stream
-        self._format = wanted
         self._file = file
         self.rows = 0
-
-    def write(self, rollout: bytes) -> None:
-        """Write a rollout without decoding it, so that numbers keep all digits."""
-        rows = rows_of(rollout, self._format)
-        self.rows += len(rows)
-        for line in [rollout] if self._format.name == "native" else rows:
-            self._stream.write(bytes(line) + b"\n")
 
     def finish(self) -> None:
         """Flush everything to the disk and give the file its name."""
@@ -124,6 +137,49 @@ class JsonLines:
             return None
         self._stream.close()
         return self._file.part
+
+
+class JsonLines(_Lines):
+    """Writes JSON lines."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile, wanted: Format, file: PartFile | None = None) -> None:
+        super().__init__(stream, file)
+        self._format = wanted
+
+    def write(self, rollout: bytes) -> None:
+        """Write a rollout without decoding it, so that numbers keep all digits."""
+        rows = rows_of(rollout, self._format)
+        self.rows += len(rows)
+        for line in [rollout] if self._format.name == "native" else rows:
+            self._stream.write(bytes(line) + b"\n")
+
+
+class TraceLines(_Lines):
+    """Collects native rollouts, and writes their trace when all are there. Its rows are calls."""
+
+    def __init__(self, stream: IO[bytes] | gzip.GzipFile, wanted: TraceFormat, trace: Trace, file: PartFile | None = None) -> None:
+        super().__init__(stream, file)
+        self._trace = trace
+        self._pending = wanted.lines(trace)  # begins with the first line that is taken
+
+    def write(self, rollout: bytes) -> None:
+        """Add a native rollout."""
+        self._trace.add(msgspec.json.decode(rollout, type=Trajectory))
+        self.rows = len(self._trace.calls)
+
+    def finish(self) -> None:
+        """Write the trace, and give the file its name."""
+        self._write_lines()
+        super().finish()
+
+    def leave(self) -> Path | None:
+        """Write the trace of the rollouts so far, close the file and return its path; `None` for standard output."""
+        self._write_lines()
+        return super().leave()
+
+    def _write_lines(self) -> None:
+        for line in self._pending:
+            self._stream.write(msgspec.json.encode(line) + b"\n")
 
 
 def _decoded(text: bytes, where: str) -> Any:

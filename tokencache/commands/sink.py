@@ -25,7 +25,7 @@ class Sink(Protocol):
     """Writes rollouts, as the proxy returns them, to a file."""
 
     rows: int
-    """The number of rows (training samples) written."""
+    """The number of rows written: training samples, or calls of a trace."""
 
     def write(self, rollout: bytes) -> None:
         """Write one rollout.

@@ -1,12 +1,13 @@
-"""The table of all export formats. `?format=` and `tokencache export --format` look names up here."""
+"""The tables of all formats. `?format=` looks names up in `FORMATS`, `tokencache export --format` also in `TRACES`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tokencache.errors import HarnessError
 from tokencache.trajectories.digest import add_digest
+from tokencache.trajectories.formats.agentic_mooncake import agentic_mooncake
 from tokencache.trajectories.formats.atif import atif, read_atif
 from tokencache.trajectories.formats.native import native, native_with_text
 from tokencache.trajectories.formats.nemo_gym import nemo_gym, read_nemo_gym
@@ -14,9 +15,11 @@ from tokencache.trajectories.formats.rows import ExportedRow
 from tokencache.trajectories.formats.skyrl import read_skyrl, skyrl
 from tokencache.trajectories.formats.slime import read_slime, slime
 from tokencache.trajectories.formats.tinker import read_tinker, tinker
+from tokencache.trajectories.formats.traces import Trace
 from tokencache.trajectories.formats.trl import read_trl, trl
 from tokencache.trajectories.formats.verifiers import read_verifiers, verifiers
 from tokencache.trajectories.formats.verl import read_verl, verl
+from tokencache.trajectories.formats.weka import weka
 from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders, without_training
 from tokencache.trajectories.rollout import Records, Rollout, rollout
@@ -89,8 +92,34 @@ FORMATS: dict[str, Format] = {
 }
 
 
+class TraceFormat(NamedTuple):
+    """A format of traces, which only files have: many sessions share the blocks of their prompts.
+
+    Attributes:
+        name: the value of `--format`.
+        title: which benchmark or simulator reads it.
+        lines: writes a trace as the lines of its file, as JSON values.
+    """
+
+    name: str
+    title: str
+    lines: Callable[[Trace], Iterator[dict[str, Any]]]
+
+
+TRACES: dict[str, TraceFormat] = {
+    one.name: one
+    for one in (
+        TraceFormat("agentic-mooncake", "Dynamo's simulator: a header, then a row for each call", agentic_mooncake),
+        TraceFormat("weka", "aiperf: a trace for each rollout", weka),
+    )
+}
+
+FILE_FORMATS: Mapping[str, Format | TraceFormat] = {**FORMATS, **TRACES}
+"""What a file of many sessions can be written in."""
+
+
 def format_named(name: str) -> Format:
-    """Find a format by name.
+    """Find a format of one rollout by name.
 
     Raises:
         HarnessError: the name is unknown. The message lists all names.
@@ -98,6 +127,17 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(FORMATS)}", param="format")
     return FORMATS[name]
+
+
+def file_format_named(name: str) -> Format | TraceFormat:
+    """Find a format of a file by name.
+
+    Raises:
+        HarnessError: as `format_named`.
+    """
+    if name not in FILE_FORMATS:
+        raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(FILE_FORMATS)}", param="format")
+    return FILE_FORMATS[name]
 
 
 def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, lag: LagLimit | None = None, text: bool = False) -> bytes:
