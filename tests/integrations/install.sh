@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS VENV_TRACKERS
-# Installs the packages that the tests of the integrations import: a minute and 1.6 GB the first time; does nothing
+# usage: install.sh VENV_VLLM VENV_TRAINERS VENV_AGENTS VENV_TRACKERS VENV_REPLAY
+# Installs the packages that the tests of the integrations import: a minute and 2 GB the first time; does nothing
 # if these versions, and what pyproject.toml lists, are already installed.
 #
 # VENV_TRAINERS: verl and SkyRL, on the torch of VENV_VLLM. Without their dependencies, which include CUDA builds: only
 #     those that an import needs. Nothing is installed into VENV_VLLM.
 # VENV_AGENTS: Harbor and verifiers, with their dependencies, on Python 3.12 or later.
 # VENV_TRACKERS: Weights & Biases, MLflow and TensorBoard: the extras of tokencache.
+# VENV_REPLAY: aiperf and the library of Dynamo, whose loaders read traces. Without their dependencies: only those that an import needs.
 set -euo pipefail
-vllm=$(cd "$1" && pwd) trainers=$2 agents=$3 trackers=$4
+vllm=$(cd "$1" && pwd) trainers=$2 agents=$3 trackers=$4 replay=$5
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 uv=$repository/tests/system/e2e/rig/uv.sh
 trainer_packages="verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0"
 agent_packages="harbor==0.25.0 verifiers==0.4.0"
 tracker_packages="wandb==0.31.0 mlflow-skinny==3.17.2 tensorboard==2.21.0"
+replay_packages="aiperf==0.13.0 ai-dynamo-runtime==1.6.1"
 tests="pytest pytest-asyncio hypothesis openai"
 python=${PYTHON:-python3}
 
@@ -54,4 +56,14 @@ if ! installed "$trackers" "$tracker_packages"; then
     # shellcheck disable=SC2086
     "$uv" pip install -q --python "$trackers/bin/python" -e "$repository[testing,wandb,mlflow,tensorboard]" $tracker_packages $tests
     echo "$tracker_packages $listed" > "$trackers/.installed"
+fi
+
+if ! installed "$replay" "$replay_packages"; then
+    "$uv" venv -q --clear --python "$python" "$replay"
+    # shellcheck disable=SC2086
+    "$uv" pip install -q --python "$replay/bin/python" --no-deps $replay_packages
+    # shellcheck disable=SC2086
+    "$uv" pip install -q --python "$replay/bin/python" -e "$repository[testing]" $tests \
+        "pydantic<2.14" pydantic-settings ruamel.yaml orjson jinja2 pyyaml cyclopts numpy aiofiles psutil pillow ffmpeg-python
+    echo "$replay_packages $listed" > "$replay/.installed"
 fi
