@@ -1,25 +1,30 @@
 """Replays rollouts in virtual time on several engines: what the placement of sessions is worth.
 
     python -m bench.placement [--seeds 5] [--loads NAME,NAME] [--write]     # --write: docs/several-engines.md
+    python -m bench.placement --trace FILE [--loads NAME,NAME]              # recorded rollouts, on the engines of these loads
 
 `hash` and `sticky` place sessions; `admission` is `sticky`, and new sessions begin only while they fit. The policies are those of
 `tokencache.engine`, as the proxy uses them. An engine schedules as vLLM 0.32 does: blocks of 64 tokens, cached when they are scheduled, the
 least recently used one is evicted first; running requests first, of which the newest is preempted if blocks are short; then waiting ones
 in order, each when its whole prompt fits, in chunks of 8,192 tokens. A step takes 6 ms, 20 µs for a token of prefill, 50 µs for a request,
 and 0.28 µs for a token of context. These are the figures of one engine: the ratio of two policies counts, no time in seconds does.
+
+A trace is a file of `tokencache export --format agentic-mooncake`. Its calls begin as recorded: after the replies that they contain, and
+the recorded wait; a rollout begins at its recorded time. They share the blocks that their recorded prompts share.
 """
 
 import argparse
 import heapq
 import itertools
+import json
 import math
 import random
 import statistics
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.page import replaced
 from tokencache.engine.admission import Admission
@@ -62,22 +67,30 @@ LOADS = {
 }
 
 
-class Turn(NamedTuple):
-    """What a turn adds to the prompt, what it samples, and the seconds until the next one."""
+Block = tuple[int, int, int]
+"""What no other block has: a group, a sibling (-1: of all siblings), and a place; or -1, -1 and an id of a trace."""
 
-    added: int
+
+class Call(NamedTuple):
+    """A call of a rollout: its tokens, and the calls that must have ended before it, with the seconds from then until it begins.
+
+    `start`: when it begins if there are none, in seconds since the rollout began.
+    """
+
+    prompt: int
     sampled: int
-    pause: float
+    after: dict[int, float]
+    start: float = 0.0
 
 
 class Rollout(NamedTuple):
-    """One rollout; its prompt begins with the same `shared` tokens as that of its siblings."""
+    """One rollout, which begins after `start` seconds. `block` names a block of a call's prompt and reply: call, place."""
 
     name: str
     group: int
-    sibling: int
-    shared: int
-    turns: list[Turn]
+    calls: list[Call]
+    block: Callable[[int, int], Block]
+    start: float = 0.0
 
 
 def rollouts(load: Load, seed: int) -> list[Rollout]:
@@ -91,36 +104,63 @@ def rollouts(load: Load, seed: int) -> list[Rollout]:
     for group in range(load.groups):
         shared, difficulty = int(draw(load.shared, 0.4, 2000, 20_000)), draw(1, 0.3, 0.5, 2)
         for sibling in range(load.siblings):
-            total, turns = 0, list[Turn]()
+            total, pause, calls = 0, 0.0, list[Call]()
             for n in range(int(draw(18 * difficulty, 0.4, 10, 40))):
                 added, sampled = (int(draw(300, 1.0, 20, 4000)) if n else shared), int(draw(130, 0.8, 16, 2000))
                 if total + added + sampled > load.longest:
                     break
-                total += added + sampled
-                turns.append(Turn(added, sampled, draw(load.pause, 1.2, 0.1, 60)))
-            made.append(Rollout(f"g{group}s{sibling}", group, sibling, shared, turns))
+                calls.append(Call(total + added, sampled, {n - 1: pause} if n else {}))
+                total, pause = total + added + sampled, draw(load.pause, 1.2, 0.1, 60)
+            made.append(Rollout(f"g{group}s{sibling}", group, calls, partial(_synthetic, group, sibling, shared // BLOCK)))
     return made
 
 
-Block = tuple[int, int, int]
-"""Group, sibling (-1: of all siblings), and place."""
+def _synthetic(group: int, sibling: int, shared: int, _call: int, place: int) -> Block:
+    return group, -1 if place < shared else sibling, place
+
+
+def recorded(path: Path) -> list[Rollout]:
+    """Rollouts of a trace, in the order in which they began."""
+    with path.open() as lines:
+        header, *rows = map(json.loads, lines)
+    if (header.get("schema"), header.get("version"), header.get("block_size")) != ("dynamo.agentic_mooncake", 2, BLOCK):
+        raise SystemExit(f"{path}: not written by tokencache export --format agentic-mooncake --block-size {BLOCK}")
+    plays = defaultdict[str, list[dict[str, Any]]](list)
+    for row in rows:
+        plays[row["play_id"]].append(row)
+    made = [_recorded(n, name, play) for n, (name, play) in enumerate(plays.items())]
+    return sorted(made, key=lambda rollout: rollout.start)
+
+
+def _recorded(group: int, name: str, rows: list[dict[str, Any]]) -> Rollout:
+    numbers = {row["request_id"]: n for n, row in enumerate(rows)}
+    start = min(row["not_before_ms"] for row in rows if not row["dependencies"]) / 1000
+    calls, known = list[Call](), [row["hash_ids"][: row["input_length"] // BLOCK] for row in rows]
+    for row in rows:
+        after = {numbers[one["request_id"]]: one["delay_ms"] / 1000 for one in row["dependencies"]}
+        calls.append(Call(row["input_length"], row["output_length"], after, 0.0 if after else row["not_before_ms"] / 1000 - start))
+        for one in row["dependencies"]:
+            if one["relation"] == "sequence":  # its prompt begins with the prompt and the reply of that call
+                before = numbers[one["request_id"]]
+                known[before] = row["hash_ids"][: (calls[before].prompt + calls[before].sampled) // BLOCK]
+
+    def block(call: int, place: int) -> Block:
+        return (-1, -1, known[call][place]) if place < len(known[call]) else (group, call, place)
+
+    return Rollout(name, group, calls, block, start)
 
 
 class Request:
     """A request at an engine. `blocks` are those that it holds; `None` for one that is not full yet."""
 
-    def __init__(self, rollout: Rollout, prompt: int, sampled: int, done: Callable[[], None]) -> None:
-        self.rollout, self.prompt, self.wanted, self.done = rollout, prompt, sampled, done
+    def __init__(self, call: Call, block: Callable[[int], Block], done: Callable[[], None]) -> None:
+        self.prompt, self.wanted, self.block, self.done = call.prompt, call.sampled, block, done
         self.computed = self.sampled = self.short = 0
         self.blocks: list[Block | None] = []
 
     @property
     def tokens(self) -> int:
         return self.prompt + self.sampled
-
-    def block(self, place: int) -> Block:
-        rollout = self.rollout
-        return rollout.group, -1 if place < rollout.shared // BLOCK else rollout.sibling, place
 
 
 class Engine:
@@ -230,13 +270,34 @@ class Engine:
         self._step()
 
 
+class Run:
+    """A rollout under way: when each call that waits can begin, how many others it waits for, and how many calls are left."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout, self.left = rollout, len(rollout.calls)
+        self.ready = [0.0] * self.left
+        self.missing = [len(call.after) for call in rollout.calls]
+        self.next = defaultdict[int, list[int]](list)
+        for n, call in enumerate(rollout.calls):
+            for before in call.after:
+                self.next[before].append(n)
+
+    def end(self, n: int, now: float) -> list[int]:
+        """Note that a call has ended. Returns the calls that waited for it as the last one."""
+        self.left -= 1
+        for later in self.next[n]:
+            self.missing[later] -= 1
+            self.ready[later] = max(self.ready[later], now + self.rollout.calls[later].after[n])
+        return [later for later in self.next[n] if not self.missing[later]]
+
+
 class Replay:
     """Replays rollouts; `sticky` is whether sessions are placed by load, otherwise by the hash; `admits` is whether new ones wait."""
 
-    def __init__(self, load: Load, seed: int, *, sticky: bool, admits: bool = False) -> None:
+    def __init__(self, load: Load, made: Sequence[Rollout], *, sticky: bool, admits: bool = False) -> None:
         self._now, self._numbers = 0.0, itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._waiting, self._in_flight = deque(rollouts(load, seed)), load.in_flight
+        self._waiting, self._in_flight = deque(made), load.in_flight
         self._engines = {f"http://engine-{n}:8000": Engine(self._later, load) for n in range(load.engines)}
         self._placement, self._sticky, self._capacity = Placement(), sticky, load.kv * load.engines
         self._admission = Admission(self._placement, EXPECTED) if admits else None
@@ -258,12 +319,20 @@ class Replay:
 
     def _begin(self) -> None:
         if self._waiting:
-            self._created.append(self._waiting.popleft())
-            self._later(0, self._admit)
+            rollout = self._waiting.popleft()
+            self._later(max(0.0, rollout.start - self._now), partial(self._create, rollout))
+
+    def _create(self, rollout: Rollout) -> None:
+        self._created.append(rollout)
+        self._admit()
 
     def _admit(self) -> None:
         while self._created and (self._admission is None or self._has_room(self._admission)):
-            self._ask(self._created.popleft(), 0, 0)
+            run = Run(self._created.popleft())
+            first, *others = [n for n, call in enumerate(run.rollout.calls) if not call.after]
+            self._ask(run, first)
+            for n in others:
+                self._later(run.rollout.calls[n].start, partial(self._ask, run, n))
 
     def _has_room(self, admission: Admission) -> bool:
         empty = sum(not self._placement.load(url, self._now) for url in self._engines)
@@ -276,26 +345,26 @@ class Replay:
             return urls[preference(session, urls)[0]]
         return self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
 
-    def _ask(self, rollout: Rollout, n: int, before: int) -> None:
-        turn, session, call = rollout.turns[n], rollout.name, f"{rollout.name}/{n}"
-        prompt, url = before + turn.added, self._place(rollout.name)
+    def _ask(self, run: Run, n: int) -> None:
+        session, call = run.rollout.name, run.rollout.calls[n]
+        name, url = f"{session}/{n}", self._place(session)
         self._bound[session] = url
-        self._placement.begin(call, session, url, prompt)
+        self._placement.begin(name, session, url, call.prompt)
 
         def done() -> None:
-            self._placement.begin(call, session, url, prompt + turn.sampled)
-            self._placement.end(call, self._now)
+            self._placement.begin(name, session, url, call.prompt + call.sampled)
+            self._placement.end(name, self._now)
             if self._created:
                 self._later(0, self._admit)
                 self._later(IDLE_SECONDS, self._admit)
-            if n + 1 < len(rollout.turns):
-                self._later(turn.pause, partial(self._ask, rollout, n + 1, prompt + turn.sampled))
-                return
-            self._placement.release(session, prompt + turn.sampled)
-            self._ends[rollout.group] = self._now
-            self._begin()
+            for later in run.end(n, self._now):
+                self._later(run.ready[later] - self._now, partial(self._ask, run, later))
+            if not run.left:
+                self._placement.release(session, call.prompt + call.sampled)
+                self._ends[run.rollout.group] = self._now
+                self._begin()
 
-        self._engines[url].add(Request(rollout, prompt, turn.sampled, done))
+        self._engines[url].add(Request(call, partial(run.rollout.block, n), done))
 
 
 class Row(NamedTuple):
@@ -312,14 +381,14 @@ class Row(NamedTuple):
         return [sticky / hashed for hashed, sticky in zip(self.hashed, self.sticky, strict=True)]
 
 
-def row(load: Load, seeds: int) -> Row:
+def row(load: Load, replayed: Sequence[Sequence[Rollout]]) -> Row:
     found = Row([], [], [], [], [])
-    for seed in range(seeds):
-        hashed, sticky = Replay(load, seed, sticky=False).run(), Replay(load, seed, sticky=True).run()
+    for made in replayed:
+        hashed, sticky = Replay(load, made, sticky=False).run(), Replay(load, made, sticky=True).run()
         found.hashed.append(hashed[0])
         found.sticky.append(sticky[0])
         found.groups.append(sticky[1] / hashed[1])
-        admitted = Replay(load, seed, sticky=True, admits=True).run()
+        admitted = Replay(load, made, sticky=True, admits=True).run()
         found.admitted.append(admitted[0] / hashed[0])
         found.admitted_groups.append(admitted[1] / hashed[1])
     return found
@@ -342,12 +411,16 @@ def main() -> None:
     asked.add_argument("--seeds", type=int, default=5)
     asked.add_argument("--loads", default=",".join(LOADS), help="names of loads, or their beginnings")
     asked.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
+    asked.add_argument("--trace", type=Path, help="replay the rollouts of this file, once, in place of those of the loads")
     options = asked.parse_args()
+    if options.trace and options.write:
+        asked.error("--write is for the loads of the page, not for a trace")
+    traced = [recorded(options.trace)] if options.trace else None
     lines = [HEAD]
     print(HEAD, flush=True)
     for name, load in LOADS.items():
         if any(name.startswith(wanted) for wanted in options.loads.split(",")):
-            lines.append(table_row(name, row(load, options.seeds)))
+            lines.append(table_row(name, row(load, traced or [rollouts(load, seed) for seed in range(options.seeds)])))
             print(lines[-1], flush=True)
     if options.write:
         PAGE.write_text(replaced(PAGE.read_text(), "placement", "\n".join(lines)))
