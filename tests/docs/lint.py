@@ -30,7 +30,7 @@ from tokencache.core.incidents import IncidentKind
 from tokencache.core.reasons import Reason
 from tokencache.core.turn import TurnMark
 from tokencache.engine.drivers.registry import DRIVERS
-from tokencache.trajectories.formats.registry import FORMATS
+from tokencache.trajectories.formats.registry import FILE_FORMATS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "tokencache", "tests", "bench", "deploy", "examples", "harness_adapters")
@@ -186,7 +186,7 @@ def generated_parts(files: Files) -> Problems:
 
 def registries(files: Files) -> Problems:
     """The tables of formats and drivers name what their registries have."""
-    for name, there, what in (("docs/formats.md", FORMATS, "format"), ("docs/drivers.md", DRIVERS, "driver")):
+    for name, there, what in (("docs/formats.md", FILE_FORMATS, "format"), ("docs/drivers.md", DRIVERS, "driver")):
         named = [(line, one) for line, row in table(files[name]) for one in re.findall(r"`([\w-]+)`", row[0])]
         yield from compared(name, named, there, what)
 
