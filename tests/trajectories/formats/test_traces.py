@@ -1,6 +1,7 @@
 """Traces hold the recorded times, lengths and shared blocks of calls, and nothing of their content."""
 
 import asyncio
+import functools
 import gzip
 import hashlib
 import json
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from tests.core.forest import Forest, grow
 from tests.core.settings import SOME
 from tests.proxy.kit import proxied, user
+from tests.support.work import counting
 from tests.trajectories.rollouts import CREATED, ROLLOUTS, Talk, of_forest
 from tokencache.cli import app
 from tokencache.commands import files
@@ -121,6 +123,26 @@ def test_the_check_of_content_can_fail(leak):
         yield from TRACES["weka"].lines(trace)
 
     assert tells_content(TraceFormat("leaky", "a test", lines))
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_work_grows_with_the_turns_not_with_their_square(name):
+    def session(turns):
+        forest, parent = Forest(), None
+        for n in range(turns):
+            parent = forest.add([*range(2 * SIZE)], [n], parent, media=tuple(PlacedMedia("image", "", "", 33 * at, 9) for at in range(n)))
+        return msgspec.convert(native(of_forest(forest, "s")), Trajectory)
+
+    def write(trajectory):
+        trace = Trace(SIZE)
+        trace.add(trajectory)
+        assert len(list(TRACES[name].lines(trace))) >= 1
+
+    sessions = [session(turns) for turns in (20, 80)]
+    with counting() as work:
+        write(sessions[0])  # what is made only once
+        few, many = [work.of(functools.partial(write, one)) for one in sessions]
+    assert many < 5 * few
 
 
 def edges(name):

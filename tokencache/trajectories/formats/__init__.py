@@ -6,4 +6,6 @@ native one back. Several formats share `rows` and `conversation`. A format is a 
 trainer has and invents no value.
 
 To add a format, write one module here and add one line to `registry.FORMATS`.
+
+`agentic_mooncake` (Dynamo's simulator) and `weka` (aiperf) write `traces` of many sessions: `registry.TRACES`.
 """
