@@ -37,7 +37,7 @@ from tokencache.commands.options import given, takes
 from tokencache.commands.sink import FileError, Sink
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
-from tokencache.trajectories.formats.registry import FILE_FORMATS, FORMATS, file_format_named
+from tokencache.trajectories.formats.registry import FILE_FORMATS, TRACES, file_format_named
 from tokencache.trajectories.lengths import ExportOptions, ExportParameters, lengths_of, parameters_of
 from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.wakeup import end
@@ -227,7 +227,7 @@ class Export(msgspec.Struct, kw_only=True):
         state = await session.state()
         if self.media is not None:
             await write_media(session, self.media)
-        form = self.format if self.format in FORMATS else "native"  # a trace is made here
+        form = "native" if self.format in TRACES else self.format  # a trace is made here
         rollout = await session.fetch_json(form, drift=self.drift, **self.lengths)
         summary = msgspec.json.decode(rollout, type=_Summary)
         complete = state.complete if summary.complete is None else summary.complete
@@ -340,6 +340,8 @@ def export_sessions(
         raise typer.BadParameter("give session names, or --all, or --pattern 'run7-*'", param_hint="SESSION")
     if delete and to == "-":
         raise typer.BadParameter("standard output may be lost: --delete needs a file", param_hint="--delete")
+    if delete and format_name in TRACES:
+        raise typer.BadParameter("a trace does not hold the rollouts: --delete needs another format", param_hint="--delete")
     try:
         wanted = file_format_named(format_name)
         lengths = cast("ExportOptions", given(ExportParameters, options))

@@ -1,5 +1,6 @@
 """The tables of all formats. `?format=` looks names up in `FORMATS`, `tokencache export --format` also in `TRACES`."""
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ TRACES: dict[str, TraceFormat] = {
     )
 }
 
-FILE_FORMATS: Mapping[str, Format | TraceFormat] = {**FORMATS, **TRACES}
+FILE_FORMATS: Mapping[str, Format | TraceFormat] = ChainMap[str, Any](FORMATS, TRACES)
 """What a file of many sessions can be written in."""
 
 

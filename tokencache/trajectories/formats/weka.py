@@ -1,15 +1,17 @@
 """Writes a trace as Weka's agentic traces (format `weka`), which aiperf replays (`--custom-dataset-type weka_trace`).
 
     {"id": "0", "models": ["model-0"], "block_size": 64, "hash_id_scope": "local", "requests": [
-      {"t": 0.0, "type": "s", "model": "model-0", "in": 812, "out": 96, "hash_ids": [0, 1, ...], "input_types": ["text"],
-       "stop": "tool_use", "api_time": 1.84, "think_time": 0.0},
-      {"t": 2.57, ..., "input_types": ["tool_result"], "stop": "end_turn", "think_time": 0.73},
+      {"t": 0.0, "type": "s", "model": "model-0", "in": 812, "out": 96, "hash_ids": [0, 1, ...], "stop": "tool_use", "api_time": 1.84},
+      {"t": 2.57, ..., "stop": "end_turn", "api_time": 0.9, "input_types": ["tool_result"], "think_time": 0.73},
       {"t": 2.6, "type": "subagent", "agent_id": "agent_001", "subagent_type": "sequence", "duration_ms": 900, "total_tokens": 1210,
        "tool_use_count": 1, "status": "completed", "models": ["model-0"], "requests": [...]}]}
 
 A line is a rollout. Its longest sequence is the main agent, together with the calls before it, such as one for a title. Every other
 sequence (a branch, a new context, a sub-agent) is a `subagent`: the format has one level of them. `think_time` is the wait before a call;
-`tool_result` says that it was for tools. The ids are of full blocks only: a part of a block is no prefix that the next call extends.
+`tool_result` says that it was for tools. A call of which nothing of this is known has neither. The ids are of full blocks only: a part of
+a block is no prefix that the next call extends.
+
+aiperf's other format with block ids, `mooncake_trace`, has no branches, and appends each prompt of a session to a live conversation.
 
 Source: aiperf 0.13.0, `aiperf/dataset/loader/weka_trace.py` and `weka_trace_models.py`. aiperf reads a file or a folder of them, each with
 one trace, and gives the same id other tokens in another trace (`local`).
@@ -63,10 +65,16 @@ def _request(call: Call, by_number: dict[int, Call], start: float, block_size: i
         "in": call.prompt,
         "out": call.completion,
         "hash_ids": list(call.blocks[: call.prompt // block_size]),
-        "input_types": ["tool_result" if any(one.calls_tools for one in before) else "text"],
         "stop": "tool_use" if call.calls_tools else "end_turn" if call.stopped else "",
         "api_time": _seconds(call.seconds),
-        "think_time": _seconds(min((one.wait for one in call.after), default=0.0)),
+        **(
+            {
+                "input_types": ["tool_result" if any(one.calls_tools for one in before) else "text"],
+                "think_time": _seconds(min(one.wait for one in call.after)),
+            }
+            if before
+            else {}
+        ),
     }
 
 
