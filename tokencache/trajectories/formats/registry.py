@@ -115,7 +115,7 @@ TRACES: dict[str, TraceFormat] = {
     )
 }
 
-FILE_FORMATS: Mapping[str, Format | TraceFormat] = ChainMap[str, Any](FORMATS, TRACES)
+FILE_FORMATS: Mapping[str, Format | TraceFormat] = ChainMap[str, Any](TRACES, FORMATS)
 """What a file of many sessions can be written in."""
 
 
