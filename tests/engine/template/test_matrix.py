@@ -57,6 +57,8 @@ async def test_without_the_check_of_the_generation_prompt_prompts_are_wrong(name
 
 
 async def test_a_switch_in_the_middle_needs_the_check_even_within_one_context(monkeypatch):
+    sound = await matrix(ALL_KINDS["Nemotron Nano v2"], talks=SWITCHED, every=True)
+    assert sound.wrong == []
     unchecked(monkeypatch)
     figures = await matrix(ALL_KINDS["Nemotron Nano v2"], talks=SWITCHED, every=True)
     assert figures.wrong
