@@ -12,6 +12,7 @@ from tests.proxy.kit import EPISODES, HEADER, TOOLS, proxied
 from tests.proxy.test_client_gone import settled
 from tests.server.test_stopping import Rack
 from tests.support.waiting import PATIENCE, until
+from tokencache.request_memory import Owner
 from tokencache.testing import Fault, SimulatedEngine
 
 ROUTE = "/v1/responses"
@@ -213,7 +214,7 @@ async def test_messages_and_kept_items_count_as_memory():
             assert (await socket.ask(input=more, previous_response_id=first["id"]))["status"] == 413
             raw = other.socket._response.connection.transport
             raw.write(b"\x81\xfe\x4e\x00" + b"\0" * 10_000)  # the beginning of a message of 19,968 bytes
-            await until(lambda: rig.proxy.request_memory.total > 19_000)
+            await until(lambda: rig.proxy.request_memory.of(Owner("other")) == 10_004)
             rig.proxy.request_memory.most = rig.proxy.request_memory.total
             raw.write(b"\0" * 5_000)
             assert await other.closed() is None

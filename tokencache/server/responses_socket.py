@@ -83,8 +83,8 @@ class ResponsesSockets:
         """Close each connection after its current response, because the server stops."""
         self._stopping.set()
 
-    async def serve(self, handshake: web.Request) -> web.StreamResponse:
-        """Serve a connection until it is closed.
+    async def serve(self, handshake: web.Request, session: str) -> web.StreamResponse:
+        """Serve a connection of a session until it is closed.
 
         Raises:
             HarnessError: the server stops.
@@ -93,17 +93,20 @@ class ResponsesSockets:
             raise HarnessError("the server stops", status=HTTPStatus.SERVICE_UNAVAILABLE)
         socket = web.WebSocketResponse(heartbeat=PING_SECONDS, compress=False, max_msg_size=handshake.client_max_size)
         connection = _Connection(handshake, socket, self._serve, self._guard)
+        connection.holding.belong_to(Owner(session))
         await socket.prepare(handshake)
         await connection.run(self._stopping)
         return socket
 
 
 class _Connection:
+    """A connection; `holding` is what its messages hold while they arrive, and the items that it keeps."""
+
     def __init__(self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard) -> None:
         self._handshake, self._socket, self._serve, self._guard = handshake, socket, serve, guard
         headers = [pair for pair in handshake.headers.items() if not _is_of_handshake(pair[0])]
         self._headers = CIMultiDict([*headers, ("Content-Type", "application/json")])
-        self._holding = Holding(handshake.app[REQUEST_MEMORY])
+        self.holding = Holding(handshake.app[REQUEST_MEMORY])
         assert isinstance(handshake.protocol, GuardedConnection)  # noqa: S101 - the server makes no others
         self._wire = handshake.protocol
         self._asked: bytes | None = None  # the items of the current request; `None` if they are not all known
@@ -111,7 +114,7 @@ class _Connection:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve the messages, one after the other."""
-        self._wire.count_messages(self._holding)
+        self._wire.count_messages(self.holding)
         stop = asyncio.create_task(stopping.wait())
         receiving = asyncio.create_task(self._socket.receive())
         call: asyncio.Task[Any] = receiving
@@ -136,7 +139,7 @@ class _Connection:
         finally:
             await end(stop, receiving, call)
             self._wire.count_messages(None)
-            self._holding.give_all()
+            self.holding.give_all()
 
     async def _answer(self, message: bytes) -> None:
         """Serve a message as a request, and keep what the next one may continue."""
@@ -186,14 +189,14 @@ class _Connection:
 
     def _keep(self, response: _Response, owner: Owner) -> None:
         """Keep the items that the next request may continue."""
-        self._holding.give("body", len(self._items))
+        self.holding.give("body", len(self._items))
         self._last, self._items = "", b""
         if self._asked is None:
             return
         items = _joined(self._asked, bytes(response.output)[1:-1])
         with contextlib.suppress(MemoryFullError):  # then the client learns that the response is not known, and sends its whole input
-            self._holding.belong_to(owner)
-            self._holding.take("body", len(items))
+            self.holding.belong_to(owner)
+            self.holding.take("body", len(items))
             self._last, self._items = response.id, items
 
 

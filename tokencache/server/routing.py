@@ -69,7 +69,7 @@ class RequestRouter:
             if in_body is not None:
                 request[KEPT] = in_body.rest
             if "Upgrade" in request.headers and is_handshake(request, route):
-                return await self.sockets.serve(request)
+                return await self.sockets.serve(request, session)
             return await self._endpoints.serve(request, session, origin, route, dialect)
         except (TokencacheError, web.HTTPRequestEntityTooLarge) as why:
             if dialect is not None and request.method == "POST":
