@@ -153,11 +153,13 @@ class GuardedConnection(web.RequestHandler):
         self._counted = holding
         self.end_message()
 
-    def begin_message(self) -> None:
-        """Serve a message: it is counted with its request now."""
+    def begin_message(self, size: int) -> None:
+        """Serve a message of so many bytes: it is counted with its request now."""
         if self._counted is not None:
-            self._counted.give("body", self._message_size)
-        self._message_size, self._idle = 0, False
+            taken = min(size, self._message_size)  # a part may have arrived with the handshake
+            self._counted.give("body", taken)
+            self._message_size -= taken
+        self._idle = False
 
     def end_message(self) -> None:
         """Wait for the next message."""

@@ -128,8 +128,9 @@ class _Connection:
                 message = receiving.result()
                 if message.type is not WSMsgType.TEXT:
                     return
-                self._wire.begin_message()
-                call = asyncio.create_task(self._answer(message.data.encode()))
+                data = message.data.encode()
+                self._wire.begin_message(len(data))
+                call = asyncio.create_task(self._answer(data))
                 receiving = asyncio.create_task(self._socket.receive())
                 await asyncio.wait({receiving, call}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done() and receiving.result().type is not WSMsgType.TEXT:
