@@ -112,6 +112,11 @@ class Holding:
         self._memory, self._owner, self._tasks = memory, Owner(), 0
         self._sizes: dict[What, int] = {}
 
+    @property
+    def owner(self) -> Owner:
+        """Whose request it is."""
+        return self._owner
+
     def take(self, what: What, size: int) -> None:
         """Count bytes before they are kept.
 

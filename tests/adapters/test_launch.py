@@ -32,6 +32,7 @@ def openai(name):
 
 
 ENV = {
+    "agno": openai("agno"),
     "anthropic": {"ANTHROPIC_BASE_URL": base("anthropic"), "ANTHROPIC_AUTH_TOKEN": KEY, "ANTHROPIC_MODEL": MODEL},
     "claude-code": {
         "ANTHROPIC_BASE_URL": base("claude-code"),
@@ -44,6 +45,12 @@ ENV = {
     },
     "codex": {"CODEX_HOME": "{dir}", "TOKENCACHE_API_KEY": KEY},
     "gemini-cli": {"GOOGLE_GEMINI_BASE_URL": base("gemini-cli"), "GEMINI_API_KEY": KEY, "GEMINI_MODEL": MODEL, "GEMINI_CLI_HOME": "{dir}"},
+    "google-adk": {
+        **openai("google-adk"),
+        "GOOGLE_GEMINI_BASE_URL": base("google-adk"),
+        "GEMINI_API_KEY": KEY,
+        "GEMINI_MODEL": MODEL,
+    },
     "hermes": {"HERMES_HOME": "{dir}"},
     "kimi-code": {"KIMI_CODE_HOME": "{dir}"},
     "langgraph": openai("langgraph"),
@@ -63,6 +70,7 @@ ENV = {
     "qwen-code": {**openai("qwen-code"), "QWEN_HOME": "{dir}"},
     "smolagents": openai("smolagents"),
     "crewai": openai("crewai"),
+    "strands": openai("strands"),
     "terminus-2": {"LITELLM_MODEL": f"hosted_vllm/{MODEL}", "HOSTED_VLLM_API_BASE": base("terminus-2") + "/v1", "HOSTED_VLLM_API_KEY": KEY},
 }
 PROGRAMS = {

@@ -22,7 +22,7 @@ def test_there_is_one_for_every_harness():
     assert set(SHIPPED) == {
         *("claude-code", "codex", "hermes", "opencode", "qwen-code", "gemini-cli", "pi", "kimi-code", "mini-swe-agent"),
         *("openhands", "terminus-2", "openai-agents", "langgraph", "pydantic-ai", "smolagents", "openai", "anthropic", "crewai"),
-        "openclaw",
+        *("openclaw", "strands", "google-adk", "agno"),
     }
     assert {path.name for path in shipped().iterdir()} == {"README.md", *(f"{name}.toml" for name in SHIPPED)}
 
@@ -45,7 +45,8 @@ def test_what_is_vouched_for_is_no_more_than_was_seen():
     assert habits["cd-prefix"] == habits["coerced-values"] == habits["unparsed-input"] == {"claude-code"}
     assert habits["secrets-masked"] == habits["markup-removed"] == habits["empty-marker"] == {"hermes"}
     assert habits["args-repaired"] == {"pi", "langgraph", "qwen-code"}
-    assert habits["args-emptied"] == {"kimi-code", "qwen-code"}
+    assert habits["args-emptied"] == {"kimi-code", "qwen-code", "strands"}
+    assert habits["blank-marked"] == habits["name-replaced"] == {"strands"}
     assert habits["invalid-tool"] == {"opencode"}
     assert habits["calls-as-text"] == {"smolagents"}
     assert habits["name-lowered"] == {"hermes", "opencode", "crewai"}
@@ -144,5 +145,5 @@ def test_ones_own_stand_beside_those_that_come_along(tmp_path):
 def test_no_such_directory_or_harness(tmp_path):
     with pytest.raises(AdapterError, match="nowhere: no such directory"):
         load_all([tmp_path / "nowhere"])
-    with pytest.raises(AdapterError, match=r"no adapter 'mine'; there are anthropic, .*--adapters"):
+    with pytest.raises(AdapterError, match=r"no adapter 'mine'; there are agno, .*--adapters"):
         load("mine")

@@ -136,12 +136,12 @@ async def test_half_a_request(rig, path):
 
 
 @pytest.mark.parametrize("path", ["/s/s/v1/responses", "/s/s/v1/responses/", "/s/s/v1%2Fresponses"])
-async def test_an_upgrade_to_websocket_is_answered_with_426(rig, path):
-    """Codex then uses HTTP at once; after 405 it tries seven times."""
+async def test_what_is_no_handshake_of_a_websocket_is_answered_with_426(rig, path):
+    """Codex uses HTTP at once after 426; after 405 it tries seven times."""
     headers = {
         "Connection": "Upgrade",
         "Upgrade": "websocket",
-        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Version": "12",
         "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
     }
     async with rig.http.get(URL(rig.url + path, encoded=True), headers=headers) as answer:

@@ -147,7 +147,13 @@ async def unread(connect):
     return client
 
 
+UPGRADE = (
+    f"GET /v1/responses HTTP/1.1\r\nHost: h\r\n{HEADER}: s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+).encode()
 WAITING = {
+    "an idle WebSocket": UPGRADE,
+    "half a message": UPGRADE + b"\x81\xfe\x4e\x00half",
     "nothing was sent": b"",
     "one request": HEALTH,
     "half a head": HEALTH[:20],

@@ -159,7 +159,7 @@ class Proxy:
         self._queue = SessionQueue(self.ledger, self.weights)
         self._gauges = Gauges(self._queue, self.store)
         self.request_memory = RequestMemory(memory, least=settings.max_body)
-        self._router = RequestRouter(settings, self.pool, endpoints, self.sessions)
+        self.router = RequestRouter(settings, self.pool, endpoints, self.sessions)
 
     @property
     def engine(self) -> Engine:
@@ -202,7 +202,7 @@ class Proxy:
         )
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_refusals(app, self._auth)
-        app.router.add_route("*", "/{path:.*}", self._router.route)
+        app.router.add_route("*", "/{path:.*}", self.router.route)
         return app
 
     @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError, MemoryFullError
 from tokencache.proxy.request_body import PIECE
-from tokencache.request_memory import REQUEST_MEMORY, Owner, RequestMemory
+from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, RequestMemory
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class _Server(web.Server):
 class GuardedConnection(web.RequestHandler):
     """aiohttp's connection with limits for heads, an order of what is closed first, and an error message for bytes that are not HTTP."""
 
-    __slots__ = ("_head_size", "_head_timer", "_memory", "_received", "_since", "_wire")
+    __slots__ = ("_counted", "_head_size", "_head_timer", "_idle", "_memory", "_message_size", "_received", "_since", "_wire")
 
     def __init__(self, manager: _Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
@@ -120,6 +120,8 @@ class GuardedConnection(web.RequestHandler):
         self._since = 0.0  # when the head, or the current piece of a body, began, or the client stopped to read
         self._received = 0  # bytes since then
         self._wire: asyncio.Transport | None = None  # also after aiohttp has closed it
+        self._counted: Holding | None = None  # of a WebSocket
+        self._message_size, self._idle = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -129,6 +131,8 @@ class GuardedConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Receive bytes, and start or stop the timeout of a head."""
+        if self._counted is not None and not self._hold_message(self._counted, len(data)):
+            return
         waiter = self._waiter
         waited = waiter is not None and not waiter.done()
         super().data_received(data)
@@ -143,6 +147,33 @@ class GuardedConnection(web.RequestHandler):
             self._begin()
             if self._head_timer is not None:
                 self._end_head()
+
+    def count_messages(self, holding: Holding | None) -> None:
+        """From now on the connection is a WebSocket, whose messages are counted as they arrive; `None`: it is closed."""
+        self._counted = holding
+        self.end_message()
+
+    def begin_message(self, size: int) -> None:
+        """Serve a message of so many bytes: it is counted with its request now."""
+        if self._counted is not None:
+            taken = min(size, self._message_size)  # a part may have arrived with the handshake
+            self._counted.give("body", taken)
+            self._message_size -= taken
+        self._idle = False
+
+    def end_message(self) -> None:
+        """Wait for the next message."""
+        self._idle, self._since = True, self._loop.time()
+
+    def _hold_message(self, holding: Holding, size: int) -> bool:
+        try:
+            holding.take("body", size)
+        except MemoryFullError as why:
+            log.info("a WebSocket is closed: %s", why)
+            self.abort()
+            return False
+        self._message_size += size
+        return True
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Resume a connection that is paused; a reader calls this for each part that it takes."""
@@ -173,8 +204,9 @@ class GuardedConnection(web.RequestHandler):
     def dispensable(self) -> tuple[int, float] | None:
         """How early the connection is closed when files are short, smallest first; `None` if it is needed.
 
-        First those that are idle or ended already, then heads, bodies and replies that do not progress; of each the one that waits longest
-        for its client. A connection is never closed while an engine works for it, or in its first seconds of waiting.
+        First those that are idle (as a WebSocket between two responses) or ended already, then heads, bodies and replies that do not
+        progress; of each the one that waits longest for its client. A connection is never closed while an engine works for it, or in its
+        first seconds of waiting.
         """
         now, wire = self._loop.time(), self._wire
         if wire is None or self._manager is None:
@@ -182,7 +214,7 @@ class GuardedConnection(web.RequestHandler):
         if self._waits_for_head and not wire.is_closing():
             idle = self._head_timer is None
             kind, since = (0, self._next_keepalive_close_time - self._keepalive_timeout) if idle else (1, self._since)
-        elif wire.is_closing():
+        elif wire.is_closing() or (self._counted is not None and self._idle):
             kind, since = 0, self._since
         elif self._paused:
             kind, since = 3, self._since + (UNREAD_SECONDS - WAITING_SECONDS)

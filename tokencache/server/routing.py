@@ -24,6 +24,7 @@ from tokencache.proxy.request_body import KEPT, body_of
 from tokencache.proxy.response import REQUEST_ID
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
 from tokencache.server.http_guard import check_head, check_path
+from tokencache.server.responses_socket import ResponsesSockets, is_handshake
 from tokencache.session_url import NamedPath, spellings
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,18 @@ _DIALECT = web.RequestKey("dialect", Dialect)
 
 
 class RequestRouter:
-    """Routes requests that are not for the proxy's own API."""
+    """Routes requests that are not for the proxy's own API.
+
+    Attributes:
+        sockets: the WebSockets of the Responses dialect. Their messages are routed here, too.
+    """
 
     def __init__(self, settings: Settings, pool: Pool, endpoints: Endpoints, sessions: SessionFinder) -> None:
         self._pool, self._endpoints, self._sessions = pool, endpoints, sessions
         self._sources = sessions.sources
         self._session_header = settings.session_header
         self._session_headers = (settings.session_header, *self._sources.headers)
+        self.sockets = ResponsesSockets(self.route, send_errors)
         self._warns_of_missing_session = settings.return_token_id_information
 
     async def route(self, request: web.Request) -> web.StreamResponse:
@@ -62,6 +68,8 @@ class RequestRouter:
                 return await relay_to(self._pool, None, request, origin.path)
             if in_body is not None:
                 request[KEPT] = in_body.rest
+            if "Upgrade" in request.headers and is_handshake(request, route):
+                return await self.sockets.serve(request, session)
             return await self._endpoints.serve(request, session, origin, route, dialect)
         except (TokencacheError, web.HTTPRequestEntityTooLarge) as why:
             if dialect is not None and request.method == "POST":

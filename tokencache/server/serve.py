@@ -82,6 +82,7 @@ async def serving(
         deadline = loop.time() + drain_seconds
         drain.begin()
         proxy.ledger.changed.close()
+        proxy.router.sockets.close()
         listener.close()
         await run_until(drain.wait_idle(last_request_seconds if server.connections else 0.0), deadline, stop.at_once)
         await drain.cancel()

@@ -31,6 +31,7 @@ _SECRET = re.compile(
 _SHORT_SECRET = 18
 _MARKER = re.compile(r"<(?=\|[^\s<>|\"\u200b-\u200d\u2060\ufeff]{1,64}\|>)")
 _CD = re.compile(r"""cd (?:'[^']*'|"[^"$`\\]*"|(?:[^\s'"\\;&|<>()$`]|\\.)++) && """)
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _OPENHANDS = "_openhands_malformed_tool_call"
 _ALIASES = {
@@ -88,6 +89,10 @@ def _is_json_of(text: str, value: Any, *, strict: bool = True) -> bool:
 
 def _empty_marker(served: Message) -> Message | None:
     return None if served.text or served.calls else msgspec.structs.replace(served, content="(empty)")
+
+
+def _blank_marked(served: Message) -> Message | None:
+    return None if served.text or served.calls else msgspec.structs.replace(served, content="[blank text]")
 
 
 def _calls_as_text(served: Message) -> Message | None:
@@ -176,6 +181,11 @@ def _malformed(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
 def _invalid_tool(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
     """Replaces the name of a call that was not understood."""
     return theirs.name == "invalid" and value.keys() == {"tool", "error"} and value["tool"] == ours.name and isinstance(value["error"], str)
+
+
+def _replaced_name(ours: ToolCall, theirs: ToolCall, _: dict[str, Any]) -> bool:
+    same = canonical_arguments(ours.arguments) == canonical_arguments(theirs.arguments)
+    return theirs.name == "INVALID_TOOL_NAME" and _TOOL_NAME.fullmatch(ours.name) is None and same
 
 
 def _broken_markers(ours: ToolCall, theirs: ToolCall, _: dict[str, Any]) -> bool:
@@ -320,6 +330,17 @@ HARNESS: tuple[Rule, ...] = (
         order=1,
     ),
     Rule(
+        name="blank-marked",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Strands",),
+        what="a reply whose text is blank, without calls, is returned as `[blank text]`; recognized only at its own position",
+        source=f"source: Strands 1.62.0 `event_loop/streaming.py`; {_CAPTURED}",
+        part="text",
+        rewrites_reply=_blank_marked,
+        order=1,
+    ),
+    Rule(
         name="name-lowered",
         kind="harness",
         verdict="rewritten",
@@ -362,6 +383,15 @@ HARNESS: tuple[Rule, ...] = (
         order=1,
     ),
     Rule(
+        name="name-replaced",
+        kind="harness",
+        verdict="rewritten",
+        harnesses=("Strands",),
+        what="a call's name with other characters than letters, digits, `_` and `-`, or more than 64, is returned as `INVALID_TOOL_NAME`",
+        source=f"source: Strands 1.62.0 `tools/tools.py`; {_CAPTURED}",
+        explains_call=_replaced_name,
+    ),
+    Rule(
         name="value-wrapped",
         kind="harness",
         verdict="rewritten",
@@ -393,9 +423,9 @@ HARNESS: tuple[Rule, ...] = (
         name="args-emptied",
         kind="harness",
         verdict="rewritten",
-        harnesses=("Kimi Code", "Qwen Code", "Crush"),
+        harnesses=("Kimi Code", "Qwen Code", "Crush", "Strands"),
         what="arguments that are not a JSON object are returned as `{}`",
-        source=f"{_CAPTURED} (Kimi Code, Qwen Code), source (Crush 37f36e9)",
+        source=f"{_CAPTURED} (Kimi Code, Qwen Code), source (Crush 37f36e9, Strands 1.62.0)",
         explains_call=_emptied,
     ),
     Rule(

@@ -6,7 +6,8 @@
 `GET /v1/responses/<id>`                 a stored response (`stored`), as for the next two
 `GET /v1/responses/<id>/input_items`     with everything before it that `previous_response_id` added
 `DELETE /v1/responses/<id>`
-`GET /v1/responses`                      an upgrade to WebSocket: 426, after which Codex 0.169 uses HTTP at once. It repeats other errors
+`GET /v1/responses`                      a WebSocket (`server.responses_socket`). A wrong handshake gets 426, after which Codex 0.169 uses
+                                         HTTP at once. It repeats other errors
 =======================================  =====================================================================================
 
 `previous_response_id` does not use the engine's store. The history is the whole input and output of that response (vLLM's store returns
@@ -94,7 +95,7 @@ class ResponsesDialect(TranslatedDialect):
         if request.path == f"{_ROOT}/input_tokens" and request.method == "POST":
             return TokenCount(body=(await _read(request)).body(), write=_write_count)
         if request.path == _ROOT and "websocket" in request.headers.get("Upgrade", "").lower():
-            message = "WebSocket is not supported here: send the request with POST over HTTP"
+            message = "this is no handshake of WebSocket 13 (RFC 6455): correct it, or send the request with POST over HTTP"
             raise HarnessError(message, status=HTTPStatus.UPGRADE_REQUIRED, headers={"Upgrade": "HTTP/1.1"})
         return await answer_stored(request, request.path.removeprefix(_ROOT))
 

@@ -35,6 +35,10 @@ EXPECTED = {
     "pydantic-ai": unbroken(7),
     "smolagents": Expected([("root", "", 7)], "Its answers consist only of calls: it sends `tool_choice: required`."),
     "crewai": unbroken(6),
+    "strands": unbroken(8),
+    "google-adk": unbroken(7),
+    "google-adk-gemini": Expected([("root", "", 7)], directly=False),
+    "agno": unbroken(7),
     "openhands": unbroken(9),
     "terminus-2": Expected([("root", "", 6)], "In a terminal on the machine itself, without a container; one of its answers was not JSON."),
     "qwen-code": Expected(

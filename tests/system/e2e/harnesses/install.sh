@@ -27,6 +27,9 @@ langgraph     1.2.22  pip   langchain==1.4.7 langgraph==1.2.22 langchain-openai=
 pydantic-ai   2.68.0  pip   pydantic-ai-slim[openai]==2.68.0
 smolagents    1.26.0  pip   smolagents[openai]==1.26.0
 crewai        1.15.30 pip   crewai==1.15.30
+strands       1.62.0 pip   strands-agents[openai]==1.62.0
+google-adk    2.13.0 pip   google-adk==2.13.0 litellm==1.110.2
+agno          3.1.10 pip   agno==3.1.10 openai==3.57.0
 openhands     1.58.0  pip12 openhands-sdk==1.58.0 openhands-tools==1.58.0
 terminus-2    0.24.0  pip12 harbor==0.24.0
 qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4

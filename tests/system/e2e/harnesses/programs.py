@@ -34,6 +34,8 @@ PACKAGES = {
     "openai-agents": "openai_agents",
     "computer-use": "anthropic",
     "browser-use": "browser_use",
+    "strands": "strands_agents",
+    "google-adk": "google_adk",
 }
 """The name under which an adapter's harness is installed, if it differs."""
 NODE_24 = ".node24/bin"
@@ -182,6 +184,17 @@ PROGRAMS = {
         Program("pydantic-ai", "chat", VENV, first=script("pydantic_agent.py")),
         Program("smolagents", "chat", VENV, first=script("smol_agent.py")),
         Program("crewai", "chat", VENV, first=script("crewai_agent.py")),
+        Program("strands", "chat", VENV, first=script("strands_agent.py")),
+        Program("google-adk", "chat", VENV, first=script("adk_agent.py"), environment={"LAB_API": "chat"}),
+        Program(
+            "google-adk-gemini",
+            "gemini",
+            VENV,
+            first=script("adk_agent.py"),
+            environment={"LAB_API": "gemini"},
+            adapter_name="google-adk",
+        ),
+        Program("agno", "chat", VENV, first=script("agno_agent.py")),
         Program("openhands", "chat", VENV, first=script("openhands_agent.py")),
         Program("terminus-2", "chat", VENV, first=script("terminus_agent.py")),
         Program("computer-use", "messages", VENV, first=script("computer_use.py"), adapter_name="anthropic", folder="computer-use"),

@@ -9,11 +9,14 @@ becomes one line of JSON in the record:
 `path` is as written, query included. A body that is UTF-8 is text, any other is `{"base64": "…"}`. `chunks` are the sizes in bytes of the
 pieces in which the response arrived; `left` is true if the harness disconnected before its end. Calls are in the order in which they ended.
 
-Only headers of a single connection differ between both sides: `Connection`, `Keep-Alive` and `Transfer-Encoding`. The wish for another
-protocol is passed on (`Upgrade`), but the relay has only HTTP.
+Only headers of a single connection differ between both sides: `Connection`, `Keep-Alive` and `Transfer-Encoding`.
+
+A WebSocket that the upstream accepts is one call with the status 101. Its bodies are the messages of each side, one a line.
 """
 
+import asyncio
 import base64
+import contextlib
 import json
 from pathlib import Path
 
@@ -70,12 +73,43 @@ class RecordingRelay:
         }
         pieces = []
         try:
+            if request.headers.get("Upgrade") == "websocket" and (upstream := await self._connect(request)):
+                return await self._pass_messages(request, upstream, call, pieces)
             return await self._pass_on(request, body, call, pieces)
         except ConnectionResetError:  # the harness has read all it wants and disconnected: Codex does so at the last event
             raise web.HTTPInternalServerError from None  # the client is gone
         finally:
             call |= {"response_body": _readable(b"".join(pieces)), "chunks": [len(piece) for piece in pieces]}
             self.file.write(json.dumps(call, ensure_ascii=False) + "\n")
+
+    async def _connect(self, request):
+        """Open the WebSocket at the upstream; `None` if it refuses."""
+        own = {"upgrade", "connection", "host"}
+        headers = [
+            pair for pair in request.headers.items() if pair[0].lower() not in own and not pair[0].lower().startswith("sec-websocket-")
+        ]
+        with contextlib.suppress(aiohttp.WSServerHandshakeError):
+            return await self.http.ws_connect(self.upstream + request.raw_path.removeprefix(self.strip), headers=headers, max_msg_size=0)
+
+    async def _pass_messages(self, request, upstream, call, pieces):
+        shown, sent = web.WebSocketResponse(max_msg_size=0, compress=False), []
+        await shown.prepare(request)
+        call |= {"status": 101, "reason": "Switching Protocols", "response_headers": []}
+
+        async def pump(source, target, kept):
+            async for message in source:
+                kept.append(message.data.encode() + b"\n")
+                await target.send_str(message.data)
+            await target.close()
+
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(pump(shown, upstream, sent))
+                both.create_task(pump(upstream, shown, pieces))
+        finally:
+            await upstream.close()
+            call |= {"request_body": _readable(b"".join(sent)), "left": False}
+        return shown
 
     async def _pass_on(self, request, body, call, pieces):
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.raw_headers]

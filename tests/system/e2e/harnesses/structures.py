@@ -214,6 +214,23 @@ STRUCTURES = {
         [("root", "", 5), ("root", "", 3)],
         "a sub-agent, in a separate sequence",
     ),
+    "strands_edited": Structure(
+        "strands",
+        {
+            "strands_edited": [
+                say("\nlook\n", "  Looking — ☕.\n", shell("shell", "echo look")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+                say("\nSure.\n", "Nothing — naïve ☕.\n"),
+            ]
+        },
+        in_order("Look around.", "Are you sure?", "And now?"),
+        [("root", "", 2), ("branch", "unrecognised-reply", 1), ("resplice", "context-edited", 1)],
+        "the program writes `[blank text]` over an answer with a text, then `INVALID_TOOL_NAME` over a valid name: neither is taken for "
+        "the reply, so a sequence begins",
+        environment={"LAB_EDITS": "1"},
+        sends="INVALID_TOOL_NAME",
+    ),
 }
 
 

@@ -42,6 +42,8 @@ class Tools:
     """(path as a JSON string) → call that writes `HELLO` there; None: the shell does it."""
     habits: list = field(default_factory=list)
     """Turns whose calls this harness is known to rewrite."""
+    answer: str = "\n\nDone ✅ — created `hello.txt`.\n\n  "
+    """The text that ends the first task."""
 
     def written(self, name):
         if self.write is None:
@@ -49,7 +51,9 @@ class Tools:
         return self.write(json.dumps(f"{WORK}/{name}"))
 
 
-def tools(shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=()):
+def tools(
+    shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=(), **more
+):
     """The tools of a harness with these names and parameters."""
     before = f"{extra},  " if extra else ""
     parameters = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
@@ -58,6 +62,7 @@ def tools(shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve
         run_plainly=lambda text: call(shell, f'{{"{command}":{text}}}'),
         write=write and (lambda where: call(write, f"{{{parameters}: {where}}}")),
         habits=list(habits),
+        **more,
     )
 
 
@@ -73,7 +78,7 @@ def job(kit):
         say("\n\n", "  \n", kit.run_plainly('"cat hello.txt"')),
         *kit.habits,
         say("   ", "Checking the size, with a space behind ", kit.run('"wc -c hello.txt"')),
-        say("\nAll done.\n", "\n\nDone ✅ — created `hello.txt`.\n\n  "),
+        say("\nAll done.\n", kit.answer),
         say("\nA follow-up request.\n", "On it.\n\tTabbed line.", kit.run_plainly('"tr a-z A-Z < hello.txt | tee upper.txt"')),
         say("\nFinish.\n", "Second answer.\n"),
     ]
@@ -132,6 +137,7 @@ HERMES_HABITS = [
         call("terminal", '{"command":"ls"}'),
     ),
 ]
+STRANDS_HABITS = [say("\nh1\n", "Not a name.", call("run it", '{"command" : "ls -1"}'))]
 
 KITS = {
     "claude-code": tools("Bash", "command", extra=TIMEOUT, write="Write", path="file_path", habits=CLAUDE_HABITS),
@@ -153,6 +159,10 @@ KITS = {
     "pydantic-ai": tools("shell", "command", write="write_file"),
     "smolagents": tools("shell", "command", write="write_file"),
     "crewai": tools("shell", "command", extra="", write="write_file"),
+    "strands": tools("shell", "command", write="write_file", habits=STRANDS_HABITS, answer=" \n"),
+    "google-adk": tools("shell", "command", write="write_file"),
+    "google-adk-gemini": tools("shell", "command", write="write_file"),
+    "agno": tools("shell", "command", write="write_file"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from http import HTTPStatus
 
 import aiohttp
 import lineages
@@ -39,6 +40,10 @@ def engine(servers, tmp_path_factory):
 def assert_job_done(run):
     """The result is right, too: the files exist and contain what they should."""
     assert_content(run)
+    assert_files(run)
+
+
+def assert_files(run):
     assert (run.work / "hello.txt").read_text(encoding="utf-8") == tasks.HELLO
     assert (run.work / "upper.txt").read_text(encoding="utf-8") == tasks.UPPER
 
@@ -149,15 +154,20 @@ async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_
     assert_as_the_engine_says(through, calls, sequences, program.adapter)
 
 
-async def test_codex_asks_for_a_websocket_once(engine, tokenizer, tmp_path, figures):
-    """Its built-in provider prefers WebSocket. After 426 it uses HTTP at once, and its turns are exact."""
+async def test_codex_sends_what_is_new_over_a_websocket(engine, tokenizer, tmp_path, figures):
+    """Its built-in provider prefers WebSocket: a warm-up first, then only the items that follow the last response."""
     program = replace(find_program("codex"), environment={"CODEX_API_KEY": "any"})
     steps = [Step([*BUILT_IN, *step.words]) for step in program.steps(tasks.prompts("codex"))]
     through = await run_through_proxy("codex_websocket", program, steps, engine, tmp_path)
-    assert_job_done(through.run)
-    upgrades = [call["status"] for call in through.run.calls if any(name.lower() == "upgrade" for name, _ in call["request_headers"])]
-    assert upgrades == [426] * len(steps)
-    figures.append(f"codex_websocket: {len(upgrades)} upgrades in {len(steps)} processes")
+    assert all(ended.returncode == 0 for ended in through.run.ended), through.run.output
+    assert_files(through.run)
+    assert not [call for call in through.run.calls if call["method"] == "POST"], "nothing was sent over HTTP"
+    sockets = [call for call in through.run.calls if call["status"] == HTTPStatus.SWITCHING_PROTOCOLS]
+    sent = [json.loads(line) for call in sockets for line in call["request_body"].splitlines()]
+    asked = [message for message in sent if message.get("generate") is not False]
+    continuing = [message for message in asked if message.get("previous_response_id")]
+    figures.append(f"codex_websocket: {len(sockets)} connections, {len(sent)} messages, {len(continuing)} of {len(asked)} calls continue")
+    assert len(continuing) > len(asked) / 2
     assert_as_the_engine_says(
         through, lineages.read(through.run.generations, tokenizer.decode), EXPECTED["codex"].sequences, program.adapter
     )

@@ -1,0 +1,280 @@
+"""Serves the Responses dialect over WebSocket: each message that asks for a response is served like a POST request.
+
+This is OpenAI's WebSocket mode, as Codex 0.169 uses it (openai/codex: `codex-rs/codex-api/src/endpoint/responses_websocket.rs`, and
+`prepare_websocket_request` in `codex-rs/core/src/client.rs`). Each message is JSON:
+
+====================================  ==================================================================================================
+client: `response.create`             the members of the POST request. Responses are served one after the other
+client: `response.processed`          Codex has read a response; nothing is sent back
+server: `response.…`, `error`         the events of the stream
+server: `error` with a `status`       the error for which an HTTP request would get this status
+====================================  ==================================================================================================
+
+With `previous_response_id` the client sends only what follows the last response of its connection. That response need not be stored
+(Codex sends `store: false`): the connection keeps its items, and the request is served as if it contained them all. Another response is
+looked up as for a POST request. `generate: false` (Codex warms up its connection) samples nothing; the next request continues its input.
+
+A request has the headers of the handshake, and passes routing, memory limits and the call like any other. A client that closes the
+connection has left its call. The proxy closes a connection that waits for its client when it stops, or when it runs short of files; its
+client opens another one, and sends its whole input.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.abc import AbstractStreamWriter
+from multidict import CIMultiDict
+
+from tokencache.dialects.json_io import NULL, TRUE, fields_of, member
+from tokencache.dialects.reply_encoder import EVENT_STREAM
+from tokencache.dialects.sse import EventSplitter, data_of, event_of
+from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.proxy.request_body import KEPT, check_values
+from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
+from tokencache.server.http_guard import GuardedConnection
+from tokencache.wakeup import end
+
+Raw = msgspec.Raw
+Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
+
+ROUTE = "/v1/responses"
+PING_SECONDS = 30.0
+"""How long a connection may be silent before it is checked whether its client is still there."""
+_OF_HANDSHAKE = frozenset({"connection", "upgrade", "content-type", "content-length"})
+_PREVIOUS = "previous_response_id"
+
+
+class _Response(msgspec.Struct):
+    id: str
+    output: Raw
+
+
+class _LastEvent(msgspec.Struct):
+    type: Literal["response.completed", "response.incomplete"]
+    response: _Response
+
+
+_LAST_EVENT = msgspec.json.Decoder(_LastEvent)
+_ERROR = msgspec.json.Decoder(dict[str, Raw])
+
+
+def is_handshake(request: web.Request, route: str) -> bool:
+    """Whether a request that has `Upgrade` opens a connection that can be served here."""
+    return request.method == "GET" and route == ROUTE and web.WebSocketResponse().can_prepare(request).ok
+
+
+class ResponsesSockets:
+    """Serves the connections of an application. `serve` serves a request, within `guard`, which sends its errors."""
+
+    def __init__(self, serve: Serve, guard: Guard) -> None:
+        self._serve, self._guard = serve, guard
+        self._stopping = asyncio.Event()
+
+    def close(self) -> None:
+        """Close each connection after its current response, because the server stops."""
+        self._stopping.set()
+
+    async def serve(self, handshake: web.Request, session: str) -> web.StreamResponse:
+        """Serve a connection of a session until it is closed.
+
+        Raises:
+            HarnessError: the server stops.
+        """
+        if self._stopping.is_set():
+            raise HarnessError("the server stops", status=HTTPStatus.SERVICE_UNAVAILABLE)
+        socket = web.WebSocketResponse(heartbeat=PING_SECONDS, compress=False, max_msg_size=handshake.client_max_size)
+        connection = _Connection(handshake, socket, self._serve, self._guard)
+        connection.holding.belong_to(Owner(session))
+        await socket.prepare(handshake)
+        await connection.run(self._stopping)
+        return socket
+
+
+class _Connection:
+    """A connection; `holding` is what its messages hold while they arrive, and the items that it keeps."""
+
+    def __init__(self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard) -> None:
+        self._handshake, self._socket, self._serve, self._guard = handshake, socket, serve, guard
+        headers = [pair for pair in handshake.headers.items() if not _is_of_handshake(pair[0])]
+        self._headers = CIMultiDict([*headers, ("Content-Type", "application/json")])
+        self.holding = Holding(handshake.app[REQUEST_MEMORY])
+        assert isinstance(handshake.protocol, GuardedConnection)  # noqa: S101 - the server makes no others
+        self._wire = handshake.protocol
+        self._asked: bytes | None = None  # the items of the current request; `None` if they are not all known
+        self._last, self._items = "", b""  # of the last response: its id, and the items of its input and output
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve the messages, one after the other."""
+        self._wire.count_messages(self.holding)
+        stop = asyncio.create_task(stopping.wait())
+        receiving = asyncio.create_task(self._socket.receive())
+        call: asyncio.Task[Any] = receiving
+        try:
+            while True:
+                await asyncio.wait({receiving, stop}, return_when=asyncio.FIRST_COMPLETED)
+                if not receiving.done():
+                    await end(receiving)
+                    await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
+                    return
+                message = receiving.result()
+                if message.type is not WSMsgType.TEXT:
+                    return
+                data = message.data.encode()
+                self._wire.begin_message(len(data))
+                call = asyncio.create_task(self._answer(data))
+                receiving = asyncio.create_task(self._socket.receive())
+                await asyncio.wait({receiving, call}, return_when=asyncio.FIRST_COMPLETED)
+                if receiving.done() and receiving.result().type is not WSMsgType.TEXT:
+                    return
+                await call
+                self._wire.end_message()
+        finally:
+            await end(stop, receiving, call)
+            self._wire.count_messages(None)
+            self.holding.give_all()
+
+    async def _answer(self, message: bytes) -> None:
+        """Serve a message as a request, and keep what the next one may continue."""
+        request = self._handshake.clone(method="POST", headers=self._headers)
+        frames = request._payload_writer = _Frames(self._socket)  # noqa: SLF001 - aiohttp has no public way to set the writer
+        self._asked = None
+        with contextlib.suppress(ConnectionError):  # the client has left
+            response = await self._guard(request, partial(self._serve_message, message))
+            await response.prepare(request)
+            await response.write_eof()
+            await frames.send_error()
+        with contextlib.suppress(ValueError):  # the response failed
+            self._keep(_LAST_EVENT.decode(frames.last).response, holding_of(request).owner)
+
+    async def _serve_message(self, message: bytes, request: web.Request) -> web.StreamResponse:
+        """Serve a message as the body of a request.
+
+        Raises:
+            HarnessError: it is not a request for a response. The errors of the request are raised, too.
+        """
+        holding = holding_of(request)
+        holding.take("body", len(message))
+        await check_values(message)
+        fields = fields_of(message)
+        kind = member(fields, "type", (str,), "")
+        if kind == "response.processed":
+            return web.Response(content_type=EVENT_STREAM)
+        if kind != "response.create":
+            raise HarnessError(f"a message of the type {kind[:80]!r} is not supported: send 'response.create'", param="type")
+        samples = member(fields, "generate", (bool,), True)
+        items = _inner(bytes(fields.get("input", NULL)).strip())
+        if items is not None and self._last and member(fields, _PREVIOUS, (str,), None) == self._last:
+            items = _joined(self._items, items)
+            fields[_PREVIOUS], fields["input"] = NULL, Raw(b"[%s]" % items)
+        if bytes(fields.get(_PREVIOUS, NULL)) == bytes(NULL):
+            self._asked = items
+        if not samples:
+            return _warmed_up(fields)
+        fields["stream"] = TRUE
+        body = msgspec.json.encode({name: value for name, value in fields.items() if name not in {"type", "generate"}})
+        if len(body) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+        holding.take("body", len(body))
+        await check_values(body)
+        request[KEPT] = body
+        return await self._serve(request)
+
+    def _keep(self, response: _Response, owner: Owner) -> None:
+        """Keep the items that the next request may continue."""
+        self.holding.give("body", len(self._items))
+        self._last, self._items = "", b""
+        if self._asked is None:
+            return
+        items = _joined(self._asked, bytes(response.output)[1:-1])
+        with contextlib.suppress(MemoryFullError):  # then the client learns that the response is not known, and sends its whole input
+            self.holding.belong_to(owner)
+            self.holding.take("body", len(items))
+            self._last, self._items = response.id, items
+
+
+class _Frames(AbstractStreamWriter):
+    """Sends the events of a response as messages, and a response that is no stream as an error.
+
+    Attributes:
+        last: the data of the last event.
+    """
+
+    def __init__(self, socket: web.WebSocketResponse) -> None:
+        self._socket, self._events, self._body = socket, EventSplitter(), bytearray()
+        self._status, self._streams = 0, False
+        self.last = b""
+
+    async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
+        """Note the status, and whether a stream follows. It has no chunks of HTTP, which `delivery` would write past this object."""
+        headers.popall("Transfer-Encoding", None)
+        self._status = int(status_line.split(" ", 2)[1])
+        self._streams = headers.get("Content-Type", "").startswith(EVENT_STREAM)
+
+    async def write(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Send the events that are complete now.
+
+        Raises:
+            ConnectionError: the client has left.
+        """
+        self.output_size += len(chunk)
+        if not self._streams:
+            self._body += chunk
+            return
+        for event in self._events.feed(bytes(chunk)):
+            if data := data_of(event):
+                self.last = data
+                await self._socket.send_frame(data, WSMsgType.TEXT)
+
+    async def write_eof(self, chunk: bytes = b"") -> None:
+        """See `write`."""
+        await self.write(chunk)
+
+    async def send_error(self) -> None:
+        """Send the body, unless it was a stream."""
+        if not self._streams:
+            error = {**_ERROR.decode(self._body), "type": "error", "status": self._status}
+            await self._socket.send_frame(msgspec.json.encode(error), WSMsgType.TEXT)
+
+    async def drain(self) -> None:
+        """Do nothing: `write` waits for the client."""
+
+    def enable_compression(self, encoding: str = "deflate", strategy: int | None = None) -> None:
+        """Do nothing: messages are not compressed."""
+
+    def enable_chunking(self) -> None:
+        """Do nothing: messages have a length."""
+
+
+def _is_of_handshake(header: str) -> bool:
+    return header.lower() in _OF_HANDSHAKE or header.lower().startswith("sec-websocket-")
+
+
+def _inner(value: bytes) -> bytes | None:
+    """Return the items of an `input`, without brackets; `None` if it is neither a list nor a text."""
+    if value.startswith(b"["):
+        return value[1:-1].strip()
+    return b'{"role":"user","content":%s}' % value if value.startswith(b'"') else None
+
+
+def _joined(*lists: bytes) -> bytes:
+    return b",".join(filter(None, lists))
+
+
+def _warmed_up(fields: dict[str, Raw]) -> web.Response:
+    """Return a response without output, for a request that samples nothing."""
+    shown = {"object": "response", "created_at": int(time.time()), "model": fields.get("model", NULL), "output": []}
+    response = {"id": f"resp_{os.urandom(16).hex()}", **shown}
+    events = [
+        {"type": "response.created", "sequence_number": 0, "response": {**response, "status": "in_progress"}},
+        {"type": "response.completed", "sequence_number": 1, "response": {**response, "status": "completed"}},
+    ]
+    return web.Response(body=b"".join([event_of(msgspec.json.encode(event)) for event in events]), content_type=EVENT_STREAM)
