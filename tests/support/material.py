@@ -32,6 +32,8 @@ WHAT_TO_DO = {
     "skyrl": "run make integrations",
     "verifiers": "run make integrations",
     "harbor": "run make integrations",
+    "openenv": "run make integrations",
+    "trl": "run make integrations",
     "wandb": "run make integrations",
     "mlflow": "run make integrations",
     "tensorboard": "run make integrations",
