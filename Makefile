@@ -147,7 +147,7 @@ consumers: $(STAMP) ## test the export formats with the trainers' own classes (t
 		$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --dest .consumers $$w || exit 1; done
 	TOKENCACHE_CONSUMERS=$(abspath .consumers) $(PYTEST_E2E) tests/trajectories/formats/test_published.py
 
-integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers, Harbor and experiment trackers, and traces in Dynamo's simulator and aiperf: three minutes; 2 GB beside what `make e2e` installs
+integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, verifiers, Harbor, OpenEnv and experiment trackers, and traces in Dynamo's simulator and aiperf: four minutes; 2 GB beside what `make e2e` installs
 	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV) $(TRACKERS_VENV) $(REPLAY_VENV)
 	$(TRAINERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_verl.py tests/integrations/test_skyrl.py
 	TOKENCACHE_CONSUMERS=$(wildcard $(abspath .consumers)) $(AGENTS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) \
@@ -155,6 +155,7 @@ integrations: e2e-engine ## test tokencache.integrations inside verl, SkyRL, ver
 		$(addprefix tests/trajectories/formats/test_,verifiers.py atif.py published.py)
 	$(TRACKERS_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_trackers.py
 	$(REPLAY_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_traces.py
+	$(TRL_VENV)/bin/python -m pytest $(INTEGRATION_OPTIONS) tests/integrations/test_openenv.py
 
 e2e-harnesses: e2e-engine ## test every real harness that can be installed; writes docs/harnesses.md
 	-tests/system/e2e/harnesses/install.sh $(HARNESS_DIR)
@@ -171,7 +172,7 @@ e2e-nemo: $(STAMP) ## test NVIDIA's nemo-gym with the proxy in each position, on
 	$(NEMO_GYM_TESTS)
 
 e2e-install: e2e-engine ## install what `make e2e` needs (`make e2e` does so, too)
-	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL)
+	tests/system/e2e/harnesses/install.sh $(HARNESS_DIR) $(USUAL) gemini-cli
 	PYTHON=$(PYTHON) tests/integrations/install.sh $(VLLM_VENV) $(TRAINERS_VENV) $(AGENTS_VENV) $(TRACKERS_VENV) $(REPLAY_VENV)
 
 e2e-engine: $(STAMP)

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 
-@pytest.mark.parametrize("framework", ["verl", "skyrl", "verifiers", "harbor"])
+@pytest.mark.parametrize("framework", ["verl", "skyrl", "verifiers", "harbor", "openenv"])
 def test_a_missing_framework_is_a_clear_error(framework):
     if importlib.util.find_spec(framework):
         pytest.skip(f"{framework} is installed")

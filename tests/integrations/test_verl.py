@@ -25,8 +25,9 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from tests.integrations.kit import branching, guessing_engine, truth
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
+from tokencache.integrations.rollouts import FailedRolloutError
 from tokencache.integrations.rows import RowsError
-from tokencache.integrations.verl import FailedRolloutError, TokencacheAgentLoop
+from tokencache.integrations.verl import TokencacheAgentLoop
 from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.ran_with(trainer="verl")

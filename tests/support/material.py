@@ -34,6 +34,8 @@ WHAT_TO_DO = {
     "harbor": "run make integrations",
     "aiperf": "run make integrations",
     "dynamo": "run make integrations",
+    "openenv": "run make integrations",
+    "trl": "run make integrations",
     "wandb": "run make integrations",
     "mlflow": "run make integrations",
     "tensorboard": "run make integrations",

@@ -5,7 +5,9 @@ directories that tokencache made.
 """
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +17,18 @@ from tokencache.adapters.load import AdapterError
 MARKER = ".tokencache"
 """The marker file."""
 
+_LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and only the user can read it
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def temporary_directory(harness: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a directory that is removed after the harness ends, even if its last child processes still write to it.
+
+    It is not under TMPDIR, where Codex 0.169 refuses to install its helper programs ("Refusing to create helper binaries under
+    temporary dir").
+    """
+    parent = _LASTING if os.access(_LASTING, os.W_OK) else None
+    return tempfile.TemporaryDirectory(prefix=f"tokencache-{harness}-", dir=parent, ignore_cleanup_errors=True)
 
 
 def claim(directory: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import secrets
 import shlex
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,6 @@ from tokencache.session_url import session_key
 _NOT_FOUND = 127
 """The exit code of shells for a program that is not found."""
 
-_LASTING = "/var/tmp"  # noqa: S108 - the directory made in it is new, and only the user can read it
 _DIR = Path("DIR")
 """`tokencache env` prints this for the configuration directory if none is named."""
 
@@ -98,7 +96,7 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
         if config_dir is not None:
             code = _run(adapter, args or [], session, proxy, key, model, config_dir.absolute())
         else:
-            with _temporary_directory(adapter) as temporary:
+            with files.temporary_directory(adapter.name) as temporary:
                 code = _run(adapter, args or [], session, proxy, key, model, Path(temporary))
     except (AdapterError, HarnessError) as error:
         raise _failed(error) from None
@@ -205,16 +203,6 @@ def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path |
         failed(error)
         return False
     return done
-
-
-def _temporary_directory(adapter: Adapter) -> tempfile.TemporaryDirectory[str]:
-    """Make a directory that is removed after the harness ends, even if its last child processes still write to it.
-
-    It is not under TMPDIR, where Codex 0.169 refuses to install its helper programs ("Refusing to create helper binaries under
-    temporary dir").
-    """
-    parent = _LASTING if os.access(_LASTING, os.W_OK) else None
-    return tempfile.TemporaryDirectory(prefix=f"tokencache-{adapter.name}-", dir=parent, ignore_cleanup_errors=True)
 
 
 def _prepare(  # noqa: PLR0917 - one parameter per option

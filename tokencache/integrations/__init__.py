@@ -7,6 +7,7 @@ No other package imports them, so a framework is needed only by those who use it
 `verl`       an agent loop for verl
 `skyrl`      a generator for SkyRL
 `trl`        rollouts, rewards and transfer of weights for TRL
+`openenv`    sessions for OpenEnv, so that TRL's rollout worker runs harness programs
 `verifiers`  an environment for verifiers, and so for prime-rl
 `harbor`     an agent and a plugin for Harbor
 `nemo_gym`   a model server for NeMo Gym

@@ -74,6 +74,10 @@ class FailedRollout(NamedTuple):
         return f"session {self.session or 'none'}: {self.detail}"
 
 
+class FailedRolloutError(RuntimeError):
+    """A rollout failed, after its retries. Raised to frameworks that leave out a rollout which raises: verl, and TRL with OpenEnv."""
+
+
 class TooManyFailuresError(RuntimeError):
     """More rollouts of a step failed than may. The message counts them by kind, with the newest of each.
 

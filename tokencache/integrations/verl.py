@@ -18,7 +18,7 @@ from typing import Any
 from tokencache.batching.media import images_of
 from tokencache.client import AsyncClient
 from tokencache.integrations.fetching import Fetching, FinishedRollout
-from tokencache.integrations.rollouts import FailedRollout, Play, Rollouts, load_play, new_run
+from tokencache.integrations.rollouts import FailedRollout, FailedRolloutError, Play, Rollouts, load_play, new_run
 from tokencache.integrations.rows import RowPolicy, check_policy
 from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import Sequence
@@ -33,13 +33,8 @@ except ModuleNotFoundError as error:
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 """The sampling parameters that verl gives to an agent loop. It also gives `logprobs`: the proxy always requests them."""
 
-
 _RUN = new_run()
 """The run of the agent loops of this process that name none."""
-
-
-class FailedRolloutError(RuntimeError):
-    """A rollout failed, after its retries. verl then leaves it out of its group (`docs/integrations/verl.md`)."""
 
 
 class TokencacheAgentLoop(AgentLoopBase):
@@ -107,7 +102,7 @@ class TokencacheAgentLoop(AgentLoopBase):
         """Run the harness for one sample. Returns one output, or with `rows: all` a list.
 
         Raises:
-            FailedRolloutError: the rollout failed.
+            FailedRolloutError: the rollout failed. verl then leaves it out of its group (`docs/integrations/verl.md`).
             RowsError: the rows of the rollout do not fit the policy.
         """
         sampling = {name: sampling_params[name] for name in _SAMPLING if sampling_params.get(name) is not None}

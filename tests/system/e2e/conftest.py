@@ -7,6 +7,7 @@ import site
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -115,6 +116,11 @@ def tokenizer(request):
     if name == "qwen3" and not QWEN3.exists():
         pytest.skip("Qwen3's tokenizer is missing")
     return name
+
+
+def trl_venv():
+    """Where `install_trl.sh` installs TRL: `$TOKENCACHE_E2E_TRL`, or `.venv-trl` in the repository."""
+    return Path(os.environ.get("TOKENCACHE_E2E_TRL") or REPOSITORY / ".venv-trl").absolute()
 
 
 @pytest.fixture

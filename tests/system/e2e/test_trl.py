@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
-from conftest import proxying
+from conftest import proxying, trl_venv
 from rig.examples import run_example
 from rig.server import REPOSITORY, VllmServer, default_venv
 
@@ -24,7 +24,7 @@ MAKE_MODEL = "import pathlib, sys; from examples.train_tiny_qwen3.model import m
 @pytest.fixture
 def trl_python():
     """An interpreter with TRL."""
-    venv = Path(os.environ.get("TOKENCACHE_E2E_TRL") or REPOSITORY / ".venv-trl").absolute()
+    venv = trl_venv()
     if not (venv / "bin/python").exists():
         pytest.skip(f"no TRL in {venv}: run tests/system/e2e/rig/install_trl.sh {venv} {default_venv()} {sys.prefix}")
     return venv / "bin/python"

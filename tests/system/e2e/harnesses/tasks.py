@@ -90,6 +90,15 @@ def one_task(kit, *ending):
     return [*turns, upper, *ending]
 
 
+def short_job(kit):
+    """A job that leaves one file, and needs no certain directory."""
+    return [
+        say("\nFirst “look” around…\n\n", "\n\nLet me look — naïve ☕.  \n\n", kit.run("\"ls; echo 'héllo ☃ \\u00e9'\"")),
+        say("   ", "Now the file, with a space behind ", kit.run_plainly('"echo ☃ > done.txt"')),
+        say("\nAll done.\n", "\n\nDone ✅.\n\n  "),
+    ]
+
+
 def strictly(kit, *, final):
     """The job for a harness whose every answer must consist only of calls (`tool_choice: required`, which a grammar enforces)."""
     only = [
@@ -185,6 +194,9 @@ TERMINUS = [
 STRICT = {"smolagents": lambda kit: strictly(kit, final=lambda text: call("final_answer", f'{{ "answer" : "{text}" }}'))}
 """Harnesses whose answers a grammar constrains."""
 
+SHORT = ("claude-code", "codex", "gemini-cli")
+"""Harnesses that do the short job in TRL's rollout worker: each speaks another dialect, and none speaks chat completions."""
+
 ENDINGS = {
     "mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))],
     "crewai": [say("\nAll there.\n", "Done.  \n")],
@@ -198,7 +210,8 @@ def scripts():
     for name, kit in KITS.items():
         turns = one_task(kit, *ENDINGS[name]) if name in ENDINGS else STRICT.get(name, job)(kit)
         found[name] = {"turns": turns, "side": say("\nA title is wanted.\n", "Create Hello File")}
-    return found | {"terminus-2": TERMINUS}
+    short = {f"{name}-short": {"turns": short_job(KITS[name]), "side": say("", "A Short Job")} for name in SHORT}
+    return found | short | {"terminus-2": TERMINUS}
 
 
 def prompts(name):
