@@ -10,7 +10,7 @@ import pytest
 
 from tests.client.both import KINDS, Wrapped
 from tests.images import image
-from tests.proxy.kit import echo, proxied, user
+from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_exactness import NO_THOUGHT
 from tests.proxy.traffic import Harness
 from tokencache.client import RefusedError
@@ -195,6 +195,19 @@ async def test_thinking_that_the_template_drops_stays_dropped():
 
 
 # --- refused ---
+
+
+async def test_an_edit_that_changes_what_is_shown_of_a_reply_is_refused():
+    """`history: follow`: after the hint, a new question, the template drops the thinking that was in the recorded prompt."""
+    async with proxied(engine(episodes={"call": [f"{THOUGHT}Let me look.\n{CALL}", *REPLIES]}), history="follow") as rig:
+        messages = [user("EPISODE:call")]
+        said = await rig.say("s", messages, tools=TOOLS)
+        await rig.say("s", [*messages, {**echo(said), "reasoning": said["reasoning"]}, *results(said)], tools=TOOLS)
+        first, second = await score(rig, insert())
+        assert (first["refused"], second["refused"], second["score"]) == ("", "reply-changes", [])
+        assert "another part of a sampled reply" in second["error"]
+        _, second = await score(rig, insert(at=0))
+        assert second["refused"] == ""
 
 
 async def test_a_sampled_reply_is_not_replaced():

@@ -41,7 +41,7 @@ class Edit(msgspec.Struct, frozen=True, omit_defaults=True):
     """One change of the recorded messages: exactly one of `insert` and `replace` is given, with at least one message.
 
     Attributes:
-        at: the place. `None`: after the last message, directly before the reply.
+        at: the place: 0 is the first message, -1 the last. `None`: after the last one, directly before the reply.
         insert: messages (chat completions) to put before the message at this place.
         replace: messages to put in place of the message at this place.
 

@@ -399,17 +399,18 @@ class ScoredTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn under edits of the messages before its reply (`core.context_edits`): m sampled ids after an edited prompt of p ids.
 
     Attributes:
-        turn: the turn. `sequence`: the sequence that it belongs to.
-        edits: the indexes of the edits that changed its prompt; empty if none has a place in it. Then the prompt is the recorded one.
-        prompt_token_ids: the p ids of the edited prompt; empty if the turn is refused, or cannot be scored.
+        turn: the turn.
+        sequence: the sequence that it belongs to.
+        edits: the indexes of the edits that changed its prompt; empty if none has a place in it: then the prompt is the recorded one.
+        prompt_token_ids: the p ids of the edited prompt; empty if the turn is refused.
         token_ids: the m ids that were sampled.
-        loss_mask: m values: 1 where the policy chose the id and its log probability is recorded.
+        loss_mask: m values: 1 where the policy chose the id and its log probability is recorded, otherwise 0.
         logprobs: m recorded log probabilities, natural logarithms; 0.0 where `loss_mask` is 0.
-        score: m log probabilities of the same ids after the edited prompt, of the model's own distribution; empty if they were not asked
-            for, or the turn has none.
-        top_ids, top_logprobs: m lists of the likeliest ids at each place and their log probabilities, the likeliest first; empty without
-            `top`.
-        refused: why it has no prompt or no score: a name of `EditRefusal`; `""` if it has. `error`: the same in words.
+        score: m log probabilities of the same ids after the edited prompt, of the model's own distribution; empty without a score.
+        top_ids: m lists of the `top` likeliest ids at each place, the likeliest first; empty without `top`.
+        top_logprobs: their log probabilities.
+        refused: why it has no score, one of the names below; `""` if it is not refused.
+        error: the same in words.
     """
 
     turn: str
