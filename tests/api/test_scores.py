@@ -13,7 +13,7 @@ from tests.images import image
 from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_exactness import NO_THOUGHT
 from tests.proxy.traffic import Harness
-from tokencache.client import RefusedError
+from tokencache.client import AsyncClient, RefusedError
 from tokencache.core import ids
 from tokencache.core.context import whole_contexts
 from tokencache.core.context_edits import EditRefusal
@@ -263,9 +263,73 @@ async def test_a_template_that_refuses_the_edit_refuses_the_turn(monkeypatch):
         assert {turn["refused"] for turn in turns} == {"template-refuses"}
 
 
-async def test_images_and_messages_that_are_not_kept_are_refused(rig_with_image):
+async def test_images_are_refused(rig_with_image):
     (turn,) = await score(rig_with_image, insert())
     assert turn["refused"] == "media"
+
+
+async def test_what_no_rendering_of_messages_gives_is_refused(rig_with_two_turns):
+    """A text completion, and a reply whose beginning the client sent: one that was recorded, and one that was not."""
+    rig = rig_with_two_turns
+    await rig.post("s", "/v1/completions", model="sim", prompt="Once upon a time", max_tokens=5)
+    continues = {"add_generation_prompt": False, "continue_final_message": True}
+    await rig.say("s", [user("EPISODE:talk"), {"role": "assistant", "content": "What I"}], **continues)
+    cut = await rig.say("t", [user("EPISODE:talk")], max_tokens=25)
+    begun = {name: value for name, value in cut.items() if value}
+    await rig.say("t", [user("EPISODE:talk"), begun], **continues)
+    assert [turn["refused"] for turn in await score(rig, insert())] == ["", "", "no-proof", "reply-in-parts"]
+    assert [turn["refused"] for turn in await score(rig, insert(), session="t")] == ["", "reply-in-parts"]
+
+
+async def test_requests_that_are_not_kept_are_refused(rig_with_two_turns, monkeypatch):
+    async def nothing(*_):
+        return {}
+
+    monkeypatch.setattr(rig_with_two_turns.store, "contexts", nothing)
+    assert {turn["refused"] for turn in await score(rig_with_two_turns, insert())} == {"not-kept"}
+    assert {turn["refused"] for turn in await score(rig_with_two_turns)} == {""}, "without an edit nothing is rendered"
+    monkeypatch.setattr(rig_with_two_turns.proxy._edited._prefixes, "get", torn)
+    assert {turn["refused"] for turn in await score(rig_with_two_turns)} == {"torn-record"}
+
+
+async def torn(*_):
+    raise ValueError("3 prompt tokens rebuilt, 4 recorded")
+
+
+async def test_an_engine_that_takes_no_ids_proves_nothing():
+    async with proxied(engine(honours_ids=False)) as rig:
+        await talk(rig, turns=1)
+        (turn,) = await score(rig, insert())
+        assert turn["refused"] == "no-proof"
+        assert "nothing can be proven for this turn (" in turn["error"]
+        (turn,) = await score(rig)
+        assert turn["score"] == pytest.approx(turn["logprobs"], abs=1e-5)
+
+
+async def test_ids_of_the_client_are_not_rendered_again(rig_with_two_turns):
+    """They are not recorded, so nothing shows which of them the model sampled."""
+    rig = rig_with_two_turns
+    _, said = await rig.post("a", messages=[user("EPISODE:talk")], return_token_ids=True, logprobs=True)
+    (choice,) = said["choices"]
+    returned = {"prompt_token_ids": said["prompt_token_ids"], "generation_token_ids": choice["token_ids"], "generation_log_probs": []}
+    messages = [user("EPISODE:talk"), {**echo(choice["message"]), **returned}, user("go on")]
+    messages += [echo(await rig.say("b", messages)), user("go on")]
+    await rig.say("b", messages)
+    assert [turn["reason"] for turn in await rig.turns("b")] == ["client-ids", ""]
+    assert [turn["refused"] for turn in await score(rig, insert(), session="b")] == ["unproven", "unproven"]
+
+
+async def test_a_fork_is_scored_and_its_shared_turns_have_no_recorded_values(rig_with_two_turns):
+    rig = rig_with_two_turns
+    whole = await score(rig, insert())
+    async with AsyncClient(rig.url) as client:
+        fork = await client.fork("s", whole[0]["turn"], "f")
+        messages = [user("EPISODE:talk"), echo({"content": "Reply number 0."}), user("and now?")]
+        await rig.say("f", messages)
+        shared, own = (await fork.score([insert()])).turns
+    assert (shared.score, set(shared.loss_mask), set(shared.logprobs)) == (whole[0]["score"], {0}, {0.0})
+    assert (own.refused, set(own.loss_mask)) == ("", {1})
+    assert rig.engine.tokenizer.decode(own.prompt_token_ids).count("Thought 0") == 1, "the shared reply has its exact ids"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class EditRefusal(Described):
     REPLY_IN_PARTS = "reply-in-parts", "the client wrote the beginning of the reply, which no template renders as it was sent"
     TORN_RECORD = "torn-record", "the stored records do not fit together"
     SAMPLED_REPLY = "sampled-reply", "an edit replaces a reply that the model sampled in this history; every sampled reply keeps its ids"
-    NO_PROOF = "no-proof", "nothing can be proven with this engine"
+    NO_PROOF = "no-proof", "nothing can be proven for this turn"
     RENDERED_OTHERWISE = (
         "rendered-otherwise",
         "without the edit, the engine does not render the prompt that was recorded, so its rendering proves nothing about the edited one",
