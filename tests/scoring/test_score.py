@@ -283,6 +283,19 @@ async def test_a_turn_that_is_refused_is_never_scored(sessions, tmp_path):
     assert len(shell.rig.engine.completions) == scored + 4
 
 
+async def test_a_turn_that_is_proven_later_is_scored_by_a_resumed_run(sessions, tmp_path):
+    shell, write = sessions
+    to, tokenizer = tmp_path / "a.jsonl", shell.rig.engine.tokenizer
+    command = ("score", "a", "--edit", write(HINT), "--engine", shell.rig.up, "--to", str(to))
+    ours, tokenizer.chat_template = tokenizer.chat_template, tokenizer.chat_template.replace("'<|im_end|>\\n' }}", "'!<|im_end|>\\n' }}", 1)
+    assert "rendered-otherwise" in (await shell(*command, code=1)).stderr
+    assert [row["score"] for row in rows_of(to)] == [None] * 3
+    tokenizer.chat_template = ours
+    await shell(*command, "--resume")
+    assert all(row["score"] and "edit_error" not in row for row in rows_of(to))
+    assert not to.with_name("a.jsonl.scored").exists()
+
+
 async def test_an_engine_that_is_lost_leaves_a_journal_and_no_file(sessions, tmp_path):
     shell, write = sessions
     to, engine = tmp_path / "a.jsonl", shell.rig.engine

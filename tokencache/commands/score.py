@@ -176,7 +176,7 @@ async def _run(
                 if not run.keys:
                     raise FileError("there is no sequence to score; nothing was written")
                 _write(paths.to, run, journal)
-                return run, dict(journal.failed)
+                return run, {key: journal.failed[key] for key in run.keys if key in journal.failed}
 
 
 def _write(to: Path, run: ScoreRun, journal: Journal) -> None:
