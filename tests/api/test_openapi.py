@@ -65,6 +65,7 @@ async def test_answers_match_their_schemas():
             "createSession": {"session": "s-3", "group": "g"},
             "forkSession": {"turn": turns[0]["turn"], "session": "s-4"},
             "labelSession": {"tags": ["a"]},
+            "scoreTurns": {"edits": [{"at": 0, "insert": [{"role": "user", "content": "Hint."}]}], "top": 1},
             "setReward": {"reward": 0.5, "turns": {turns[0]["turn"]: 1.0}},
             "finishSession": {"reward": 1.0},
             "awaitSessions": {"sessions": [SESSION, "none"]},

@@ -26,12 +26,13 @@ from tokencache.batching import selection
 from tokencache.cli import app
 from tokencache.client import Client, Session, errors
 from tokencache.config import PREFIX
+from tokencache.core.context_edits import Edit, EditRefusal
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import CAUSES, OutcomeKind
 from tokencache.core.reasons import Described, Reason
 from tokencache.core.rules import RULES
 from tokencache.core.turn import TurnMark
-from tokencache.trajectories.values import DriftFigures, Figures, Incident, Link, Sequence, Trajectory, TurnSpan
+from tokencache.trajectories.values import DriftFigures, Figures, Incident, Link, ScoredTurn, Sequence, Trajectory, TurnSpan
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {
@@ -246,6 +247,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decisions": decisions,
     "trajectory": lambda: attributes(Trajectory, Sequence, TurnSpan, Figures, DriftFigures, Incident, Link),
     "adapter-fields": lambda: members(Adapter),
+    "edits": lambda: members(Edit),
+    "scored-turn": lambda: members(ScoredTurn),
+    "edit-refusals": lambda: described("refused", EditRefusal),
     "row-rules": row_rules,
     "client-methods": lambda: methods(Client) + "\n" + methods(Session),
     "client-errors": client_errors,

@@ -13,6 +13,7 @@ from tests.commands.test_commands import Shell, record
 from tests.proxy.kit import proxied
 from tests.scoring.kit import turn
 from tokencache.cli import app
+from tokencache.client import AsyncClient
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.trajectories.digest import add_digest
@@ -213,3 +214,118 @@ async def test_a_file_that_was_changed_and_one_without_sequences(recorded, tmp_p
     assert "is no journal of scores" in await score(path, "--engine", url, "--to", to, "--resume", code=1)
     assert (journal.read_text(), engine.completions) == ("not JSON\n", [])
     assert not to.exists()
+
+
+# --- edited messages ---
+
+HINT = {"edits": [{"at": 0, "insert": [{"role": "user", "content": "Hint: try ü."}]}]}
+
+
+@pytest.fixture
+async def sessions(tmp_path):
+    """A proxy with two sessions of three turns; returns its shell and a function that writes a file of edits."""
+    engine = SimulatedEngine(seed=7, dev_mode=True)
+    engine.weights.loaded = "v1"
+    async with proxied(engine) as rig:
+        for name in ("a", "b"):
+            await record(rig, name, 2)
+        engine.completions.clear()
+
+        def write(*values):
+            path = tmp_path / "edits.jsonl"
+            path.write_text("\n".join(map(json.dumps, values)))
+            return str(path)
+
+        yield Shell(rig), write
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+async def test_turns_are_scored_after_edited_messages(sessions, tmp_path, ending):
+    shell, write = sessions
+    to = tmp_path / f"hinted{ending}"
+    await shell("score", "a", "b", "--edit", write(HINT), "--top", "2", "--engine", shell.rig.up, "--to", str(to))
+    rows = rows_of(to)
+    assert [row["session"] for row in rows] == ["a"] * 3 + ["b"] * 3
+    for row in rows:
+        turns = {turn.turn: turn for turn in (await edited(shell.rig, row["session"], HINT["edits"], top=2)).turns}
+        turn = turns[row["turn"]]
+        start = len(turn.prompt_token_ids)
+        assert (row["sequence"], row["edits"]) == (turn.sequence, [0])
+        assert row["token_ids"] == turn.prompt_token_ids + turn.token_ids
+        assert (sum(row["loss_mask"][:start]), row["loss_mask"][start:]) == (0, turn.loss_mask)
+        assert row["logprobs"][start:] == pytest.approx(turn.logprobs)
+        assert row["score"][start:] == pytest.approx(turn.score)
+        assert row["score_top_ids"][start:] == turn.top_ids
+        assert row["score"][start:] != pytest.approx(turn.logprobs)
+    again = tmp_path / f"again{ending}"
+    await score(to, "--engine", shell.rig.up, "--to", again, "--name", "ref")
+    assert [row["score_ref"] == row["score"] for row in rows_of(again)] == [True] * 6
+
+
+async def edited(rig, session, edits, **more):
+    async with AsyncClient(rig.url) as client:
+        return await client.session(session).score(edits, **more)
+
+
+async def test_a_turn_that_is_refused_is_never_scored(sessions, tmp_path):
+    shell, write = sessions
+    to, again = tmp_path / "a.jsonl", tmp_path / "again.jsonl"
+    reply = {"session": "a", "edits": [{"at": 1, "replace": [{"role": "user", "content": "x"}]}]}
+    result = await shell("score", "a", "b", "--edit", write(HINT, reply), "--engine", shell.rig.up, "--to", str(to), code=1)
+    assert "sampled-reply: an edit replaces a reply" in " ".join(result.stderr.split())
+    rows = rows_of(to)
+    assert [(row["session"], row["score"] is None) for row in rows] == [("a", False), ("a", True), ("a", True), *[("b", False)] * 3]
+    assert rows[1]["token_ids"] == []
+    assert rows[1]["edit_error"] == rows[1]["score_error"]
+    scored = len(shell.rig.engine.completions)
+    await score(to, "--engine", shell.rig.up, "--to", again, "--name", "ref", code=1)
+    assert [row["score_ref"] is None for row in rows_of(again)] == [row["score"] is None for row in rows]
+    assert len(shell.rig.engine.completions) == scored + 4
+
+
+async def test_a_turn_that_is_proven_later_is_scored_by_a_resumed_run(sessions, tmp_path):
+    shell, write = sessions
+    to, tokenizer = tmp_path / "a.jsonl", shell.rig.engine.tokenizer
+    command = ("score", "a", "--edit", write(HINT), "--engine", shell.rig.up, "--to", str(to))
+    ours, tokenizer.chat_template = tokenizer.chat_template, tokenizer.chat_template.replace("'<|im_end|>\\n' }}", "'!<|im_end|>\\n' }}", 1)
+    assert "rendered-otherwise" in (await shell(*command, code=1)).stderr
+    assert [row["score"] for row in rows_of(to)] == [None] * 3
+    tokenizer.chat_template = ours
+    await shell(*command, "--resume")
+    assert all(row["score"] and "edit_error" not in row for row in rows_of(to))
+    assert not to.with_name("a.jsonl.scored").exists()
+
+
+async def test_an_engine_that_is_lost_leaves_a_journal_and_no_file(sessions, tmp_path):
+    shell, write = sessions
+    to, engine = tmp_path / "a.jsonl", shell.rig.engine
+    command = ("score", "a", "b", "--engine", shell.rig.up, "--to", str(to), "--max-tokens-at-once", "2000", "--edit", write(HINT))
+    engine.choose_fault = lambda route, body: Fault(FaultKind.CLOSE) if len(engine.completions) > 3 else None
+    assert "--resume continues" in (await shell(*command, code=1)).stderr.replace("\n", " ")
+    assert not to.exists()
+    engine.choose_fault = None
+    other = write({"edits": [{"insert": [{"role": "user", "content": "Other words."}]}]})
+    assert "was written with edits" in (await shell(*command, "--resume", code=1)).stderr
+    assert write(HINT) == other
+    await shell(*command, "--resume")
+    assert [row["session"] for row in rows_of(to)] == ["a"] * 3 + ["b"] * 3
+    assert all(row["score"] for row in rows_of(to))
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "words"),
+    [
+        ([HINT], "rollouts.jsonl", "has no messages to edit"),
+        ([{"session": "b", **HINT}], "a", "session a: the file of edits has none for it"),
+        ([HINT, HINT], "a", "number 2: all sessions has edits already"),
+        ([{"edits": [{"at": "0"}]}], "a", "number 1: Expected `int | null`, got `str` - at `$.edits[0].at`"),
+        ([{"edit": []}], "a", "number 1: Object contains unknown field `edit`"),
+        ([{"edits": [{"at": 40, "insert": [{"role": "user", "content": "x"}]}]}], "a", "`edits[0].at` is 40, and no chosen turn"),
+    ],
+)
+async def test_edits_that_cannot_be_applied_are_refused(sessions, tmp_path, values, target, words):
+    shell, write = sessions
+    result = await shell("score", target, "--edit", write(*values), "--engine", shell.rig.up, "--to", str(tmp_path / "a.jsonl"), code=1)
+    assert words in " ".join(result.stderr.split())
+    assert {file.name for file in tmp_path.iterdir()} == {"edits.jsonl"}
+    assert shell.rig.engine.completions == []

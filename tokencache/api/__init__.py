@@ -6,6 +6,7 @@
 `requests`      the bodies of their requests
 `listing`       lists sessions with filters, a page at a time; `summaries` all of them in one line each, for viewers
 `lost_text`     decodes replies, and compares them with what was served
+`scores`        a handler that scores turns after edited messages
 `runs`          handlers for the figures of runs
 `queue`         delivers finished sessions to consumers
 `gauges`        the state of the queue and the store, as metrics and for viewers

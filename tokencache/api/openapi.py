@@ -25,6 +25,7 @@ from tokencache.api.requests import (
     NewReward,
     NewUpdate,
     NewVersion,
+    ScoreEdited,
     Take,
 )
 from tokencache.core.media import StoredMedium
@@ -39,6 +40,7 @@ from tokencache.trajectories.values import (
     Capacity,
     Conditions,
     DeliveryState,
+    EditedScores,
     EngineState,
     Link,
     QueueState,
@@ -275,6 +277,24 @@ OPERATIONS = (
         "other turn to the reason. `drift` is `turns` by default.",
         query=(_DRIFT,),
         errors=_NO_SESSION,
+    ),
+    Operation(
+        "scoreTurns",
+        "POST",
+        _SESSION + "/score",
+        "Score the recorded replies of a session after edited messages.",
+        EditedScores,
+        description="Messages before a reply are inserted or replaced, such as by a hint. Every reply that the model sampled keeps its "
+        "exact ids; the engine renders the rest. A turn for which that is not proven has `refused` and `error` in place of a "
+        "score. Nothing is recorded. With `score: false`, only the edited prompts are returned, for an engine of yours.",
+        body=ScoreEdited,
+        errors={
+            **_NO_SESSION,
+            HTTPStatus.CONFLICT: "The engine's label of its weights changed meanwhile.",
+            HTTPStatus.UNPROCESSABLE_ENTITY: "A member is invalid, two edits replace one message, or no chosen turn has the place of an "
+            "edit. The message names the member.",
+            HTTPStatus.BAD_GATEWAY: "The engine failed. No turn is returned.",
+        },
     ),
     Operation(
         "labelSession",

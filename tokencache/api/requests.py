@@ -1,13 +1,18 @@
-"""Defines the bodies of the requests that end and reward sessions, use the queue and announce weights (`core.session` has the others)."""
+"""Defines the bodies of the requests that end, reward and score sessions, use the queue and announce weights.
+
+`core.session` has the others.
+"""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tokencache.core.context_edits import MOST_EDITS, Edit
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import LabelChanges, Number, Reward
 from tokencache.core.weights import PauseMode
+from tokencache.scoring.request import MOST_TOP
 
 MOST_NAMED = 10_000
 """Sessions that one request may name."""
@@ -134,6 +139,22 @@ class Take(msgspec.Struct, frozen=True):
             raise ValueError("`min_group` and `group_timeout` need each other: how many sessions of a group, and after how many seconds")
         if self.min_group is not None and self.min_group > self.group_size:
             raise ValueError(f"`min_group` {self.min_group} is larger than `group_size` {self.group_size}, the sessions of a whole group")
+
+
+class ScoreEdited(msgspec.Struct, frozen=True):
+    """Which turns of a session to score, and under which edits of the messages before their replies.
+
+    Attributes:
+        edits: the edits (`core.context_edits`). Their places are those of each turn's recorded messages.
+        turns: the ids of the turns; empty for all.
+        score: whether the session's engine scores them. Otherwise only the edited prompts are returned.
+        top: number of the likeliest tokens to return at each place.
+    """
+
+    edits: Annotated[list[Edit], msgspec.Meta(max_length=MOST_EDITS)]
+    turns: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)] = []
+    score: bool = True
+    top: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOP)] = 0
 
 
 class NewVersion(msgspec.Struct, frozen=True):

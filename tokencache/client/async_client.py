@@ -26,6 +26,7 @@ class AsyncSession(Access):
     set_reward = awaited(session_operations.set_reward)
     rewards = awaited(session_operations.rewards)
     changes = awaited(session_operations.changes)
+    score = awaited(session_operations.score)
     label = awaited(session_operations.label)
     seal = awaited(session_operations.seal)
     trajectory = awaited(session_operations.trajectory)

@@ -16,10 +16,13 @@ from tokencache.client.errors import AnswerError, NotFoundError, SealedError, Wa
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, call_for_bytes, send_delete
 from tokencache.core.media import StoredMedium
 from tokencache.trajectories.lengths import ExportOptions, parameters_of
-from tokencache.trajectories.values import RewardState, SessionState, Trajectory, TurnChange
+from tokencache.trajectories.values import EditedScores, RewardState, SessionState, Trajectory, TurnChange
 
 _FIRST_POLL, _LONGEST_POLL = 0.02, 1.0
 """Seconds between two requests for the state of a session: the first and the longest pause."""
+
+_LONGEST_SCORING = 3600.0
+"""Seconds for which an engine may score a session."""
 
 
 class _Media(msgspec.Struct):
@@ -143,6 +146,28 @@ def rewards(session: Access) -> Steps[RewardState]:
 def changes(session: Access) -> Steps[list[TurnChange]]:
     """Return for each turn what changed in its request, in the order in which the turns were recorded."""
     return (yield from call(Request("GET", f"{path_of(session.id)}/changes"), _Changes)).changes
+
+
+def score(
+    session: Access, edits: Iterable[Mapping[str, Any]] = (), *, turns: Iterable[str] = (), top: int = 0, score: bool = True
+) -> Steps[EditedScores]:
+    """Score the recorded replies after edited messages, such as with a hint (docs/scoring.md). Every sampled reply keeps its exact ids.
+
+    Args:
+        session: the session.
+        edits: what changes: `{"at": 1, "insert": [message, …]}` puts messages before the one at this place, and `{"at": 1, "replace":
+            [message, …]}` in its place. Places are those of each turn's recorded messages: 0 is the first, -1 the last. Without `at`,
+            messages are inserted directly before the reply.
+        turns: the ids of the turns; empty for all.
+        top: number of the likeliest tokens to return at each place, at most 20.
+        score: whether the session's engine scores them. Otherwise only the edited prompts are returned, for an engine of yours.
+
+    Raises:
+        RefusedError: an edit is invalid, or no turn has its place; the message names it.
+        AnswerError: the engine failed, or its weights changed meanwhile; nothing was scored.
+    """
+    body = written({"edits": list(edits), "turns": list(turns), "top": top, "score": score})
+    return (yield from call(Request("POST", f"{path_of(session.id)}/score", body=body, wait=_LONGEST_SCORING), EditedScores))
 
 
 def label(

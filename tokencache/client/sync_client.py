@@ -30,6 +30,7 @@ class Session(Access):
     set_reward = blocking(session_operations.set_reward)
     rewards = blocking(session_operations.rewards)
     changes = blocking(session_operations.changes)
+    score = blocking(session_operations.score)
     label = blocking(session_operations.label)
     seal = blocking(session_operations.seal)
     trajectory = blocking(session_operations.trajectory)

@@ -13,6 +13,7 @@
 `verify`     `tokencache verify`: check exported files or sessions
 `drift`      `tokencache drift`: report drift; `drift_plot` draws it
 `score`      `tokencache score`: the log probabilities of recorded sequences by any engine
+`edits`      reads the file of its `--edit`, and the turns of sessions under its edits
 `audit`      `tokencache audit`: compare recorded log probabilities with an engine's
 `weights`    `tokencache weights`: show, set and replace the version of the weights
 `harness`    `tokencache run`, `env` and `harnesses`

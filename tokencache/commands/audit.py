@@ -37,8 +37,8 @@ from tokencache.commands.sink import FileError
 from tokencache.scoring.audit import MEANING, AuditedSpan, Cause
 from tokencache.scoring.auditing import AuditRun, audit_rollouts
 from tokencache.scoring.differences import BOUNDS, histogram
-from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine, default_tokens_at_once
-from tokencache.scoring.request import ScoringError
+from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine
+from tokencache.scoring.request import ScoringError, default_tokens_at_once
 from tokencache.trajectories.values import Trajectory
 
 _SHOWN = 10

@@ -77,11 +77,7 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
         FileError: a file cannot be read, or was changed after it was exported.
     """
     with Client(proxy, admin_key, timeout=TIMEOUT) as client:  # connects only when it is used
-        names = targets
-        if not targets:
-            chosen = [state for state in client.sessions() if fnmatch.fnmatchcase(state.session, pattern)]
-            names = [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
-        for name in names:
+        for name in targets or session_names(client, pattern):
             if targets and files.is_file(name):
                 for place, value in files.read(Path(name)):
                     where = f"{name}, number {place}"
@@ -90,3 +86,13 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
                     yield RolloutSource(where, value)
             else:
                 yield RolloutSource(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))
+
+
+def session_names(client: Client, pattern: str) -> list[str]:
+    """Return the names of the sessions that match a pattern, oldest first.
+
+    Raises:
+        ClientError: the proxy does not answer.
+    """
+    chosen = [state for state in client.sessions() if fnmatch.fnmatchcase(state.session, pattern)]
+    return [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]

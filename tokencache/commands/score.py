@@ -7,12 +7,14 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
+import xxhash
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tokencache.client import ClientError
 from tokencache.commands import files
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, said, size
+from tokencache.commands.edits import edited_rows, read_edits
 from tokencache.commands.options import given, takes
 from tokencache.commands.rollouts import (
     AtOnceOption,
@@ -25,8 +27,9 @@ from tokencache.commands.rollouts import (
     read_targets,
 )
 from tokencache.commands.sink import FileError
-from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine, default_tokens_at_once
+from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine
 from tokencache.scoring.journal import ENDING, Journal, JournalError
+from tokencache.scoring.request import default_tokens_at_once
 from tokencache.scoring.rows import Row, Wanted, rows_of_value
 from tokencache.scoring.score import ScoreRun, score_rows
 from tokencache.trajectories.formats.registry import Format
@@ -41,6 +44,8 @@ class _Files(NamedTuple):
     to: Path
     journal: Path
     resume: bool
+    edits: str = ""
+    """A hash of the file of edits; `""` without one."""
 
 
 @takes(Wanted)
@@ -51,6 +56,10 @@ def score_rollouts(
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet.", show_default=False)],
     everything: Annotated[bool, typer.Option("--all", help="Score every session of the proxy.")] = False,
     pattern: PatternOption = "",
+    edit: Annotated[
+        Path | None,
+        typer.Option("--edit", metavar="FILE", help="Score each turn after edited messages: see above.", show_default=False),
+    ] = None,
     at_once: AtOnceOption = None,
     requests: RequestsOption = REQUESTS_AT_ONCE,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run, and try refused sequences again.")] = False,
@@ -68,10 +77,24 @@ def score_rollouts(
     of the input: token_ids, loss_mask, the recorded logprobs, and score. A
     file of scores can be scored again, with another --name.
 
+    --edit FILE scores each turn of sessions as if messages before its reply
+    were others, such as with a hint. Every reply that the model sampled keeps
+    its exact ids; the proxy renders the rest and proves it, or refuses the
+    turn (edit_error). FILE has JSON objects, one a line:
+
+    {"edits": [{"at": 1, "insert": [{"role": "user", "content": "Hint: …"}]}]}
+
+    insert puts messages before the message at this place, replace puts them
+    in its place. 0 is the first message of a turn's request, -1 the last;
+    without at, they come directly before the reply. With "session": "r1" an
+    object is for that session only, and with "turns": ["…"] for those turns.
+
     A sequence that the engine refuses has no score; the others do, and the
     exit code is 1. FILE.scored holds what is done until all is: --resume.
 
     tokencache score rollouts.jsonl --engine http://gpu2:8000 --to kl.parquet
+
+    tokencache score r1 --edit hint.json --engine http://gpu2:8000 --to hinted.jsonl
     """
     chosen = targets or []
     check_targets(chosen, everything=everything, pattern=pattern)
@@ -80,9 +103,13 @@ def score_rollouts(
     console = Console(stderr=True)
     try:
         _check_files(to, journal, resume=resume, overwrite=overwrite)
-        rows = _rows(read_targets(chosen, pattern or "*", proxy, admin_key))
+        if edit is None:
+            rows = _rows(read_targets(chosen, pattern or "*", proxy, admin_key))
+        else:
+            rows = edited_rows(read_edits(edit), chosen, pattern or "*", proxy, admin_key)
+        edits = xxhash.xxh3_128_hexdigest(edit.read_bytes()) if edit is not None else ""
         scoring = ScoringEngine(engine, engine_key, tokens_at_once=at_once or default_tokens_at_once(wanted.top), requests_at_once=requests)
-        run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume), wanted, console))
+        run, refused = asyncio.run(_run(scoring, rows, _Files(to, journal, resume, edits), wanted, console))
     except (ClientError, FileError, JournalError, EngineLostError, OSError) as error:
         raise failed(f"{said(error)}{_advice(journal, resume=resume)}") from None
     except KeyboardInterrupt:
@@ -140,7 +167,8 @@ async def _run(
 
         async with engine:
             named = msgspec.structs.replace(wanted, model=engine.model(wanted.model or None), version=await engine.weight_version())
-            with Journal(paths.journal, {"engine": engine.url, **msgspec.structs.asdict(named)}, resume=paths.resume) as journal:
+            settings = {"engine": engine.url, "edits": paths.edits, **msgspec.structs.asdict(named)}
+            with Journal(paths.journal, settings, resume=paths.resume) as journal:
                 run = await score_rows(rows, engine, journal, named, step)
                 if (now := await engine.weight_version()) != named.version:
                     changed = f"the engine's weights changed from version {named.version!r} to {now!r} meanwhile"
@@ -148,7 +176,7 @@ async def _run(
                 if not run.keys:
                     raise FileError("there is no sequence to score; nothing was written")
                 _write(paths.to, run, journal)
-                return run, dict(journal.failed)
+                return run, {key: journal.failed[key] for key in run.keys if key in journal.failed}
 
 
 def _write(to: Path, run: ScoreRun, journal: Journal) -> None:

@@ -19,6 +19,7 @@
 `weights`       policy versions, and what the trainer announced about the weights
 `forced`        the ids of a reply that a thinking budget forced
 `context`       the stored request of a turn: its messages and tools
+`context_edits` inserts and replaces messages of it, and why that may be refused
 `lineage`       the turns of a session as sequences for a trainer
 `agents`        how a harness names the agent that makes a call
 `fork`          the turns that a fork shares with the session that it left

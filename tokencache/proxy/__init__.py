@@ -15,6 +15,7 @@ In the order of a call:
 `plan`               how a call is sent, and what planning one call needs
 `planner`            plans the exact prompt: prefix and tail, or the engine's own rendering with the reason
 `resplice`           plans the prompt of a history that was edited: rendered again, with the exact ids of each reply
+`edited_context`     finds the prompt that a recorded turn would have had after edited messages
 `earlier_thoughts`   sends calls otherwise whose exact prompt has a thought that misleads the engine
 `prefix_cache`       the ids of recent turns in memory
 `client_ids`         token ids that clients send back

@@ -150,6 +150,17 @@ class PlanningContext(msgspec.Struct, frozen=True):
         """Whether the prompt omits the thinking of earlier replies where the template does."""
         return self.call.history == "follow"
 
+    async def blocked(self) -> str:
+        """Return the reason why nothing can be spliced for this model or these arguments; `""` if it can."""
+        capability = self.model.capability
+        if capability.level != "exact":
+            return Reason.RECORD_ONLY
+        if not self.call.leniency.off.isdisjoint(self.call.left_out):
+            return Reason.SWITCHED_OFF  # parsing the request needed a rule that is switched off
+        if not capability.tokenizes:
+            return ""  # the engine adds the tail
+        return "" if await self.model.renders_alike(self.call.args) else Reason.RENDERINGS_DIFFER
+
     async def turns(self) -> dict[str, Turn]:
         """Read all turns of the session, by their ids."""
         return {turn.id: turn for turn in await self.store.turns(self.session)}

@@ -139,12 +139,13 @@ class Planner:
             return Plan(match="plain", reason=call.plain)
         if call.media and (why_not := media_reason(call, model)):
             return Plan(match="plain", reason=why_not)
-        planning = _Planning(PlanningContext(self._store, self._prefixes, session, call, call.conversation, model))
+        context = PlanningContext(self._store, self._prefixes, session, call, call.conversation, model)
+        planning = _Planning(context)
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
         if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
             return Plan(match=found.kind, reason=Reason.CONTINUE_FINAL_MESSAGE if call.continues else found.reason)
-        blocked = await planning.blocked()
+        blocked = await context.blocked()
         if blocked:
             return Plan(match="plain", reason=blocked)
         try:
@@ -199,17 +200,6 @@ class _Planning:
                 return found
             looked_up = await self._context.store.find(self._context.session, missing)
             hits |= {key: _except(without, found) for key, found in zip(missing, looked_up, strict=True)}
-
-    async def blocked(self) -> str:
-        """Return the reason why nothing can be spliced for this model or these arguments; `""` if it can."""
-        capability = self._context.model.capability
-        if capability.level != "exact":
-            return Reason.RECORD_ONLY
-        if not self._context.call.leniency.off.isdisjoint(self._context.call.left_out):
-            return Reason.SWITCHED_OFF  # parsing the request needed a rule that is switched off
-        if not capability.tokenizes:
-            return ""  # the engine adds the tail
-        return "" if await self._context.model.renders_alike(self._context.call.args) else Reason.RENDERINGS_DIFFER
 
     async def supplied(self, plan: Plan) -> Plan:
         """Return a plan whose prompt can be supplied to this engine: itself, or a plain one with the reason.

@@ -51,13 +51,8 @@ class Resplice:
             found = found._replace(reason=Reason.OPENER_UNKNOWN if in_parts else Reason.ADDED_TEXT_UNPROVEN)
         if not framed:
             raise TailRefusedError(found.reason)
-        replies = framed
-        stored = await self._context.store.tokens(self._context.session, [reply.turn.id for reply in replies])
-        laid = await (self._lay_out_visible(replies, stored) if self._context.follows_template else self._lay_out(replies, stored))
+        prompt, replies, stored, laid = await self._fill(framed)
         found = found._replace(reason=laid.reason or found.reason or laid.default_reason)
-        completions = [reply.tokens_in(stored[reply.turn.id].completion) for reply in laid.replies]
-        prompt, spans = fill(laid.gaps, laid.generation_prompts, completions, self._context.model.stop_ids)
-        replies = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(laid.replies, spans, strict=True)]
         last = replies[-1]
         parent = await self._same_prefix(prompt, last)
         plan = Plan(
@@ -70,7 +65,7 @@ class Resplice:
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
             basis=Basis(parent or found.parent or last.turn),
-            sampled=self._sampled_in(prompt, spans),
+            sampled=self._sampled_in(prompt, replies),
         )
         if parent is None:
             return plan
@@ -92,16 +87,48 @@ class Resplice:
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows
 
+    async def exact(self, replies: Sequence[PlacedReply]) -> bytes | None:
+        """Render the history again with exactly these ranges of recorded replies, each at its place in this history.
+
+        Returns:
+            The packed prompt; `None` if the template shows another part of a reply.
+
+        Raises:
+            TailRefusedError: it is not proven where a reply is.
+        """
+        if any(reply.turn.begun or self._has_words(reply) for reply in replies):
+            raise TailRefusedError(Reason.ADDED_TEXT_UNPROVEN)
+        filled = await self._fill(replies)
+        if filled.laid.reason:
+            raise TailRefusedError(filled.laid.reason)
+        same = [(one.turn.id, one.offset, one.end - one.start) for one in replies] == [
+            (one.turn.id, one.offset, one.end - one.start) for one in filled.replies
+        ]
+        return filled.prompt if same else None
+
+    async def _fill(self, replies: Sequence[PlacedReply]) -> "_Filled":
+        """Insert replies into the rendering of the history.
+
+        Raises:
+            TailRefusedError: the frame of the replies, or all generation prompts before them, cannot be proven.
+        """
+        stored = await self._context.store.tokens(self._context.session, [reply.turn.id for reply in replies])
+        laid = await (self._lay_out_visible(replies, stored) if self._context.follows_template else self._lay_out(replies, stored))
+        completions = [reply.tokens_in(stored[reply.turn.id].completion) for reply in laid.replies]
+        prompt, spans = fill(laid.gaps, laid.generation_prompts, completions, self._context.model.stop_ids)
+        placed = [msgspec.structs.replace(reply, start=start, end=end) for reply, (start, end) in zip(laid.replies, spans, strict=True)]
+        return _Filled(prompt, placed, stored, laid)
+
     def _has_words(self, reply: PlacedReply) -> bool:
         """Whether the client added words of its own to a reply."""
         added = added_text(reply.turn, self._context.conversation.messages[reply.place], self._context.call.leniency)
         return added is not None and not added.restored
 
-    def _sampled_in(self, prompt: bytes, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    def _sampled_in(self, prompt: bytes, replies: Sequence[PlacedReply]) -> tuple[int, ...]:
         """Return the positions in replies, half-open ranges of a prompt, that have an id of a placeholder."""
         if not self._context.call.media:
             return ()
-        inside = {place for start, end in spans for place in range(start, end)}
+        inside = {place for reply in replies for place in range(reply.start, reply.end)}
         return tuple(place for place in ids.places_of(prompt, self._context.model.capability.placeholder_ids) if place in inside)
 
     async def _lay_out(self, replies: Sequence[PlacedReply], stored: Mapping[str, Tokens]) -> "_Layout":
@@ -220,6 +247,15 @@ class _Layout(NamedTuple):
     replies: Sequence[PlacedReply]
     reason: str
     default_reason: str
+
+
+class _Filled(NamedTuple):
+    """A packed prompt, the replies in it, the stored tokens of their turns, and the layout."""
+
+    prompt: bytes
+    replies: list[PlacedReply]
+    stored: Mapping[str, Tokens]
+    laid: _Layout
 
 
 def _received_tokens(reply: PlacedReply, stored: Mapping[str, Tokens]) -> bytes:

@@ -15,14 +15,10 @@ from typing import Any, NamedTuple, Self
 import httpx2
 import msgspec
 
-from tokencache.scoring.request import Scores, ScoringError, read_scores, scoring_request
+from tokencache.scoring.request import Scores, ScoringError, read_scores, refusal_words, scoring_request
 from tokencache.session_url import printable_url
 
-VALUES_AT_ONCE = 65_536
-"""The default limit: this many log probabilities in progress, so tokens times (1 + `top`). One is some 80 bytes of the reply."""
-
 _TIMEOUT = 600.0
-_MOST_WORDS = 300
 
 
 class EngineLostError(Exception):
@@ -46,11 +42,6 @@ class FreshReply(NamedTuple):
 
 REQUESTS_AT_ONCE = 16
 """Requests in progress. The limit of tokens at once usually allows fewer."""
-
-
-def default_tokens_at_once(top: int) -> int:
-    """Return the default limit of tokens in progress, if the `top` likeliest tokens are requested."""
-    return VALUES_AT_ONCE // (1 + top)
 
 
 class ScoringEngine:
@@ -101,7 +92,7 @@ class ScoringEngine:
             raise EngineLostError(f"{self.url} is a tokencache proxy, or no vLLM: give the URL of the engine itself")
         reply = await self._send("GET", "/v1/models")
         if reply.status_code != HTTPStatus.OK:
-            raise EngineLostError(f"{self.url}/v1/models: {_words(reply)}")
+            raise EngineLostError(f"{self.url}/v1/models: {refusal_words(reply.status_code, reply.content)}")
         for model in reply.json()["data"]:
             self.models[model["id"]] = ScoringModel(model["id"], str(model.get("root") or ""), model.get("parent"))
 
@@ -135,7 +126,7 @@ class ScoringEngine:
         async with self._taken(len(ids)):
             reply = await self._send("POST", "/v1/completions", scoring_request(ids, model, top=top, salt=self.salt))
         if reply.status_code != HTTPStatus.OK:
-            raise ScoringError(_words(reply))
+            raise ScoringError(refusal_words(reply.status_code, reply.content))
         return read_scores(reply.content, ids, top=top)
 
     async def sample(self, ids: list[int], model: str, tokens: int) -> FreshReply:
@@ -150,7 +141,7 @@ class ScoringEngine:
         async with self._taken(len(ids) + tokens):
             reply = await self._send("POST", "/v1/completions", body | neutral)
         if reply.status_code != HTTPStatus.OK:
-            raise ScoringError(_words(reply))
+            raise ScoringError(refusal_words(reply.status_code, reply.content))
         (choice,) = reply.json()["choices"]
         if not choice.get("token_ids") or not choice.get("logprobs"):
             raise ScoringError("the engine returned no token ids or no log probabilities for a reply of its own")
@@ -181,13 +172,3 @@ class ScoringEngine:
             return await self._http.request(method, path, content=content, headers={"Content-Type": "application/json"})
         except httpx2.TransportError as error:
             raise EngineLostError(f"{self.url} does not answer ({type(error).__name__}: {error})") from None
-
-
-def _words(reply: httpx2.Response) -> str:
-    """Return what the engine says about a request that it refuses."""
-    try:
-        error = reply.json()["error"]
-        words = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, LookupError, TypeError):
-        words = reply.text
-    return f"the engine refuses with {reply.status_code}: {' '.join(str(words).split())[:_MOST_WORDS]}"

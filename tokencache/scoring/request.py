@@ -15,6 +15,10 @@ import msgspec
 MOST_TOP = 20
 """The largest k of an engine that was started without `--max-logprobs`."""
 
+VALUES_AT_ONCE = 65_536
+"""The default limit: this many log probabilities in progress, so tokens times (1 + `top`). One is some 80 bytes of the reply."""
+_MOST_WORDS = 300
+
 
 class ScoringError(Exception):
     """The engine returned no log probabilities for these ids. The message says why."""
@@ -55,6 +59,11 @@ class _ScoredReply(msgspec.Struct):
 
 
 _REPLY = msgspec.json.Decoder(_ScoredReply)
+
+
+def default_tokens_at_once(top: int) -> int:
+    """Return the default limit of tokens in progress, if the `top` likeliest tokens are requested."""
+    return VALUES_AT_ONCE // (1 + top)
 
 
 def scoring_request(ids: list[int], model: str, *, top: int, salt: str) -> dict[str, Any]:
@@ -98,3 +107,13 @@ def read_scores(reply: bytes, ids: list[int], *, top: int) -> Scores:
             top_ids.append([other for other, _ in likeliest])
             top_logprobs.append([entry.logprob for _, entry in likeliest])
     return Scores(logprobs, top_ids if top else [], top_logprobs if top else [], len(reply))
+
+
+def refusal_words(status: int, body: bytes) -> str:
+    """Return what the engine says about a request that it refuses."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        words = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, LookupError, TypeError):
+        words = body.decode(errors="replace")
+    return f"the engine refuses with {status}: {' '.join(str(words).split())[:_MOST_WORDS]}"

@@ -11,7 +11,13 @@
 `score_top_logprobs`
 `score_error`          why `score` is null
 
-With `--name N` the last six are called `score_N`, `score_N_model`, and so on, so that one file holds the scores of several engines.
+With edited messages (`--edit`) there is a row for each turn: `token_ids` are its edited prompt and its reply. It has also
+
+`turn`                 the turn
+`edits`                the indexes of the edits that changed its prompt; empty if none has a place in it
+`edit_error`           why there is no proven prompt; then the row has no tokens and is never scored
+
+With `--name N` the columns of `score` are called `score_N`, `score_N_model`, and so on: one file holds the scores of several engines.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +29,7 @@ from msgspec import Meta
 
 from tokencache.core import ids
 from tokencache.scoring.request import MOST_TOP, Scores
-from tokencache.trajectories.values import Trajectory
+from tokencache.trajectories.values import ScoredTurn, Trajectory
 
 Row = dict[str, Any]
 
@@ -56,9 +62,20 @@ def rows_of_value(value: Any) -> Iterator[Row]:
         yield dict(zip(_PLAIN, own, strict=True))
 
 
+def row_of_turn(session: str, turn: ScoredTurn) -> Row:
+    """Return the row of a turn under edits."""
+    names = {"session": session, "sequence": turn.sequence, "turn": turn.turn, "edits": turn.edits}
+    if turn.refused:
+        return {**names, "token_ids": [], "loss_mask": [], "logprobs": [], "edit_error": f"{turn.refused}: {turn.error}"}
+    prompt = turn.prompt_token_ids
+    mask, logprobs = [*[0] * len(prompt), *turn.loss_mask], [*[0.0] * len(prompt), *turn.logprobs]
+    return {**names, "token_ids": [*prompt, *turn.token_ids], "loss_mask": mask, "logprobs": logprobs}
+
+
 def key_of(row: Row) -> str:
-    """Return what identifies a row: its session, its sequence, and a hash of its tokens."""
-    return f"{row['session']}/{row['sequence']}/{xxhash.xxh3_128_hexdigest(ids.pack(row['token_ids']))}"
+    """Return what identifies a row: its session, its sequence, its turn if it has one, and a hash of its tokens."""
+    turn = f"/{row['turn']}" if "turn" in row else ""
+    return f"{row['session']}/{row['sequence']}{turn}/{xxhash.xxh3_128_hexdigest(ids.pack(row['token_ids']))}"
 
 
 def column(name: str) -> str:

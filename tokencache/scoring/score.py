@@ -62,6 +62,10 @@ async def score_rows(
                     run.kept += 1
                     step(run)
                     continue
+                if error := row.get("edit_error", ""):  # there is nothing to score
+                    journal.append(key, unscored(row, wanted, error), error)
+                    step(run)
+                    continue
                 await free.acquire()
                 tasks.create_task(score(key, row))
     except BaseExceptionGroup as group:

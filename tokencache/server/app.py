@@ -21,8 +21,10 @@ from tokencache.api.engines import add_engine_routes, engine_object
 from tokencache.api.gauges import Gauges
 from tokencache.api.media import add_media_routes
 from tokencache.api.queue import SessionQueue
+from tokencache.api.reader import SessionReader
 from tokencache.api.routes import add_refusals, add_trainer_routes
 from tokencache.api.runs import add_run_routes
+from tokencache.api.scores import add_score_route
 from tokencache.api.summaries import SessionList
 from tokencache.api.viewer.routes import add_viewer_routes
 from tokencache.api.weights import add_weight_routes, engine_weights
@@ -45,6 +47,7 @@ from tokencache.errors import extra_missing
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.dispatch import Services
+from tokencache.proxy.edited_context import EditedContexts
 from tokencache.proxy.endpoints import EndpointOptions, Endpoints
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.finishing import TimeLimits
@@ -148,6 +151,7 @@ class Proxy:
             options=options,
             media=self._media,
         )
+        self._edited = EditedContexts(self.store, self._bodies, self.profiles, settings.history)
         self._auth = AdminAuth(settings.admin_key)
         self.sessions = SessionFinder(
             self.store,
@@ -201,6 +205,7 @@ class Proxy:
             app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most, admission=waits
         )
         add_media_routes(app, self._auth, self.ledger, self.weights)
+        add_score_route(app, self._auth, SessionReader(self.ledger, self.weights), self._edited, self.pool)
         add_refusals(app, self._auth)
         app.router.add_route("*", "/{path:.*}", self.router.route)
         return app

@@ -395,6 +395,49 @@ class TurnChange(msgspec.Struct, frozen=True, kw_only=True):
         return self.text if self.against is None else f"compared with turn {self.against}: {self.text}"
 
 
+class ScoredTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn under edits of the messages before its reply (`core.context_edits`): m sampled ids after an edited prompt of p ids.
+
+    Attributes:
+        turn: the turn.
+        sequence: the sequence that it belongs to.
+        edits: the indexes of the edits that changed its prompt; empty if none has a place in it: then the prompt is the recorded one.
+        prompt_token_ids: the p ids of the edited prompt; empty if the turn is refused.
+        token_ids: the m ids that were sampled.
+        loss_mask: m values: 1 where the policy chose the id and its log probability is recorded, otherwise 0.
+        logprobs: m recorded log probabilities, natural logarithms; 0.0 where `loss_mask` is 0.
+        score: m log probabilities of the same ids after the edited prompt, of the model's own distribution; empty without a score.
+        top_ids: m lists of the `top` likeliest ids at each place, the likeliest first; empty without `top`.
+        top_logprobs: their log probabilities.
+        refused: why it has no score, one of the names below; `""` if it is not refused.
+        error: the same in words.
+    """
+
+    turn: str
+    sequence: str
+    edits: list[int] = []
+    prompt_token_ids: list[int] = []
+    token_ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] = []
+    score: list[float] = []
+    top_ids: list[list[int]] = []
+    top_logprobs: list[list[float]] = []
+    refused: str = ""
+    error: str = ""
+
+
+class EditedScores(msgspec.Struct, frozen=True, kw_only=True):
+    """The turns of a session under edits, in the order in which they were recorded.
+
+    `version` is the engine's own label of the weights that scored (`/weight_info`); `""` if it has none, or nothing was scored.
+    """
+
+    session: str
+    version: str = ""
+    turns: list[ScoredTurn] = []
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """All sequences of one session.
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.scoring.kit import Recorder, turn
 from tokencache.cli import app
+from tokencache.client import AsyncClient
 from tokencache.store.memory import MemoryStore
 
 PROMPT = [300 + 7 * n % 400 for n in range(300)]
@@ -80,6 +81,76 @@ async def test_sessions_of_a_proxy_have_the_scores_that_were_recorded(weights, t
     assert all(len(ids) == 3 for ids in row["score_top_ids"][1:])
     assert all(values == sorted(values, reverse=True) for values in row["score_top_logprobs"])
     figures.append(f"score and audit of {report['tokens']} tokens: {report['max']} off")
+
+
+HINT = {"role": "user", "content": "Hint: the answer is in naïve ☕.txt, not in the README."}
+
+
+def insert(at=None, message=HINT):
+    return {"insert": [message]} | ({} if at is None else {"at": at})
+
+
+async def forced(proxied, prompt, reply):
+    """The log probabilities of a reply that the engine is forced to sample after a prompt, one token at a time."""
+    found = []
+    for n, token in enumerate(reply):
+        body = {"model": MODEL, "prompt": prompt + reply[:n], "max_tokens": 1, "logprobs": 0, "allowed_token_ids": [token]}
+        (choice,) = (await proxied.post("/v1/completions", {**body, "temperature": 1.0, "return_token_ids": True}))["choices"]
+        assert choice["token_ids"] == [token]
+        found += choice["logprobs"]["token_logprobs"]
+    return found
+
+
+async def test_scores_after_edited_messages_are_those_of_forced_decoding(weights, tmp_path, figures):
+    """Without an edit they are what was recorded; with a hint, what the engine gives for the same ids when it decodes them."""
+    async with proxying(weights.url, MemoryStore()) as proxied, AsyncClient(proxied.url) as client:
+        harness = proxied.harness("s", temperature=0.7).say("EPISODE:hello")
+        await harness.turn()
+        await harness.say("And now?").turn()
+        session, asked = client.session("s"), harness.messages
+        recorded = (await session.score()).turns
+        assert [(turn.refused, len(turn.token_ids) > 5) for turn in recorded] == [("", True)] * 2
+        same = (await session.score([{"at": 1, "replace": [asked[1]]}], top=3)).turns
+        for turn, before in zip(same, recorded, strict=True):
+            assert (turn.edits, turn.refused) == ([0], "")
+            assert turn.prompt_token_ids == before.prompt_token_ids
+            assert turn.score == pytest.approx(turn.logprobs, abs=1e-5)
+            assert {len(top) for top in (*turn.top_ids, *turn.top_logprobs)} == {3}
+            assert all(
+                turn.score[n] == values[ids.index(token)]
+                for n, (token, ids, values) in enumerate(zip(turn.token_ids, turn.top_ids, turn.top_logprobs, strict=True))
+                if token in ids
+            )
+        off = max(abs(a - b) for turn in recorded for a, b in zip(turn.score, turn.logprobs, strict=True))
+        assert off <= 1e-5
+        worst, changed = 0.0, 0.0
+        for edit in (insert(at=1), insert(), insert(at=1, message={"role": "system", "content": HINT["content"]})):
+            hinted = (await session.score([edit])).turns
+            assert [turn.refused for turn in hinted] == ["", ""]
+            first = [*asked[:2], HINT] if "at" not in edit else [asked[0], edit["insert"][0], asked[1]]
+            rendered = await proxied.post("/tokenize", {"model": MODEL, "messages": first, "add_generation_prompt": True})
+            assert hinted[0].prompt_token_ids == rendered["tokens"]
+            assert hinted[1].token_ids == recorded[1].token_ids
+            reply, prompt = hinted[0].token_ids, hinted[1].prompt_token_ids
+            assert any(prompt[n : n + len(reply)] == reply for n in range(len(prompt))), "the first reply has its exact ids"
+            if "at" in edit:  # the rest of the second prompt is as it was
+                front = len(recorded[0].prompt_token_ids)
+                assert prompt == hinted[0].prompt_token_ids + recorded[1].prompt_token_ids[front:]
+            for turn in hinted:
+                values = await forced(proxied, turn.prompt_token_ids, turn.token_ids)
+                assert turn.score == pytest.approx(values, abs=1e-5)
+                worst = max(worst, *(abs(a - b) for a, b in zip(turn.score, values, strict=True)))
+                changed = max(changed, *(abs(a - b) for a, b in zip(turn.score, turn.logprobs, strict=True)))
+        assert changed > 1e-3, "the hint changes the scores"
+        to, edits = tmp_path / "hinted.jsonl", tmp_path / "edits.json"
+        edits.write_text(json.dumps({"edits": [insert()]}))
+        await run("score", "s", "--edit", edits, "--engine", weights.url, "--to", to, "--proxy", proxied.url)
+        rows = [json.loads(line) for line in to.read_text().splitlines()]
+        expected = (await session.score([insert()])).turns
+        assert [row["score"][-len(turn.score) :] for row, turn in zip(rows, expected, strict=True)] == [turn.score for turn in expected]
+    figures.append(
+        f"without an edit: {off:.2g} off what was recorded; with a hint: {worst:.2g} off forced decoding, {changed:.2g} off the record"
+    )
 
 
 async def test_other_weights_a_stale_prefix_and_a_salt(weights, tmp_path, figures):

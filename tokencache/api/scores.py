@@ -1,0 +1,162 @@
+"""Handler of the route that scores the turns of a session under edits of the messages before their replies.
+
+The prompts are rendered and proven by the session's engine (`proxy.edited_context`), which also scores them. Requests are served one at a
+time, so that they slow down no calls. A request that fails returns nothing of what it had found.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tokencache.api.auth import AdminAuth
+from tokencache.api.http import json_response, read_body
+from tokencache.api.openapi import register
+from tokencache.api.reader import SessionReader
+from tokencache.api.requests import ScoreEdited
+from tokencache.core import ids
+from tokencache.core.context import Context, whole_contexts
+from tokencache.core.context_edits import EditRefusal
+from tokencache.core.lineage import lineages
+from tokencache.core.turn import Tokens, Turn
+from tokencache.core.weights import RESERVED
+from tokencache.engine.model import Engine
+from tokencache.engine.pool import Pool
+from tokencache.errors import OK, EngineError, HarnessError
+from tokencache.proxy.edited_context import EditedContexts, EditRefusedError, RecordedTurn, check_edits
+from tokencache.scoring.request import (
+    Scores,
+    ScoringError,
+    default_tokens_at_once,
+    read_scores,
+    refusal_words,
+    scoring_request,
+)
+from tokencache.trajectories.rollout import Records
+from tokencache.trajectories.values import ScoredTurn
+
+LONGEST_SCORING = 600.0
+"""Seconds for which an engine may compute one turn. A paused engine answers nothing."""
+
+
+def add_score_route(app: web.Application, auth: AdminAuth, reader: SessionReader, contexts: EditedContexts, pool: Pool) -> None:
+    """Add the route to an application."""
+    register(app, auth, {"scoreTurns": _ScoreApi(reader, contexts, pool).score})
+
+
+class _ScoreApi:
+    def __init__(self, reader: SessionReader, contexts: EditedContexts, pool: Pool) -> None:
+        self._reader = reader
+        self._contexts = contexts
+        self._pool = pool
+        self._lock = asyncio.Lock()
+        self._salt = secrets.token_hex(16)
+
+    async def score(self, request: web.Request) -> web.StreamResponse:
+        asked = await read_body(request, ScoreEdited, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        records = await self._reader.records(await self._reader.info(request), contexts=bool(asked.edits))
+        turns = _chosen(records.turns, asked.turns)
+        check_edits(asked.edits, [turn.messages for turn in turns])
+        async with self._lock:
+            found = await self._scores(records, turns, asked)
+        return json_response(found)
+
+    async def _scores(self, records: Records, turns: Sequence[Turn], asked: ScoreEdited) -> dict[str, Any]:
+        """Return an `EditedScores` whose turns are written as JSON, each as soon as it is done: together they may be long."""
+        engine = self._pool.engine_of(records.info.id)
+        before = await _version(engine) if asked.score else ""
+        contexts = await asyncio.to_thread(_contexts, records)
+        sequence_of = {turn.id: line[0].id for line in lineages(records.turns) for turn in line}
+        found = []
+        for turn in turns:
+            recorded = _recorded(turn, sequence_of[turn.id], records.tokens[turn.id])
+            scored = await self._turn(engine, RecordedTurn(records.info, turn, contexts.get(turn.id)), recorded, asked)
+            found.append(msgspec.Raw(msgspec.json.encode(scored)))
+        if asked.score and (after := await _version(engine)) != before:
+            message = f"the engine's weights changed from version {before!r} to {after!r} meanwhile: score again while they stay the same"
+            raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="weights_changed")
+        return {"session": records.info.id, "version": before, "turns": found}
+
+    async def _turn(self, engine: Engine, turn: RecordedTurn, recorded: ScoredTurn, asked: ScoreEdited) -> ScoredTurn:
+        """Return a turn with its edited prompt, and its score.
+
+        Raises:
+            EngineError: the engine cannot answer now.
+            StoreError: the store failed.
+        """
+        name = turn.turn.model
+        model = await engine.model(name)
+        try:
+            prompt, edits = await self._contexts.prompt(turn, asked.edits, model)
+            edited = msgspec.structs.replace(recorded, prompt_token_ids=ids.unpack(prompt), edits=edits)
+            if not asked.score:
+                return edited
+            scores = await self._score(engine, name, [*edited.prompt_token_ids, *edited.token_ids], asked.top)
+        except EditRefusedError as why:
+            return msgspec.structs.replace(recorded, refused=why.kind, error=str(why))
+        except ScoringError as why:
+            return msgspec.structs.replace(recorded, refused=EditRefusal.NOT_SCORED, error=f"{EditRefusal.NOT_SCORED.meaning}: {why}")
+        start = len(edited.prompt_token_ids)
+        top = {"top_ids": scores.top_ids[start:], "top_logprobs": scores.top_logprobs[start:]}
+        return msgspec.structs.replace(edited, score=scores.logprobs[start:], **top)
+
+    async def _score(self, engine: Engine, model: str, tokens: list[int], top: int) -> Scores:
+        """Let the engine score a sequence.
+
+        Raises:
+            ScoringError: it is too long, or the engine refuses it.
+            EngineError: the engine cannot answer now.
+        """
+        if len(tokens) > (most := default_tokens_at_once(top)):
+            raise ScoringError(f"{len(tokens):,} tokens are more than {most:,}, the most at once with `top` {top}")
+        try:
+            async with asyncio.timeout(LONGEST_SCORING):
+                answer = await engine.upstream.post("/v1/completions", scoring_request(tokens, model, top=top, salt=self._salt))
+        except TimeoutError:
+            raise EngineError("the engine did not score a turn in time", status=HTTPStatus.GATEWAY_TIMEOUT) from None
+        if answer.status != OK:
+            words = refusal_words(answer.status, answer.body)
+            raise EngineError(words) if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR else ScoringError(words)
+        return await asyncio.to_thread(read_scores, answer.body, tokens, top=top)
+
+
+def _chosen(turns: Sequence[Turn], named: Sequence[str]) -> list[Turn]:
+    """Return the turns with these ids, or all, in the order in which they were recorded.
+
+    Raises:
+        HarnessError: there is no such turn.
+    """
+    if unknown := sorted({*named} - {turn.id for turn in turns}):
+        raise HarnessError(f"the session has no turn {unknown[0][:80]!r}", status=HTTPStatus.UNPROCESSABLE_ENTITY, param="turns")
+    return [turn for turn in turns if not named or turn.id in named]
+
+
+def _contexts(records: Records) -> Mapping[str, Context]:
+    """Return the requests of all turns; none if a record is torn."""
+    try:
+        return whole_contexts(records.turns, records.contexts)
+    except (KeyError, ValueError):
+        return {}
+
+
+def _recorded(turn: Turn, sequence: str, tokens: Tokens) -> ScoredTurn:
+    """Write what was recorded of a turn."""
+    logprobs = ids.unpack_logprobs(tokens.logprobs)
+    known = len(logprobs) == turn.completion_tokens
+    return ScoredTurn(
+        turn=turn.id,
+        sequence=sequence,
+        token_ids=ids.unpack(tokens.completion),
+        loss_mask=turn.chosen_mask() if known else [0] * turn.completion_tokens,
+        logprobs=logprobs if known else [0.0] * turn.completion_tokens,
+    )
+
+
+async def _version(engine: Engine) -> str:
+    """Return the engine's own label of its weights; `""` if it has none."""
+    label = engine.driver.weight_label(await engine.upstream.get(engine.driver.weights_route)) or ""
+    return "" if label in RESERVED else label
