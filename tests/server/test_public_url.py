@@ -15,9 +15,11 @@ from yarl import URL
 
 from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import proxied, user
+from tests.proxy.serve import served
 from tests.support.patient import patient  # noqa: F401 - a fixture
 from tokencache.client import AsyncClient
 from tokencache.config import Settings, SettingsError
+from tokencache.testing import SimulatedEngine
 
 PREFIX = "/rl/proxy-1"
 
@@ -85,6 +87,11 @@ async def test_commands_print_it():
         assert printed["base_url"] == f"{public}/s/r1/v1"
         printed = json.loads(await asyncio.to_thread(tokencache, "env", "claude-code", "--session", "r1", "--json", "--proxy", rig.url))
         assert printed["env"]["ANTHROPIC_BASE_URL"] == f"{public}/s/r1/h/claude-code"
+
+
+async def test_the_log_says_it_at_the_start():
+    async with SimulatedEngine().serve() as up, served("--port", "0", "--upstream", up, "--public-url", "https://rl.example/a") as proxy:
+        assert await proxy.said(r"listens on http://127\.0\.0\.1:\d+ \(harnesses: (\S+)\) for") == ["https://rl.example/a"]
 
 
 @pytest.mark.parametrize(

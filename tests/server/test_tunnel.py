@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from tests.ports import free_port
 from tests.proxy.kit import proxied
@@ -19,7 +20,8 @@ from tests.support.waiting import block_until, until
 from tokencache.client import AsyncClient
 
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"]))
-pytestmark = needs("OpenSSH", SSHD and shutil.which("ssh"))
+READY = SSHD and shutil.which("ssh") and (os.getuid() or Path("/run/sshd").is_dir())  # Debian's sshd refuses to run as root without it
+pytestmark = needs("OpenSSH", READY)
 
 HARNESS = """
 import sys, openai
