@@ -70,7 +70,7 @@ class Pipe:
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         self._writers.add(writer)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, EOFError):
             await self._relay(reader, writer)
         writer.transport.abort()
         self._writers.discard(writer)

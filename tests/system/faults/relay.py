@@ -93,18 +93,13 @@ class ChaosRelay(Pipe):
     ) -> None:
         """Pass the reply to this request on, as far as the fault permits."""
         gone = asyncio.create_task(reader.read())  # returns when the harness hangs up
-        reading = asyncio.create_task(self._pass(fault, behind, writer))
+        reading = asyncio.create_task(self._pass(fault, behind, writer, body))
         await asyncio.wait([gone, reading], return_when=asyncio.FIRST_COMPLETED)
         for task in (gone, reading):
             task.cancel()
-        _, whole = await asyncio.gather(gone, reading, return_exceptions=True)
-        if whole is True:
-            self._answered[body] += 1
-            self._news.set()
-            self._news = asyncio.Event()
+        await asyncio.gather(gone, reading, return_exceptions=True)
 
-    async def _pass(self, fault: str, behind: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Returns whether it passed all of it."""
+    async def _pass(self, fault: str, behind: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> None:
         head = await behind.readuntil(_HEAD)
         length, passed, last = _length(head), 0, b""
         at = self._rng.randrange(_LONGEST if length is None else length) if fault in {"reply-cut", "reply-stall"} else -1
@@ -117,22 +112,25 @@ class ChaosRelay(Pipe):
             if fault == "reply-lost" and over:
                 writer.write(data[:-1])
                 await writer.drain()
-                return False
+                return
             if 0 <= at < passed + len(data) or (at >= 0 and over):
                 before = min(max(at - passed, 0), len(data) - 1)
                 writer.write(data[:before])
                 await writer.drain()
                 if fault == "reply-cut":
-                    return False
+                    return
                 await self._until_another_is_answered()
                 data, at = data[before:], -1
             writer.write(data)
+            if over:  # note it at once: the harness may hang up now
+                self._answered[body] += 1
+                self._news.set()
+                self._news = asyncio.Event()
             await writer.drain()
             passed += len(data)
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        return True
 
     async def _until_another_is_answered(self, body: bytes = b"") -> None:
         """Wait until a call was answered whole; with a body, one whose request had that."""
