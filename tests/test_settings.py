@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FIELDS = Settings.model_fields
 OWN = {
     "host": "::1",
+    "public_url": "https://rl.example/proxy",
     "upstream": "http://a:1,http://b:2",
     "rules_off": "tool-ids,cd-prefix",
     "session_from": "header:X-Session-ID,body:a.b",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -25,6 +26,7 @@ from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
 from tokencache.proxy.sessions import SessionSources
+from tokencache.session_url import check_proxy_url
 
 PREFIX = "TOKENCACHE_"
 """Prefix of every environment variable."""
@@ -32,7 +34,9 @@ PREFIX = "TOKENCACHE_"
 
 _KEYS = {"upstream_key", "admin_key"}
 """Settings whose values are shown to nobody."""
-_PLACES = {"upstream", "host", "port", "store", "derender", "tokenizer", "adapters", "experts", "workers", "log_level", "log_format"}
+_PLACES = {
+    "upstream", "host", "port", "public_url", "store", "derender", "tokenizer", "adapters", "experts", "workers", "log_level", "log_format",
+}  # fmt: skip
 """Settings that say where something is or how it is logged; records are the same elsewhere."""
 _USER = re.compile(r"//.*@")
 
@@ -104,6 +108,11 @@ class Settings(BaseSettings):
     )
     host: Annotated[str, Shown("ADDRESS", basic=True)] = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Shown("PORT", basic=True)] = Field(8100, ge=0, le=65535, description="Port to listen on. 0 picks a free port.")
+    public_url: Annotated[str, Shown("URL", basic=True)] = Field(
+        "",
+        description="URL under which harnesses reach this proxy, if that is not its address: that of a tunnel or a gateway, with a path "
+        "prefix if the gateway removes it. The base URLs of new sessions begin with it (docs/topologies/sidecar.md).",
+    )
     admin_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
         None, description="Secret required for /tokencache/v1, /metrics and the details of /readyz. Without it they are public."
     )
@@ -368,6 +377,14 @@ class Settings(BaseSettings):
         if len(set(urls)) < len(urls):
             raise ValueError("the same engine is named twice; name each engine once")
         return given
+
+    @field_validator("public_url")
+    @classmethod
+    def _check_public_url(cls, given: str) -> str:
+        url = check_proxy_url(given) if given else ""
+        if urlsplit(url).username is not None:
+            raise ValueError("it contains a user, and every harness would receive the password: write it without them")
+        return url
 
     @field_validator("rules_off")
     @classmethod

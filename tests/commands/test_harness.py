@@ -190,7 +190,7 @@ def test_run_leaves_ctrl_c_to_the_harness(machine, proxy):
 def test_the_key_is_shown_to_the_proxy_when_it_is_asked():
     with listing({"id": "m"}) as (url, asked):
         shown = invoke("env", "openai", "--session", "s", "--proxy", url + "/", "--key", "tck-7")
-    assert (shown.exit_code, asked) == (0, [("/s/s/v1/models", "Bearer tck-7")])
+    assert (shown.exit_code, asked[0]) == (0, ("/s/s/v1/models", "Bearer tck-7"))
     assert "export OPENAI_MODEL='m'\n" in shown.stdout
 
 

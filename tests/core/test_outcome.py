@@ -57,6 +57,10 @@ def test_a_reply_that_nobody_received_is_a_failure_unless_a_retry_got_it():
     assert not outcome(incident(IncidentKind.RETRY_JOINED, turn="t6"), latest=unanswered).ok
 
 
+def test_a_call_that_was_answered_before_is_no_failure_if_nobody_received_its_second_sample():
+    assert outcome(latest=LatestTurn("t7", marks=("second-sample", "unanswered"), created=100.0)).ok
+
+
 def test_a_session_that_is_over_without_a_call_is_a_failure_of_its_harness():
     assert outcome(latest=None).kind == "harness"
     assert outcome(latest=None, over=False).ok

@@ -140,14 +140,15 @@ ROOT, V1 = "http://proxy:8100/s/abc", "http://proxy:8100/s/abc/v1"
 )
 def test_agents_get_the_url_and_the_key_of_their_session(tmp_path, agent, model, variables):
     """The client of each API appends another path to the base URL."""
-    wrapper = TokencacheAgent(tmp_path, model, agent=agent, url="http://127.0.0.1:1", agent_url="http://proxy:8100")
-    env = wrapper._create(SimpleNamespace(id="abc", key="tck-1")).model_connection.env
-    assert {name: env[name] for name in variables} == variables
+    for agent_url, base_url in ((None, V1), ("http://proxy:8100", "http://public/s/abc/v1")):
+        wrapper = TokencacheAgent(tmp_path, model, agent=agent, url="http://127.0.0.1:1", agent_url=agent_url)
+        env = wrapper._create(SimpleNamespace(id="abc", key="tck-1", base_url=base_url)).model_connection.env
+        assert {name: env[name] for name in variables} == variables
 
 
 def test_an_agent_without_a_base_url_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not support"):
-        TokencacheAgent(tmp_path, "openai/sim", agent="cline-cli", url="http://127.0.0.1:1")._create(SimpleNamespace(id="abc", key="tck-1"))
+        TokencacheAgent(tmp_path, "openai/sim", agent="cline-cli", url=ROOT)._create(SimpleNamespace(id="abc", key="tck-1", base_url=V1))
 
 
 class Hanging:

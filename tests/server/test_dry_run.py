@@ -23,10 +23,22 @@ async def dry_run(*options):
 async def test_it_prints_what_would_be_started_and_what_the_probe_finds():
     port = free_port()
     async with SimulatedEngine(model="m7").serve() as url:
-        code, lines, log = await dry_run("--upstream", url, "--port", port, "--history", "follow", "--admin-key", "a-long-secret-key")
+        code, lines, log = await dry_run(
+            "--upstream",
+            url,
+            "--port",
+            port,
+            "--history",
+            "follow",
+            "--admin-key",
+            "a-long-secret-key",
+            "--public-url",
+            "https://rl.example",
+        )
     assert code == 0, log
-    first, settings, adapters, engine, model = lines
+    first, public, settings, adapters, engine, model = lines
     assert first.endswith(f"1 worker, would listen on 127.0.0.1 port {port}")
+    assert public == "harnesses would reach it at https://rl.example"
     assert '"history": "follow"' in settings
     assert "secret" not in "".join(lines) + log
     assert "claude-code" in adapters

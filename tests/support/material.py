@@ -23,6 +23,7 @@ WHAT_TO_DO = {
     "Chromium": "run tests/api/viewer/install_chromium.sh as root",
     "promtool": "install Prometheus (Debian: prometheus) and put it on PATH",
     "kubectl": "put it on PATH",
+    "OpenSSH": "put ssh, ssh-keygen and sshd on PATH (Debian: openssh-client, openssh-server); root also needs the directory /run/sshd",
     "tmux": "put it on PATH; Harbor's Terminus-2 runs in it",
     "permission to trace a process": "run as root, or set kernel.yama.ptrace_scope to 0",
     "network namespaces": "permit user namespaces, and put unshare and ip (Debian: iproute2) on PATH",

@@ -1,4 +1,4 @@
-"""Finds out, through the proxy, which model the engine serves and how long its context may be."""
+"""Finds out, through the proxy, which model the engine serves, how long its context may be, and where harnesses reach the proxy."""
 
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -32,6 +32,12 @@ class Models(msgspec.Struct, frozen=True):
     """The response of `/v1/models`."""
 
     data: tuple[ListedModel, ...]
+
+
+class _Health(msgspec.Struct, frozen=True):
+    """The response of `/healthz`."""
+
+    public_url: str = ""
 
 
 class _NotListedError(AdapterError):
@@ -71,6 +77,15 @@ def choose(models: Sequence[ListedModel], model: str | None, proxy_url: str) -> 
         raise AdapterError(f"which model? {proxy_url} serves {listed}: name one with --model (in Python: model=)")
     name = models[0].id if model is None else model
     return name, next((one.max_model_len for one in models if one.id == name and one.max_model_len), DEFAULT_CONTEXT)
+
+
+def public_url(proxy_url: str) -> str:
+    """Return the `--public-url` of the proxy. Without one, or if the proxy does not run yet, it is `proxy_url`."""
+    try:
+        response = httpx2.get(f"{proxy_url.rstrip('/')}/healthz", timeout=_TIMEOUT, trust_env=False)
+        return msgspec.json.decode(response.content, type=_Health).public_url or proxy_url
+    except (httpx2.HTTPError, msgspec.MsgspecError):
+        return proxy_url
 
 
 def _lists_models(url: str, key: str) -> bool:

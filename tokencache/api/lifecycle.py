@@ -29,7 +29,7 @@ from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.request_body import whole_body_of
 from tokencache.proxy.sessions import hash_key
-from tokencache.session_url import REGISTERED_KEY, check_name
+from tokencache.session_url import REGISTERED_KEY, check_name, session_url
 from tokencache.store.base import Binding, SealOutcome, SessionGoneError, SessionInfo
 
 _RETRY_SECONDS = 5
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class LifecycleRoutes:
     """The handlers. `pool` are the engines. With `max_ready`, no sessions are created while consumers could take so many; 0: always.
 
-    `admission` decides when a session may be created; `None`: always.
+    `admission` decides when a session may be created; `None`: always. `public_url` is `--public-url`.
     """
 
     def __init__(
@@ -53,15 +53,16 @@ class LifecycleRoutes:
         *,
         max_ready: int,
         admission: AdmissionWait | None,
+        public_url: str,
     ) -> None:
         self._ledger, self._store, self._profiles, self._queue = ledger, ledger.store, profiles, queue
-        self._pool, self._max_ready, self._admission = pool, max_ready, admission
+        self._pool, self._max_ready, self._admission, self._public_url = pool, max_ready, admission, public_url
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Define a session."""
         asked = await read_body(request, NewSession)
         name, created = await self._define(asked, request)
-        state = self._state(await self._existing(name)) | self._warnings(asked)
+        state = self._state(await self._existing(name)) | self._urls(name) | self._warnings(asked)
         return json_response(state, status=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
     async def register_key(self, request: web.Request) -> web.StreamResponse:
@@ -247,7 +248,13 @@ class LifecycleRoutes:
         """Register a key for a session. Returns it with the settings of the session."""
         key = REGISTERED_KEY + secrets.token_urlsafe(32)
         await self._store.bind_key(hash_key(key), Binding(name))
-        return {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key), **self._warnings(asked)}
+        body = {"session": name, **msgspec.to_builtins(asked.settings), "key": key, "id": hash_key(key)}
+        return body | self._urls(name) | self._warnings(asked)
+
+    def _urls(self, name: str) -> dict[str, str]:
+        """Return where harnesses reach the proxy and the session. Without `--public-url` only the client knows which URL reaches them."""
+        public = self._public_url
+        return {"public_url": public, "base_url": f"{session_url(public, name)}/v1"} if public else {}
 
     async def _rewards(self, name: str) -> dict[str, Any]:
         info = await self._existing(name)

@@ -60,10 +60,15 @@ DRIFT_MODES = ("off", "sequences", "turns")
 
 
 class RegisteredKey(Binding, frozen=True):
-    """A registered API key: `key` is the secret for the harness, `id` revokes it."""
+    """A registered API key: `key` is the secret for the harness, `id` revokes it.
+
+    `public_url` is `--public-url`, and `base_url` that of the session for OpenAI clients. A proxy without the option names neither.
+    """
 
     key: str = ""
     id: str = ""
+    public_url: str = ""
+    base_url: str = ""
     deadline: float = 0.0
     silent_for: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -78,8 +83,10 @@ class ForkedSession(RegisteredKey, frozen=True):
 
 
 class CreatedSession(SessionState, frozen=True, kw_only=True):
-    """A new session. `warnings` say what its trainer should know."""
+    """A new session. `public_url` and `base_url` as in `RegisteredKey`; `warnings` say what its trainer should know."""
 
+    public_url: str = ""
+    base_url: str = ""
     warnings: tuple[str, ...] = ()
 
 

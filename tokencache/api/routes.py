@@ -49,11 +49,12 @@ def add_trainer_routes(
     weights: AnnouncedWeights,
     max_ready: int,
     admission: AdmissionWait | None,
+    public_url: str,
 ) -> None:
-    """Add the trainer's routes to an application. `max_ready` and `admission` as in `LifecycleRoutes`."""
+    """Add the trainer's routes to an application. `max_ready`, `admission` and `public_url` as in `LifecycleRoutes`."""
     worker = ExportWorker()
     api = _TrainerApi(ledger, queue, worker, DriftMeter(pool, worker, timeout=DRIFT_TIMEOUT), weights)
-    lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready, admission=admission)
+    lifecycle = LifecycleRoutes(ledger, profiles, queue, pool, max_ready=max_ready, admission=admission, public_url=public_url)
 
     async def worker_running(_app: web.Application) -> AsyncIterator[None]:
         yield

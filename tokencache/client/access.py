@@ -29,7 +29,8 @@ class Access:
         id: the name of the session.
         key: the API key. The proxy finds the session by this key alone.
         key_id: the id of the registered key; `""` if the key was not registered.
-        base_url: the URL for OpenAI clients. It ends with `/v1`.
+        base_url: the URL for OpenAI clients. It ends with `/v1`. That of a new session begins with the proxy's `--public-url`, if it has
+            one; any other with the URL of the client.
         launch: how to start the harness; `None` if no harness was named. `launch.argv` is the program with its first arguments,
             `launch.environment(os.environ)` the whole environment of its process.
     """

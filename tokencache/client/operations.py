@@ -90,6 +90,7 @@ class _Engines(msgspec.Struct):
 class _Key(msgspec.Struct):
     key: str
     id: str = ""
+    public_url: str = ""
     warnings: list[str] = []
 
 
@@ -127,11 +128,12 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
     registered = yield from _register(Request("POST", f"{BASE}/keys", body=written(members), repeatable=False), options.get("wait", 0.0))
     for warning in registered.warnings:
         warnings.warn(warning, stacklevel=2)
-    access = access_to(proxy.url, session, registered.key, registered.id)
+    url = registered.public_url or proxy.url
+    access = access_to(url, session, registered.key, registered.id)
     if adapter is None:
         return access
     served_model, context = yield from _served(proxy, access.key, options.get("model"))
-    return dataclasses.replace(access, launch=launch_of(adapter, proxy.url, access, served_model, context, config_dir))
+    return dataclasses.replace(access, launch=launch_of(adapter, url, access, served_model, context, config_dir))
 
 
 def fork(proxy: ProxyAddress, session: str, turn: str, name: str | None = None, **options: Unpack[ForkOptions]) -> Steps[Access]:
@@ -140,7 +142,7 @@ def fork(proxy: ProxyAddress, session: str, turn: str, name: str | None = None, 
     members |= {"turn": turn, "tags": list(options.get("tags", ()))} | ({} if name is None else {"session": name})
     path = f"{BASE}/sessions/{quote(session, safe='')}/fork"
     forked = yield from call(Request("POST", path, body=written(members), repeatable=False), _Fork)
-    return access_to(proxy.url, forked.session, forked.key, forked.id)
+    return access_to(forked.public_url or proxy.url, forked.session, forked.key, forked.id)
 
 
 def _register(request: Request, seconds: float) -> Steps[_Key]:

@@ -118,7 +118,8 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
     """Print shell commands that make a harness use the proxy.
 
     For harnesses that run elsewhere (in a container, under a scheduler), and
-    for programs of your own. Files that the harness needs are written to
+    for programs of your own. The URL is the proxy's --public-url, or else
+    --proxy. Files that the harness needs are written to
     --config-dir; without it, comments show their content. With --json: an
     object with the variables to set (env) and to unset, the files with their
     content, and the command (argv).
@@ -128,7 +129,7 @@ def print_environment(  # noqa: PLR0917 - one parameter per option
     try:
         adapter = load(harness, _own(adapters))
         session = session or _new_session(adapter)
-        launch = _prepare(adapter, session, proxy, key, model, config_dir.absolute() if config_dir else _DIR)
+        launch = _prepare(adapter, session, proxy, key, model, config_dir.absolute() if config_dir else _DIR, elsewhere=True)
         if config_dir is not None:
             files.write(config_dir.absolute(), launch.files)
     except (AdapterError, HarnessError) as error:
@@ -206,11 +207,13 @@ def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path |
 
 
 def _prepare(  # noqa: PLR0917 - one parameter per option
-    adapter: Adapter, session: str, proxy: str, key: str | None, model: str | None, config_dir: Path
+    adapter: Adapter, session: str, proxy: str, key: str | None, model: str | None, config_dir: Path, *, elsewhere: bool = False
 ) -> Launch:
+    """Prepare a harness that runs here, or `elsewhere`, where it reaches the proxy at `--public-url`."""
     prepare(adapter, proxy, session, key, model or "", config_dir)  # report a wrong URL or name before asking the proxy
     name, context = models.find(proxy, session, key or session_key(session), model)
-    return prepare(adapter, proxy, session, key, name, config_dir, context=context)
+    url = models.public_url(proxy) if elsewhere else proxy
+    return prepare(adapter, url, session, key, name, config_dir, context=context)
 
 
 def _own(adapters: Path | None) -> tuple[Path, ...]:

@@ -9,7 +9,8 @@ same on every replica, and for a session that an older version recorded. What wa
 
 1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
 2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up.
-3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back.
+3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
+   evidence: its call had been answered. The network may deliver a call after its retry.
 4. The session is over, and has no turn: its harness made no call.
 """
 
@@ -160,7 +161,8 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()
     received = any(one.turn == latest.id and one.kind in _ANSWERED_LATER for one in incidents)
-    if TurnMark.UNANSWERED in latest.marks and not received:
+    answered = received or TurnMark.SECOND_SAMPLE in latest.marks
+    if TurnMark.UNANSWERED in latest.marks and not answered:
         return Outcome(OutcomeKind.HARNESS, f"the harness left before the reply of turn {latest.id}, and never came back")
     return Outcome()
 

@@ -79,7 +79,8 @@ class TokencacheAgent(BaseAgent):
         logs_dir, model_name, extra_env, kwargs: see Harbor's `BaseAgent`.
         agent: the agent to run, as for `--agent`: a name, or `module:Class`. It must support `--base-url`.
         url: the URL of the proxy.
-        agent_url: the URL of the proxy as the agent reaches it, for example from within a container; by default `url`.
+        agent_url: the URL of the proxy as the agent reaches it, for example from within a container; by default the proxy's
+            `--public-url`, or else `url`.
         harness: name of the harness adapter whose rules apply; `""` for none.
         sampling: sampling parameters that replace those of the agent.
     """
@@ -101,7 +102,7 @@ class TokencacheAgent(BaseAgent):
         super().__init__(logs_dir, model_name, extra_env=extra_env, **shared)
         self._shared = shared
         self._config = AgentConfig(name=agent, model_name=model_name, kwargs=kwargs)
-        self._url, self._agent_url = url, agent_url or url
+        self._url, self._agent_url = url, agent_url
         self._harness, self._sampling = harness, dict(sampling or {})
         self._agent: BaseAgent | None = None
         self._record = AgentContext()
@@ -174,7 +175,7 @@ class TokencacheAgent(BaseAgent):
         Clients of some APIs append `/v1` to the base URL themselves. Which API an agent speaks may depend on its base URL, so the agent is
         created twice in that case.
         """
-        root = session_url(self._agent_url, session.id)
+        root = session_url(self._agent_url, session.id) if self._agent_url else session.base_url.removesuffix("/v1")
         agent = self._create_at(f"{root}/v1", session.key)
         return self._create_at(root, session.key) if agent.model_connection.model_api_format in _WITHOUT_V1 else agent
 

@@ -202,7 +202,16 @@ class Proxy:
         most, queue, weights = self.settings.max_ready, self._queue, self.weights
         waits = AdmissionWait(self.admission, self.pool, self.ledger) if self.settings.admission else None
         add_trainer_routes(
-            app, self._auth, self.ledger, self.profiles, self.pool, queue=queue, weights=weights, max_ready=most, admission=waits
+            app,
+            self._auth,
+            self.ledger,
+            self.profiles,
+            self.pool,
+            queue=queue,
+            weights=weights,
+            max_ready=most,
+            admission=waits,
+            public_url=self.settings.public_url,
         )
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_score_route(app, self._auth, SessionReader(self.ledger, self.weights), self._edited, self.pool)
@@ -260,7 +269,8 @@ class Proxy:
             await self._share_secret()
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        public = self.settings.public_url
+        return web.json_response({"status": "ok"} | ({"public_url": public} if public else {}))
 
     async def _readyz(self, request: web.Request) -> web.Response:
         """Report whether calls can be served. Details of engines and store need the admin key."""

@@ -33,6 +33,8 @@ def _described(proxy: Proxy) -> Iterator[str]:
     settings = proxy.settings
     workers = "1 worker" if settings.workers == 1 else f"{settings.workers} workers"
     yield f"tokencache {__version__}, {workers}, would listen on {settings.host} port {settings.port or 'of its choice'}"
+    if settings.public_url:
+        yield f"harnesses would reach it at {settings.public_url}"
     yield f"settings {settings.digest[:16]}: {json.dumps(settings.shown)}"
     yield f"adapters of harnesses: {', '.join(proxy.adapters)}"
     if not proxy.pool.monitors:

@@ -114,7 +114,8 @@ async def run(
         urls = ", ".join(monitor.url for monitor in proxy.pool.monitors)
         engines = f"the engine at {urls}" if urls else "no engine yet (add one: POST /tokencache/v1/engines)"
         where = settings.store.rpartition("@")[2]  # without its password
-        log.info("tokencache listens on %s for %s, store %s", url, engines, where)
+        public = f" (harnesses: {settings.public_url})" if settings.public_url else ""
+        log.info("tokencache listens on %s%s for %s, store %s", url, public, engines, where)
         _freeze_memory()
         ready()
         await stop.requested.wait()

@@ -136,7 +136,7 @@ class Completion:
         if settings.reasoning_parser and budget is not None and budget >= 0:
             ids = within_budget(ids, self._prompt(index), budget, settings.tokenizer)
         kv = self._keys_and_values(index)
-        rng = random.Random(f"{settings.replies.seed}:{self.call}:{index}")
+        rng = random.Random(settings.replies.logprobs_seed(self._prompt(index), self.call, index))
         chance = kv.chance if kv is not None else lambda _token: rng.random()
         chunk = max(settings.chunk_tokens, request.stream_interval)
         limit, mode = self.limits[index // request.n], settings.logprobs_mode

@@ -477,6 +477,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens in each chunk of a stream")
     parser.add_argument("--ignore-ids", action="store_true", help="ignore supplied prompt ids, as vLLM before 0.27 does")
     parser.add_argument("--logprobs-mode", default="raw_logprobs", choices=get_args(LogprobsMode), help="as vLLM's option")
+    parser.add_argument("--repeatable", action="store_true", help="sample the same tokens for the same prompt")
     parser.add_argument("--journal", type=Path, help="file that receives every token before it is sent")
     parser.add_argument("--dev-mode", action="store_true", help="have the routes with which a trainer replaces weights")
     parser.add_argument("--enable-scale-out", action="store_true", help="serve render and derender, as vLLM with this option")
@@ -497,6 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         journal=options.journal,
         orders=FaultOrders() if options.control else None,
     )
+    engine.replies.repeatable = options.repeatable
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(engine, options.host, options.port))
 

@@ -64,6 +64,7 @@ class ReplyGenerator:
         eos: the id at which the engine stops by itself. A base model's is not the template's end of turn: it samples both.
         script: returns the text of the reply to a request, or `None`. The text is an iterable of pieces, possibly infinite. No token
             crosses the border of a piece.
+        repeatable: whether the same prompt always gets the same ids and log probabilities. Otherwise each call gets others.
     """
 
     tokenizer: SimTokenizer
@@ -72,10 +73,15 @@ class ReplyGenerator:
     drift: float = 0.3
     script: Callable[[ChatRequest], Iterable[str] | None] | None = None
     eos: int = -1
+    repeatable: bool = False
 
     def __post_init__(self) -> None:
         """Stop at the template's end of turn, unless another id is set."""
         self.eos = self.tokenizer.stop_id if self.eos < 0 else self.eos
+
+    def logprobs_seed(self, prompt_ids: Sequence[int], call: int, index: int) -> str:
+        """Return the seed of the log probabilities of a reply; the arguments are those of `reply`."""
+        return f"{self.seed}:{hash(tuple(prompt_ids)) if self.repeatable else call}:{index}"
 
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int, choice: Sequence[str] = ()) -> Iterator[int]:
         """Yield the ids of one reply. The caller may stop at any id.
@@ -89,7 +95,7 @@ class ReplyGenerator:
             index: number of the choice.
             choice: texts, if a grammar binds the reply to one of them from its first token.
         """
-        chosen = request.body.get("seed")  # with a seed in the request, the same prompt always gets the same ids
+        chosen = 0 if self.repeatable else request.body.get("seed")  # with a seed in the request, the same prompt always gets the same ids
         rng = random.Random(f"{self.seed}:{call if chosen is None else chosen}:{index}:{','.join(map(str, prompt_ids))}")
         if request.allowed_token_ids is not None:
             likeliest = self._likeliest(request, request.allowed_token_ids, choice)

@@ -5,6 +5,7 @@ docs/topologies/nemo-gym.md has these results as a table.
 """
 
 import json
+import os
 import subprocess
 from contextlib import AsyncExitStack
 
@@ -14,6 +15,7 @@ from rig.gym import POLICY, TOOLS, default_venv, gym_servers, model_server
 
 from tests.support.redis_server import RealRedis
 from tests.system.nemo.gym_agent import bare
+from tests.system.nemo.main_layout import copy_with_main_names
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 
@@ -49,13 +51,13 @@ async def engine():
 def nodes(tmp_path):
     """Starts model servers, each with a folder of its own; returns their URLs and a client."""
 
-    async def start(stack, name, engine, capture, count=1):
+    async def start(stack, name, engine, capture, *, count=1, path=()):
         started = []
         for number in range(count):
             (tmp_path / f"node-{number}").mkdir()
             server = model_server(name, engine, model="sim", request_prompt_and_generation_token_ids=True)
             settings = {"enabled": True, "all_agents": True} | capture
-            servers = gym_servers(tmp_path / f"node-{number}", server, agent=False, token_id_capture=settings)
+            servers = gym_servers(tmp_path / f"node-{number}", server, agent=False, path=path, token_id_capture=settings)
             started.append(await stack.enter_async_context(servers))
         return [gym.urls[POLICY] for gym in started], started[0].http
 
@@ -123,11 +125,12 @@ async def streamed_messages(urls, http, rollout):
 
 
 FINALIZE = """
-import asyncio, json, sys, warnings
-from nemo_gym.token_id_capture.delivery import finalize_rollout_token_capture
-from nemo_gym.token_id_capture.store import TokenCaptureStore
-from tokencache.integrations.nemo_gym.capture import CaptureSource
+import asyncio, importlib, json, sys, warnings
+from tokencache.integrations.nemo_gym.capture import CaptureSource, gym
 from tokencache.integrations.nemo_gym.proving import ProvingSource
+
+TokenCaptureStore = gym.TokenCaptureStore
+finalize_rollout_token_capture = importlib.import_module(gym.__name__ + ".delivery").finalize_rollout_token_capture
 
 async def main(result, names):
     for name in names:
@@ -141,14 +144,15 @@ asyncio.run(main(sys.argv[1], sys.argv[2:]))
 """
 
 
-def finalized(rollout, text, source, place):
+def finalized(rollout, text, source, place, path=()):
     """What Gym's finalizer makes of the rollout, with the ids of Gym's result: of this source, and of `ProvingSource` around it."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     output = [{"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": content}]
     result = json.dumps({"_ng_rollout_id": rollout, "response": {"model": "sim", "output": output}})
     plain = source.format(place)
     command = [str(default_venv() / "bin/python"), "-c", FINALIZE, result, plain, f"ProvingSource({plain})"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=variables)
     return [outcome(json.loads(line)) for line in done.stdout.splitlines()]
 
 
@@ -185,7 +189,12 @@ async def test_without_exact_prefixes_no_comparison_of_tokens_helps(engine, node
     assert finalized("strips", text, GYM_FILES, folder) == [MASKED, MASKED]
 
 
-async def test_two_servers_without_a_shared_folder_capture_one_rollout(engine, nodes):
+@pytest.mark.parametrize("names", ["of 0.7.0", "of Gym's main branch"])
+async def test_two_servers_without_a_shared_folder_capture_one_rollout(engine, nodes, tmp_path, names):
+    path = []
+    if names != "of 0.7.0":
+        (site_packages,) = default_venv().glob("lib/python*/site-packages")
+        path.append(copy_with_main_names(site_packages, tmp_path / "main"))
     with RealRedis() as redis:
         place = f"redis://127.0.0.1:{redis.port}/1"
         names = {"sink": "CaptureSink", "lineage_store": "CaptureResolver"}
@@ -193,13 +202,13 @@ async def test_two_servers_without_a_shared_folder_capture_one_rollout(engine, n
         capture |= {f"{option}_kwargs": {"url": place} for option in names} | {"rebuild_response": False}
         async with AsyncExitStack() as stack:
             proxy = await stack.enter_async_context(proxying(engine, MemoryStore()))
-            urls, http = await nodes(stack, "tokencache_model", proxy.url, capture, count=2)
+            urls, http = await nodes(stack, "tokencache_model", proxy.url, capture, count=2, path=path)
             texts = {
                 "chat": await chat(urls, http, "chat", as_served),
                 "messages": await streamed_messages(urls, http, "messages"),
                 "strips": await chat(urls, http, "strips", strips),
             }
-        assert {name: finalized(name, text, OUR_STORE, place) for name, text in texts.items()} == {
+        assert {name: finalized(name, text, OUR_STORE, place, path) for name, text in texts.items()} == {
             "chat": [DELIVERED, DELIVERED],
             "messages": [DELIVERED, DELIVERED],
             "strips": [MASKED, DELIVERED],

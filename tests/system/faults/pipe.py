@@ -70,13 +70,16 @@ class Pipe:
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
         self._writers.add(writer)
-        with contextlib.suppress(OSError):
-            behind, towards = await asyncio.open_connection("127.0.0.1", self.to)
-            self._writers.add(towards)
-            await asyncio.gather(self._carry(reader, towards), self._carry(behind, writer))
-            self._writers.discard(towards)
+        with contextlib.suppress(OSError, EOFError):
+            await self._relay(reader, writer)
         writer.transport.abort()
         self._writers.discard(writer)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, towards = await asyncio.open_connection("127.0.0.1", self.to)
+        self._writers.add(towards)
+        await asyncio.gather(self._carry(reader, towards), self._carry(behind, writer))
+        self._writers.discard(towards)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ import importlib
 import json
 import random
 import sys
-import types
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from tests.support.redis_server import RealRedis
 from tests.system.nemo.gym_rollouts import Rollout, Status, delivered, gym, resolution
 from tokencache.errors import TokencacheError
-from tokencache.integrations.nemo_gym import gym_package
 from tokencache.integrations.nemo_gym.capture import CaptureError, CaptureResolver, CaptureSink, CaptureSource
 from tokencache.integrations.nemo_gym.proving import ProvingSource
 
@@ -194,15 +192,3 @@ async def test_a_server_that_is_killed_loses_no_recorded_call_and_hides_no_lost_
             snapshot = await source.freeze(rollout.name)
             assert delivered(snapshot.entries) == rollout.tokens
             assert snapshot.incomplete == (rollout.name in killed)
-
-
-def test_the_name_of_gym_s_main_branch_has_priority(monkeypatch):
-    main = types.ModuleType("nemo_gym.models.token_capture")
-    models = types.ModuleType("nemo_gym.models")
-    models.token_capture = main
-    with monkeypatch.context() as patched:
-        for module in (models, main):
-            patched.setitem(sys.modules, module.__name__, module)
-        patched.setattr(sys.modules["nemo_gym"], "models", models, raising=False)
-        assert importlib.reload(gym_package).gym is main
-    assert importlib.reload(gym_package).gym is gym

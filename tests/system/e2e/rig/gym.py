@@ -80,7 +80,7 @@ class Gym:
 
 
 @contextlib.asynccontextmanager
-async def gym_servers(folder, servers, *, agent=True, environment=None, **settings):
+async def gym_servers(folder, servers, *, agent=True, environment=None, path=(), **settings):
     """Starts servers and stops them.
 
     Args:
@@ -88,6 +88,7 @@ async def gym_servers(folder, servers, *, agent=True, environment=None, **settin
         servers: configurations of model servers, by name (`model_server`).
         agent: whether Gym's `simple_agent` and the task's resources server are started, too.
         environment: variables of the agent's process.
+        path: folders that precede Gym's environment on `PYTHONPATH`.
         settings: members of Gym's global configuration.
     """
     venv = default_venv()
@@ -111,7 +112,7 @@ async def gym_servers(folder, servers, *, agent=True, environment=None, **settin
     variables = os.environ | {
         "NEMO_GYM_CONFIG_DICT": json.dumps(head | {"model_call_capture_dir": str(folder / "calls")} | settings | instances),
         "NEMO_GYM_EXTRA_ROOTS": str(SEARCH_DIR),
-        "PYTHONPATH": str(Path(__file__).parent / "gym_site"),
+        "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parent / "gym_site", *path])),
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
     }

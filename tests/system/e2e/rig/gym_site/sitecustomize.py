@@ -7,8 +7,8 @@ import sys
 import typing
 
 if sys.version_info < (3, 12) and sys.orig_argv[-1] == "app.py":
-    from nemo_gym.token_id_capture.protocols import LineageResolver, TokenSink
+    from tokencache.integrations.nemo_gym.gym_package import gym
 
     typing.EXCLUDED_ATTRIBUTES.append("__protocol_attrs__")
-    for protocol in (LineageResolver, TokenSink):
+    for protocol in (gym.LineageResolver, gym.TokenSink):
         protocol.__protocol_attrs__ = typing._get_protocol_attrs(protocol)
