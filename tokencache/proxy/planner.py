@@ -99,7 +99,7 @@ class Planner:
         keys = keys_wanted(call)
         try:
             hits = await self._store.find(session, keys)
-            model = await self._pool.engine_of(session).model(call.model)
+            model = await self._pool.engine_of(session, call.model).model(call.model)
             plan = await self._plan(session, call, model, keys, hits)
         except (StoreError, EngineError, KeyError, ValueError) as why:
             log.warning("session %s: the next prompt is not planned: %s", session, type(why).__name__)
@@ -117,7 +117,7 @@ class Planner:
         found = await self.next_prompt(session, call)
         if found is not None:
             return ids.count(found[0])
-        model = await self._pool.engine_of(session).model(call.model)
+        model = await self._pool.engine_of(session, call.model).model(call.model)
         args, generation = call.as_written()
         try:
             return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))

@@ -376,7 +376,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 
 def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the marks of a turn; `sampling` are the recorded members of the request."""
-    model = facts.planned.model
+    model, frozen = facts.planned.model, facts.planned.engine.frozen
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
@@ -391,6 +391,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.MEDIA: bool(facts.call.chat.media),
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
         TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
+        TurnMark.NOT_TRAINABLE: bool(frozen) and not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
         TurnMark.SECOND_SAMPLE: bool(facts.second),
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
         TurnMark.CONTINUED: bool(sampled.pieces),
