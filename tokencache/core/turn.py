@@ -70,8 +70,8 @@ class TurnMark(Described):
     NOT_TRAINABLE = (
         "not-trainable",
         (
-            "its model is not trained (`--not-trainable`): its tokens have mask 0, and a format for trainers has them only if you select the "
-            "model"
+            "its model is not trained (`--not-trainable`): its tokens have mask 0, and a format for trainers has them only if you select "
+            "the model"
         ),
     )
     LOST_TEXT = (

@@ -236,7 +236,10 @@ class Pool:
         """Return the models of all groups: the entry of `/v1/models` of each, by its name. Engines that do not serve list none."""
         serving = [next(filter(self.serves, group.monitors), None) for group in self.groups.values()]
         listed = await asyncio.gather(*[monitor.engine.list_models() for monitor in serving if monitor is not None])
-        return {name: entry for found in reversed(listed) for name, entry in found.items()}
+        entries: dict[str, dict[str, Any]] = {}
+        for name, entry in [pair for found in listed for pair in found.items()]:
+            entries.setdefault(name, entry)
+        return entries
 
     def _group(self, name: str) -> EngineGroup | None:
         """Return the group of a model; `None` if an engine that was never probed may serve it.

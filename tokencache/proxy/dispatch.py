@@ -262,6 +262,7 @@ class Dispatch:
             at=endpoint.key,
             rank=endpoint.rank,
             model=model,
+            frozen=engine.frozen,
             plan=plan,
             weights=weights,
             thinking=thinking,

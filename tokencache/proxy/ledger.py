@@ -259,7 +259,7 @@ class Ledger:
             return
         parent = facts.planned.plan.parent
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
-            self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
+            self.prefixes.add(begun.epoch, entry.turn.id, entry.turn.model, prefix, instead_of=parent)
 
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
         """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
