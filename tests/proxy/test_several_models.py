@@ -62,7 +62,7 @@ async def test_a_session_spans_models_with_sequences_of_each():
         assert found == {POLICY: [POLICY] * 3, JUDGE: [JUDGE] * 2}
         assert [len({entry.session for entry in one.ground_truth if entry.session}) for one in fleet.engines] == [1, 1]
         assert exported["complete"]
-        outline = await rig.get("/tokencache/v1/viewer/sessions/s/outline")
+        outline = await rig.get("/tokencache/v1/sessions/s/outline")
         assert [sequence["model"] for sequence in outline["sequences"]] == [POLICY, JUDGE]
 
 
