@@ -174,6 +174,7 @@ class _Tree:
         self._links = {link.turn: link for link in rollout.links}
         self._with_incident = {incident.turn for incident in rollout.incidents}
         self._all_versions = {*rollout.figures.versions, *(["mixed"] if rollout.figures.mixed_tokens else [])}
+        self._several_models = len({sequence.model for sequence in rollout.sequences}) > 1
         self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
         self._branches: dict[str, list[TrainingSequence]] = {}
         """The sequences that branch off a turn, by turn id; under `""` those that branch off none."""
@@ -208,6 +209,7 @@ class _Tree:
             (s.start, "bold"),
             (f" {s.reason}", "yellow") if s.reason else "",
             f" {s.id}",
+            (f" {s.model}", "cyan") if self._several_models else "",
             (f" off {left}", "dim") if left else "",
             f": {plural(len(s.turns), 'turn')}, {s.tokens:,} tokens, {s.trainable_tokens:,} trainable, weight {s.weight:.3g}{tools}",
             "" if s.continued else ", not continued",
