@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from tests.ports import free_port
@@ -11,8 +12,12 @@ from tests.proxy.test_engines_added import request
 from tests.proxy.test_several_engines import Fleet, ready, serving
 from tests.proxy.traffic import Harness
 from tests.support import invariants
+from tokencache.batching.selection import select
+from tokencache.client import AsyncClient
 from tokencache.proxy import dispatch
 from tokencache.testing import SimulatedEngine
+from tokencache.trajectories.values import Trajectory
+from tokencache.trajectories.verify import verify
 
 ASK = [user("EPISODE:demo")]
 POLICY, JUDGE = "policy", "judge"
@@ -271,6 +276,10 @@ async def test_a_model_that_is_not_trained_has_no_loss_and_no_row():
         native = await trainer_format(rig, "native", model=POLICY)
         assert [sequence["model"] for sequence in native["sequences"]] == [POLICY]
         assert native["figures"]["models"]["dropped"] == {JUDGE: 1}
+        selection = select([msgspec.convert(exported, Trajectory)])
+        assert [row.sequence.model for row in selection.kept] == [POLICY]
+        assert selection.dropped[0].reason == "the model judge is not trained"
+        assert verify(msgspec.convert(exported, Trajectory)) == verify(msgspec.convert(native, Trajectory)) == []
         assert [row["names"] for row in (await ready(rig))["engines"]] == [[POLICY], [JUDGE]]
         assert [row["trainable"] for row in (await ready(rig))["engines"]] == [True, False]
 
@@ -304,8 +313,20 @@ async def test_the_queue_selects_by_model():
                 return [one["sessions"][0]["session"] for one in (await answer.json())["deliveries"]]
 
         assert await taken("a", model="nobody") == []
-        assert await taken("a", model=POLICY) == ["both"]
+        assert await taken("a", model=JUDGE, limit=1) == ["both"]
         assert await taken("b", model=JUDGE) == ["one"]
+
+
+async def test_a_consumer_gets_the_sequences_of_its_model():
+    async with served(POLICY, JUDGE) as (rig, _), AsyncClient(rig.url) as client:
+        for model in (POLICY, JUDGE):
+            await play(rig, "s", model, 1)
+        await client.session("s").finish(1.0)
+        async for delivery in client.follow("trainer", model=JUDGE, format="native"):
+            (trajectory,) = delivery.trajectories
+            assert [sequence.model for sequence in trajectory.sequences] == [JUDGE]
+            await delivery.acknowledge()
+            break
 
 
 async def test_an_answer_of_one_model_in_a_call_of_another_is_a_delegation():
