@@ -1,6 +1,6 @@
 """Claude Code with two models on two real vLLMs: the calls of its small model go to the second one, in one session.
 
-The engines' own logs are the reference. `Explore` is an agent of Claude Code itself that uses the small model ("haiku").
+The engines' own logs are the reference. A sub-agent runs on what Claude Code calls "haiku", its small model, which its settings map to ours.
 """
 
 import json
@@ -19,9 +19,10 @@ from tests.support.waiting import until
 from tokencache.store.memory import MemoryStore
 
 SMALL = "small"
+SMALL_AGENT = {"subagent_type": "general-purpose", "model": "haiku", "run_in_background": False}
 EPISODES = {
     "claude-code_small": [
-        say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("Agent", "claude-code_small-a", subagent_type="Explore")),
+        say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("Agent", "claude-code_small-a", **SMALL_AGENT)),
         say("\nIt is back.\n", "", shell("Bash", "ls -1")),
         say("\nDone.\n", "\nNothing found ✅.  "),
     ],
