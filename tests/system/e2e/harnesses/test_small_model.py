@@ -1,6 +1,6 @@
 """Claude Code with two models on two real vLLMs: the calls of its small model go to the second one, in one session.
 
-The engines' own logs are the reference. A sub-agent runs on what Claude Code calls "haiku", its small model, which its settings map to ours.
+The engines' own logs are the reference. A sub-agent runs on what Claude Code calls "haiku", its small model, which settings map to ours.
 """
 
 import json
