@@ -25,6 +25,7 @@ OWN = {
     "rules_off": "tool-ids,cd-prefix",
     "session_from": "header:X-Session-ID,body:a.b",
     "affinity_headers": "X-A,X-B",
+    "not_trainable": "judge,small",
     "model_aliases": {"claude-*": "qwen3"},
     "sampling": {"temperature": 1.0, "top_p": 0.5},
     "store": "redis://user:secret@host:6379/1",

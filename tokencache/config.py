@@ -94,8 +94,13 @@ class Settings(BaseSettings):
 
     upstream: Annotated[Names, Shown("URL", basic=True)] = Field(
         "",
-        description="Base URL of the engine. For several engines of one model, repeat the option or separate URLs with commas. "
+        description="Base URL of the engine. For several engines, of one model or of more, repeat the option or separate URLs with commas. "
         "Without a URL, add engines over the API while the proxy runs (docs/several-engines.md).",
+    )
+    not_trainable: Annotated[Names, Shown("MODEL", basic=True)] = Field(
+        "",
+        description="Model that is not trained, such as a judge or the small model of a harness, by the name under which it is served. Its "
+        "tokens have mask 0, and no format for trainers has its sequences unless you select it. Repeat it for several.",
     )
     upstream_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
         None, description="API key for the engine. It replaces the key that the harness sends."

@@ -166,7 +166,7 @@ class TestBackPressure:
         await take(queue, Take("c", rewarded=True, max_lag=1))
         await finish(store, "a")
         assert await queue.too_many("", 1) == 1
-        queue._is_young = lambda *_: no()
+        queue._fits = lambda *_: no()
         assert await queue.too_many("", 1) == 0
 
     async def test_a_consumer_that_left_does_not_count(self, store, monkeypatch):

@@ -51,7 +51,7 @@ def differing():
         monitor.identity = EngineIdentity({"level": level}, "")
     pool._changed()
     assert [monitor.mismatched for monitor in pool.monitors] == [False, True]
-    assert "NOT USED" in pool.why_unused(pool.monitors[1])
+    assert "it waits" in pool.why_unused(pool.monitors[1])
     return pool
 
 
@@ -75,4 +75,4 @@ async def test_an_engine_that_is_added_again_has_no_reason_from_before(differing
     differing._tasks[second] = asyncio.create_task(asyncio.sleep(60))
     await differing.remove(second.url)
     differing.monitors.append(second)
-    assert "NOT USED" not in differing.why_unused(second)
+    assert "it waits" not in differing.why_unused(second)

@@ -124,7 +124,7 @@ async def test_one_that_differs_is_not_used_beside_the_first():
         await request(rig, "POST", url=url, status=201)
         await serves(rig, url)
         said = await request(rig, "POST", url=lesser, status=201)
-        assert (said["serves"], "NOT USED: it differs" in said["error"]) == (False, True)
+        assert (said["serves"], "it waits, because it differs" in said["error"]) == (False, True)
         for n in range(4):
             await play(rig, f"s{n}")
         assert not [entry for entry in others[lesser].ground_truth if entry.session]

@@ -48,10 +48,10 @@ async def test_the_least_recently_used_prefix_is_dropped():
 async def test_one_prefix_is_kept_however_large_it_is():
     for max_bytes in (0, 1):
         store, prefixes = cache(max_bytes)
-        prefixes.add("epoch", "a", prefix([1, 2, 3]), instead_of=None)
+        prefixes.add("epoch", "a", "m", prefix([1, 2, 3]), instead_of=None)
         await prefixes.get("s", "a")
         assert store.reads == 0
-        prefixes.add("epoch", "b", prefix([4, 5, 6]), instead_of=None)
+        prefixes.add("epoch", "b", "m", prefix([4, 5, 6]), instead_of=None)
         await prefixes.get("s", "b")
         assert store.reads == 0
         await prefixes.get("s", "a")
@@ -60,18 +60,18 @@ async def test_one_prefix_is_kept_however_large_it_is():
 
 async def test_a_turn_replaces_its_parent():
     store, prefixes = cache(1000)
-    prefixes.add("epoch", "a", prefix([1]), instead_of=None)
+    prefixes.add("epoch", "a", "m", prefix([1]), instead_of=None)
     longer = prefix([1, 2])
-    prefixes.add("epoch", "b", longer, instead_of="a")
-    assert prefixes.nearby("epoch", "a") == [("b", longer)]
+    prefixes.add("epoch", "b", "m", longer, instead_of="a")
+    assert prefixes.nearby("epoch", "m", "a") == [("b", longer)]
     await prefixes.get("s", "a")
     assert store.reads == 1
 
 
 def test_the_latest_turn_of_an_epoch_is_nearby():
     _, prefixes = cache(1000)
-    prefixes.add("one", "a", prefix([1]), instead_of=None)
-    prefixes.add("other", "b", prefix([2]), instead_of=None)
-    assert [turn for turn, _ in prefixes.nearby("one", "b")] == ["b", "a"]
-    assert [turn for turn, _ in prefixes.nearby("one", None)] == ["a"]
-    assert prefixes.nearby("third", None) == []
+    prefixes.add("one", "a", "m", prefix([1]), instead_of=None)
+    prefixes.add("other", "b", "m", prefix([2]), instead_of=None)
+    assert [turn for turn, _ in prefixes.nearby("one", "m", "b")] == ["b", "a"]
+    assert [turn for turn, _ in prefixes.nearby("one", "m", None)] == ["a"]
+    assert prefixes.nearby("third", "m", None) == prefixes.nearby("one", "judge", None) == []

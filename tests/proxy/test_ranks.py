@@ -149,7 +149,7 @@ def test_a_session_tries_each_engine_once_and_only_its_own_rank_there(policy):
         monitor.engine.endpoints = tuple(Endpoint.of(monitor.engine, rank) for rank in range(4))
     placed = []
     for n, session in enumerate(SESSIONS * 8):
-        tried = pool.endpoints_of(f"call {n}", session, "", ())
+        tried = pool.endpoints_of(f"call {n}", session, "", (), "sim")
         placed.append([(endpoint.engine.upstream.url, endpoint.rank) for endpoint in tried])
         pool.placement.begin(f"call {n}", session, "{}#{}".format(*placed[-1][0]))  # the first one takes it
         pool.placement.end(f"call {n}", 0.0)

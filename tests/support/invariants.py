@@ -7,6 +7,7 @@
 `trained_once`    each sampled token has loss mask 1 once, after its own prompt, with its own log probability
 `aligned`         a sequence's ids, mask and log probabilities have one length, which its turns cover without a gap
 `linear`          a turn that extends another stores only what it adds
+`apart`           no turn refers to a turn of another model
 `anchored`        the replies that a turn's prompt names as anchors are there, with the ids that their turns sampled
 `audit`           all of these that need only a session's records
 ================  ====================================================================================================
@@ -244,6 +245,17 @@ def anchored(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: st
     return _of(session, found)
 
 
+def apart(turns: Sequence[Turn], *, session: str = "") -> list[str]:
+    """Check that no turn takes ids, context or stored tokens from a turn of another model."""
+    known, found = {turn.id: turn for turn in turns}, []
+    for turn in turns:
+        for name in (turn.parent, turn.origin, turn.base, turn.context_base, *(anchor.turn for anchor in turn.anchors)):
+            other = known.get(name or "")
+            if other is not None and other.model != turn.model:
+                found.append(f"turn {turn.id} of {turn.model}: refers to turn {other.id} of {other.model}")
+    return _of(session, found)
+
+
 def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str = "") -> list[str]:
     """Check all invariants that need only a session's records."""
     found = extension(turns, tokens, session=session)
@@ -253,6 +265,7 @@ def audit(turns: Sequence[Turn], tokens: Mapping[str, Tokens], *, session: str =
     found += (
         linear(turns, tokens, session=session)
         + anchored(turns, tokens, session=session)
+        + apart(turns, session=session)
         + trained_once(built, turns, tokens, session=session)
     )
     for sequence in built:

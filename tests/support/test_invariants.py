@@ -71,6 +71,19 @@ def test_extension_with_a_turn_missing_or_out_of_order():
     told(invariants.extension(forest.turns, forest.tokens), "turn t1: its tokens are missing")
 
 
+# apart
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"parent": None, "match": "resplice", "origin": "t0"}, {"parent": None, "base": None, "context_base": "t0"}]
+)
+def test_apart_broken_by_another_model(fields):
+    forest = line(2)
+    assert invariants.apart(forest.turns) == []
+    forest.change("t1", model="judge", **fields)
+    told(invariants.apart(forest.turns), "turn t1 of judge: refers to turn t0")
+
+
 # engine_agrees
 
 

@@ -31,7 +31,7 @@ class AdmissionWait:
         deadline = time.monotonic() + seconds
         while True:
             change, now = self._ledger.changed.next, time.monotonic()
-            serving = [monitor for monitor in self._pool.monitors if self._pool.serves(monitor)]
+            serving = [monitor for monitor in self._pool.monitors if self._pool.serves(monitor) and monitor.engine.trains]
             capacity = sum(sum(monitor.capacity.values()) for monitor in serving)
             if not capacity:
                 self._admission.leave(session)

@@ -25,7 +25,7 @@ def add_capacity_route(app: web.Application, auth: AdminAuth, pool: Pool, admiss
 
 
 def capacity_of(pool: Pool, admission: Admission) -> Capacity:
-    """Describe the capacity of the engines. Only those that serve count for the sums."""
+    """Describe the capacity of the engines. Only those count for the sums that serve, and have a model that is trained."""
     now, placement = time.monotonic(), pool.placement
     engines = [
         EngineCapacity(
@@ -38,11 +38,12 @@ def capacity_of(pool: Pool, admission: Admission) -> Capacity:
         )
         for monitor in pool.monitors
     ]
-    tokens = sum(engine.tokens or 0 for engine in engines if engine.serves)
+    counting = [engine for engine, monitor in zip(engines, pool.monitors, strict=True) if engine.serves and monitor.engine.trains]
+    tokens = sum(engine.tokens or 0 for engine in counting)
     footprint = placement.footprint
     return Capacity(
         tokens=tokens,
-        live_tokens=sum(engine.live_tokens for engine in engines if engine.serves),
+        live_tokens=sum(engine.live_tokens for engine in counting),
         footprint=footprint.tokens,
         ended=footprint.sessions,
         sessions_fit=sessions_that_fit(tokens, footprint.tokens),

@@ -27,11 +27,24 @@ def add_engine_routes(app: web.Application, auth: AdminAuth, membership: EngineM
 
 
 def engine_object(pool: Pool, monitor: EngineMonitor) -> dict[str, Any]:
-    """Write the state of an engine. `error` is the reason if it does not serve."""
+    """Write the state of an engine. `error` is the reason if it does not serve. `note` says if no other engine serves its model."""
     found = {capability.model: capability for capability in monitor.engine.capabilities}.values()
     serves = pool.serves(monitor)
     error = "" if serves else pool.why_unused(monitor)
-    return {"url": monitor.url, "serves": serves, "error": error, "models": [msgspec.to_builtins(capability) for capability in found]}
+    group = next((group for group in pool.groups.values() if monitor in group.monitors), None)
+    note = ""
+    if group is not None and len(pool.groups) > 1 and len(group.monitors) == 1:
+        note = f"it is the only engine that serves {group.model}: a group of its own, for calls that name this model"
+    return {
+        "url": monitor.url,
+        "serves": serves,
+        "error": error,
+        "group": group.model if group is not None else "",
+        "names": monitor.engine.names,
+        "trainable": monitor.engine.trains,
+        "note": note,
+        "models": [msgspec.to_builtins(capability) for capability in found],
+    }
 
 
 class _EngineApi:

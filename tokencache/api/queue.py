@@ -24,6 +24,7 @@ from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
 from tokencache.core.session import SessionStage
+from tokencache.core.turn import Turn
 from tokencache.core.weights import WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
@@ -88,13 +89,20 @@ class Takeable(NamedTuple):
     short: set[str]
 
 
+class _Sampled(NamedTuple):
+    """The policy versions of the tokens that a session sampled of one model, or of all, and their number."""
+
+    counts: VersionCounts
+    tokens: int
+
+
 class SessionQueue:
     """The queue of finished sessions, as consumers use it."""
 
     def __init__(self, ledger: Ledger, weights: AnnouncedWeights) -> None:
         self._ledger, self._store, self._weights = ledger, ledger.store, weights
         self._lost = LostCalls(ledger.store)
-        self._sampled: Recent[str, tuple[VersionCounts, int]] = Recent(_MOST_COUNTED)
+        self._sampled: Recent[str, dict[str, _Sampled]] = Recent(_MOST_COUNTED)
 
     async def take(self, asked: Take) -> tuple[list[TakenDelivery], dict[str, int]]:
         """Take ready sessions, or wait until there are some. Returns no delivery if the time is up.
@@ -210,7 +218,8 @@ class SessionQueue:
         found = Takeable({one.info.id for one in others}, {one.info.labels.group for one in others})
         for asked in demands.living:
             gathering, limit = Gathering(asked), await self._limit(asked, {})
-            chosen = [gathering.add(one) for one in ready if asks_for(asked, one.info) and await self._is_young(one.info, limit, Counter())]
+            fitting = [one for one in ready if asks_for(asked, one.info) and await self._fits(one.info, asked.model, limit, Counter())]
+            chosen = [gathering.add(one) for one in fitting]
             chosen += gathering.overdue(await self._now(asked))
             found.sessions.update(one.info.id for members in chosen for one in members)
             found.short.update(gathering.short)
@@ -300,17 +309,18 @@ class SessionQueue:
         """Whether a session is ready and passes the filters of a consumer. `left` counts the ready ones that only the limit stops."""
         if not asks_for(asked, info) or lacks_reward(asked, info) or not await self._is_ready(info):
             return False
-        return await self._is_young(info, limit, left)
+        return await self._fits(info, asked.model, limit, left)
 
-    async def _is_young(self, info: SessionInfo, limit: LagLimit | None, left: dict[str, int]) -> bool:
-        """Whether a session passes a limit of lag. `left` counts those that do not."""
-        if limit is None:
+    async def _fits(self, info: SessionInfo, model: str, limit: LagLimit | None, left: dict[str, int]) -> bool:
+        """Whether a session called a model (`""`: any), and passes a limit of lag. `left` counts those that only the limit stops."""
+        if limit is None and not model:
             return True
         if info.epoch not in self._sampled:
-            turns = await self._store.turns(info.id)
-            self._sampled[info.epoch] = count_versions(turns), sum(turn.chosen_tokens for turn in turns)
-        counts, tokens = self._sampled[info.epoch]
-        lag = limit.lag(counts.versions, tokens)
+            self._sampled[info.epoch] = _sampled_by_model(await self._store.turns(info.id))
+        sampled = self._sampled[info.epoch].get(model)
+        if sampled is None or limit is None:
+            return sampled is not None
+        lag = limit.lag(sampled.counts.versions, sampled.tokens)
         if lag is not None and lag <= limit.most:
             return True
         left[_UNKNOWN if lag is None else _STALE] += 1
@@ -383,6 +393,12 @@ class SessionQueue:
             if not delivery.startswith(f"{tag}-"):
                 message = f"delivery {delivery[:80]!r} is not of this store: the store was replaced, or the id is damaged"
                 raise HarnessError(message, status=422, kind="unknown_delivery")
+
+
+def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:
+    """Count what was sampled of each model, and of all (`""`)."""
+    found = {"": turns} | {model: [turn for turn in turns if turn.model == model] for model in {turn.model for turn in turns}}
+    return {model: _Sampled(count_versions(some), sum(turn.chosen_tokens for turn in some)) for model, some in found.items()}
 
 
 def lag_limit(state: WeightsState, most: int) -> LagLimit:

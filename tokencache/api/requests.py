@@ -111,6 +111,7 @@ class Take(msgspec.Struct, frozen=True):
         lease: for how many seconds the deliveries belong to the consumer.
         rewarded: only sessions with a reward, and those that were finished as failed, which nobody rewards.
         group, tag, harness: only sessions that have them; `""` stands for any.
+        model: only sessions that called it; `""` stands for any. Then `max_lag` concerns its tokens only.
         max_lag: only sessions none of whose sampled tokens lags more than that many policy versions behind the current one. The lag of all
             must be known. `None`: any session.
         holding: deliveries that the consumer has and is still working on. They are not returned again, and their leases are extended.
@@ -128,6 +129,7 @@ class Take(msgspec.Struct, frozen=True):
     group: str = ""
     tag: str = ""
     harness: str = ""
+    model: str = ""
     max_lag: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     holding: Annotated[list[str], msgspec.Meta(max_length=MOST_NAMED)] = []
     min_group: Annotated[int, msgspec.Meta(ge=1, le=10_000)] | None = None

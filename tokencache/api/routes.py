@@ -159,7 +159,8 @@ class _TrainerApi:
         records = await self._reader.records(info, contexts=text or wanted.reads_contexts or mode != "off")
         if mode != "off":
             records = await self._meter.measure(records, mode)
-        body = await self._worker.run(records.token_count, partial(export, lag=lag, text=text), records, wanted, lengths)
+        write = partial(export, lag=lag, model=request.query.get("model", ""), text=text)
+        body = await self._worker.run(records.token_count, write, records, wanted, lengths)
         return web.Response(body=body, content_type="application/json")
 
     async def drift(self, request: web.Request) -> web.StreamResponse:

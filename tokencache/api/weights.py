@@ -12,7 +12,7 @@ from tokencache.api.auth import AdminAuth
 from tokencache.api.http import json_response, read_body
 from tokencache.api.openapi import register
 from tokencache.api.requests import FinishedUpdate, NewUpdate, NewVersion
-from tokencache.core.weights import RESERVED, Update, UpdateConflictError, VersionSource, WeightsPhase, WeightsState
+from tokencache.core.weights import RESERVED, EngineWeights, Update, UpdateConflictError, VersionSource, WeightsPhase, WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.pool import Pool
@@ -109,7 +109,8 @@ class _WeightsApi:
 
 def engine_weights(state: WeightsState, monitor: EngineMonitor) -> EngineWeightsInfo:
     """Describe what is known of an engine's weights, from what is announced and the label that the engine reported last."""
-    known, label = state.of(monitor.url), monitor.engine.weight_label
+    known = state.of(monitor.url) if monitor.engine.trains else EngineWeights()
+    label = monitor.engine.weight_label
     version, source = known.version, VersionSource.TRAINER
     if not known.update and not known.updating and label not in RESERVED:
         version, source = label, VersionSource.ENGINE

@@ -13,6 +13,7 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 ========================  ==========================================================================================================
 `valid_only`              drops all rows of a trajectory that is not complete, or that ended with a failure; always applied first, unless
                           `select(…, keep_invalid=True)`
+`trained_only`            drops the rows of a model that is not trained (`--not-trainable`); always applied
 `complete_only`           drops all rows of a trajectory in which something is missing
 `rewarded`                drops all rows of a trajectory without a reward
 `main_line`               drops sub-agents, side calls and retries: only the rollout itself remains
@@ -93,10 +94,9 @@ def _counted(rows: Iterable[TrainingRow]) -> str:
 def select(trajectories: Iterable[Trajectory], *rules: Rule, keep_invalid: bool = False) -> Selection:
     """Apply rules to every sequence of trajectories, in the given order. The first rule that drops a row is reported.
 
-    `valid_only` comes before all others, unless `keep_invalid` is set.
+    `valid_only` comes before all others, unless `keep_invalid` is set, then `trained_only`.
     """
-    if not keep_invalid:
-        rules = (valid_only, *rules)
+    rules = (trained_only, *rules) if keep_invalid else (valid_only, trained_only, *rules)
     kept: list[TrainingRow] = []
     dropped: list[DroppedRow] = []
     without_rows: list[str] = []
@@ -113,6 +113,12 @@ def select(trajectories: Iterable[Trajectory], *rules: Rule, keep_invalid: bool 
         if len(kept) == before:
             without_rows.append(trajectory.session)
     return Selection(kept, dropped, without_rows)
+
+
+def trained_only(trajectory: Trajectory, sequence: Sequence) -> str:  # noqa: ARG001
+    """Drop the rows of a model that is not trained (`--not-trainable`): its ids may not be in the vocabulary of the policy."""
+    trained = not sequence.turns or any(TurnMark.NOT_TRAINABLE not in turn.marks for turn in sequence.turns)
+    return "" if trained else f"the model {sequence.model} is not trained"
 
 
 def valid_only(trajectory: Trajectory, sequence: Sequence) -> str:

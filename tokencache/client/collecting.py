@@ -231,7 +231,7 @@ def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions])
 
 def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemSteps[DeliveryData]:
     asked: dict[str, Any] = {"consumer": consumer}
-    for name in ("group_size", "min_group", "group_timeout", "rewarded", "lease", "group", "tag", "harness", "max_lag"):
+    for name in ("group_size", "min_group", "group_timeout", "rewarded", "lease", "group", "tag", "harness", "model", "max_lag"):
         if (value := options.get(name)) is not None:
             asked[name] = value
     form, timeout = options.get("format", "native"), options.get("timeout")

@@ -239,8 +239,8 @@ def conditions(_proxy: ProxyAddress) -> Steps[Conditions]:
 def add_engine(_proxy: ProxyAddress, url: str) -> Steps[EngineState]:
     """Add an engine, or let a drained one accept calls again. It gets calls after it has been probed (`EngineState.serves`).
 
-    The proxy probes it before it answers, for at most 10 seconds. An engine that differs from those that serve, such as one with another
-    model, is not used: `EngineState.error` says in what it differs.
+    The proxy probes it before it answers, for at most 10 seconds. An engine with another model makes a group, which serves the calls that
+    name this model: `EngineState.note` says so. One that serves a known model otherwise waits: `EngineState.error` says in what it differs.
 
     `url` is its base URL; a `/v1` at its end is removed.
     """

@@ -161,6 +161,7 @@ class Client(ProxyAddress):
                 that are not acknowledged yet.
             timeout: stop after so many seconds without a delivery; `None`: never. A warning in the log names the groups that wait.
             group, tag, harness: take only sessions that have them.
+            model: take only sessions that called it, and only its sequences of them.
             max_lag: take only sessions none of whose sampled tokens lags more than that many policy versions behind the one announced
                 last. Sessions that lag more, or whose lag is not known, stay in the queue; a warning in the log counts them.
 

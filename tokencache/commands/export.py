@@ -39,7 +39,7 @@ from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.trajectories.formats.registry import FILE_FORMATS, TRACES, file_format_named
 from tokencache.trajectories.lengths import ExportOptions, ExportParameters, lengths_of, parameters_of
-from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
+from tokencache.trajectories.values import ModelFigures, OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.wakeup import end
 
 CONCURRENCY = 4
@@ -47,7 +47,7 @@ CONCURRENCY = 4
 
 _EXIT_INTERRUPTED = 130
 _NAMES_SHOWN = 5
-_REPORTS = frozenset({"overlong", "stale", "placeholders"})
+_REPORTS = frozenset({"overlong", "stale", "placeholders", "models"})
 """Members of the figures that say what was left out."""
 
 
@@ -82,7 +82,8 @@ class Export(msgspec.Struct, kw_only=True):
         partial: the file with the data of an unfinished export.
         lengths: limits for sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened. `stale`,
             `unknown_lag`: number of sequences that were left out because they lag too much, or because their lag is not known.
-            `placeholders`: number of sequences that were left out because the model sampled placeholders of images.
+            `placeholders`: number of sequences that were left out because the model sampled placeholders of images. `other_models`: number
+            of sequences that were left out because of their model.
         file: the file, if it gets a manifest. `figures`: sums of the figures of what was written, and its sessions by harness and model.
     """
 
@@ -112,6 +113,7 @@ class Export(msgspec.Struct, kw_only=True):
     stale: int = 0
     unknown_lag: int = 0
     placeholders: int = 0
+    other_models: int = 0
     size: int = 0
     whole: bool = False
     partial: Path | None = None
@@ -172,6 +174,8 @@ class Export(msgspec.Struct, kw_only=True):
             self.unknown_lag += figures.stale.unknown
         if figures.placeholders is not None:
             self.placeholders += figures.placeholders.dropped
+        if figures.models is not None:
+            self.other_models += sum(figures.models.dropped.values())
         self.size += len(fetched.rollout)
         sums = {name: value for name, value in msgspec.to_builtins(figures).items() if name not in _REPORTS}
         manifest.add_up(self.figures, {**sums, "harnesses": {fetched.harness or "unknown": 1}, "models": {fetched.model or "unknown": 1}})
@@ -180,7 +184,7 @@ class Export(msgspec.Struct, kw_only=True):
     def contents(self, rows: int) -> dict[str, Any]:
         """Describe for the manifest what was exported and what was left out; `rows` is the number of rows of the file."""
         options = {"drift": self.drift, "complete_only": self.complete_only, "valid_only": self.valid_only, **self.lengths}
-        left_out = ("dropped", "cut", "masked", "stale", "unknown_lag", "placeholders")
+        left_out = ("dropped", "cut", "masked", "stale", "unknown_lag", "placeholders", "other_models")
         return {
             "format": self.format,
             "rows": rows,
@@ -258,6 +262,7 @@ class _Figures(msgspec.Struct, frozen=True):
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
     placeholders: PlaceholderFigures | None = None
+    models: ModelFigures | None = None
 
 
 class _Labels(msgspec.Struct, frozen=True):
@@ -416,6 +421,8 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     if export.placeholders:
         words = "left out: the model sampled tokens that stand for parts of images, which no trainer accepts (docs/images.md)"
         _print(console, f"{plural(export.placeholders, 'sequence')} {words}", "yellow")
+    if export.other_models:
+        _print(console, f"{plural(export.other_models, 'sequence')} left out: of another model, or of one that is not trained", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.failed, "FAILED: no trainer learns from them (see `tokencache sessions`)", "bold red"),

@@ -132,11 +132,14 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
     spans = [turn for sequence in rollout.sequences for turn in sequence.turns]
     if failures := failed_calls(rollout.incidents, {turn.call for turn in spans}):
         counts.insert(1, ("failed calls", len(failures)))
-    shared = sum(turn.completion_tokens for turn in spans if TurnMark.SHARED in turn.marks)
-    if shared:
-        counts.append(("shared with the session that it left", shared))
-    if figures.untrainable_tokens > shared:
-        counts.append(("sampled without log probabilities", figures.untrainable_tokens - shared))
+    untrained = figures.untrainable_tokens
+    marks = {TurnMark.SHARED: "shared with the session that it left", TurnMark.NOT_TRAINABLE: "of models that are not trained"}
+    for mark, words in marks.items():
+        if tokens := sum(turn.completion_tokens for turn in spans if mark in turn.marks):
+            counts.append((words, tokens))
+            untrained -= tokens
+    if untrained > 0:
+        counts.append(("sampled without log probabilities", untrained))
     yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
     if figures.versions or figures.mixed_tokens:
         unknown = figures.trainable_tokens - sum(figures.versions.values()) - figures.mixed_tokens
@@ -171,6 +174,7 @@ class _Tree:
         self._links = {link.turn: link for link in rollout.links}
         self._with_incident = {incident.turn for incident in rollout.incidents}
         self._all_versions = {*rollout.figures.versions, *(["mixed"] if rollout.figures.mixed_tokens else [])}
+        self._several_models = len({sequence.model for sequence in rollout.sequences}) > 1
         self._known = {turn.turn for sequence in rollout.sequences for turn in sequence.turns}
         self._branches: dict[str, list[TrainingSequence]] = {}
         """The sequences that branch off a turn, by turn id; under `""` those that branch off none."""
@@ -205,6 +209,7 @@ class _Tree:
             (s.start, "bold"),
             (f" {s.reason}", "yellow") if s.reason else "",
             f" {s.id}",
+            (f" {s.model}", "cyan") if self._several_models else "",
             (f" off {left}", "dim") if left else "",
             f": {plural(len(s.turns), 'turn')}, {s.tokens:,} tokens, {s.trainable_tokens:,} trainable, weight {s.weight:.3g}{tools}",
             "" if s.continued else ", not continued",

@@ -21,7 +21,7 @@ prefix  hash of                finds the reply
 `c`     the chain through it   if nothing before it changed: nearly always, at the first look-up
 `r`     its digest             anywhere in a history, under the same model
 `i`     its first call's id    anywhere, even if its text was rewritten; only the letters and digits of the id count
-`h`     the call's handle      anywhere, in dialects that have handles
+`h`     the call's handle      anywhere under the same model, in dialects that have handles
 `p`     the chain before it    in its position, if the harness may send back something else: only its beginning, because it disconnected;
                                the reply with words of its own (`core.added_text`); or other calls than it was served
 `a`     the model              anywhere, if it was interrupted: no other reply must be mistaken for its beginning
@@ -60,7 +60,7 @@ class Conversation(msgspec.Struct, frozen=True):
         chain: `chain[i]` covers `messages[:i]`; one entry more than `messages`.
         written_chain: `written_chain[i]` covers the assistant messages among `messages[:i]`, exactly as the harness wrote them.
         model_key: a hash of the model's name.
-        salt: 16 bytes, for keyed hashes of values that the conversation does not contain, such as handles.
+        salt: 16 bytes, for keyed hashes of messages (`evidence`).
         first_places: role → place of its first message; `FIRST_CALL`, `FIRST_MEDIA` and `FIRST_ANSWER` → places of other messages.
         call_count: the number of calls in the messages.
         replies: the places of the assistant messages, in order.
@@ -235,9 +235,9 @@ def _call_key(message: Message, model_key: bytes) -> bytes:
     return b"i" + xxhash.xxh3_128_digest(model_key + name.encode()) if name else b""
 
 
-def handle_key(handle: str, salt: bytes) -> bytes:
-    """Return the key of a handle, `b""` if there is none; `salt` is that of the conversation."""
-    return b"h" + xxhash.xxh3_128_digest(salt + handle.encode("utf-8", "surrogatepass")) if handle else b""
+def handle_key(handle: str, model_key: bytes) -> bytes:
+    """Return the key of a handle of a model's reply, `b""` if there is none."""
+    return b"h" + xxhash.xxh3_128_digest(model_key + handle.encode("utf-8", "surrogatepass")) if handle else b""
 
 
 def turn_keys(
@@ -258,7 +258,7 @@ def turn_keys(
     for other in (*expected_rewritings(served, leniency), *([restored] if restored is not None else [])):
         form = digest(other)
         chains[chain_key(_link(before, other, form))] = replies[reply_key(form, model)] = None
-    names = [handle_key(handle, conversation.salt)] if handle else []
+    names = [handle_key(handle, model)] if handle else []
     if served.calls:
         names = [*filter(None, (_call_key(served, model),)), *names, position_key(before)]
     return (*chains, *replies, *names)
@@ -284,5 +284,5 @@ def lookup_keys(conversation: Conversation, last: int | None = None, handles: Ma
         if conversation.messages[i].calls and (name := call_key(conversation, i)):
             keys[name] = None
         if handle := handles.get(i, ""):
-            keys[handle_key(handle, conversation.salt)] = None
+            keys[handle_key(handle, conversation.model_key)] = None
     return list(keys)

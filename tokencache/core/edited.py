@@ -1,4 +1,4 @@
-"""Tells whether an unrecognized reply is an edited one: a label for people.
+"""Tells whether an unrecognized reply is an edited one, or that of another model: a label for people.
 
 The label is never evidence: it is given after the match, and changes only its reason. An edited reply and one of another session
 need different remedies, so the reasons `rewritten-reply` and `unrecognised-reply` should not be confused.
@@ -44,6 +44,13 @@ def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
     if any(digest(turn.served) == conversation.digests[place] for turn in candidates):
         return False
     return any(map(here.resembles, candidates))
+
+
+def is_of_other_model(conversation: Conversation, turns: Sequence[Turn], model: str) -> bool:
+    """Whether the last assistant message of a conversation is the reply of a turn of another model than this one."""
+    own = conversation.digests[conversation.replies[-1]] if conversation.replies else b""
+    others = (turn for turn in reversed(turns) if turn.model != model)
+    return any(digest(turn.served) == own for turn in islice(others, _CANDIDATES))
 
 
 class _Place(NamedTuple):

@@ -39,6 +39,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
         turns: its turns.
         continued: whether a later call continues one of its turns, in this sequence or in a branch.
         tools: the number of tools that its first call offered.
+        model: the model that sampled it. No turn continues that of another model.
         root: the id of the sequence that is reached by following `parent`. If several rollouts share a session, each has its own root.
         overlong: `cut` or `masked` if it was longer than the limit of an export (`trajectories.lengths`), otherwise `""`.
         experts: the files with the routed experts of its tokens (`core.experts`).
@@ -56,6 +57,7 @@ class TokenSequence(msgspec.Struct, frozen=True):
     turns: list[SequenceTurn]
     continued: bool = False
     tools: int = 0
+    model: str = ""
     root: str = ""
     overlong: str = ""
     experts: list[ExpertPart] = []
@@ -158,7 +160,7 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens
         values = ids.unpack_logprobs(sampled.logprobs)
-        trained = len(values) == turn.completion_tokens
+        trained = len(values) == turn.completion_tokens and TurnMark.NOT_TRAINABLE not in turn.marks
         mask += [0] * (start - before) + (turn.chosen_mask() if trained else [0] * turn.completion_tokens)
         logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
         spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
@@ -174,5 +176,6 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
         turns=spans,
         continued=continued,
         tools=line[0].tools,
+        model=line[0].model,
         root=root,
     )

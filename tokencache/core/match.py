@@ -632,7 +632,7 @@ class _Finder(msgspec.Struct, frozen=True):
         """Return the turns known under the id of the reply's first call, and under its handle."""
         if not (self.conversation.messages[i].calls or i in self.handles):
             return []
-        keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, ""), self.conversation.salt))
+        keys = (call_key(self.conversation, i), handle_key(self.handles.get(i, ""), self.conversation.model_key))
         return [hit for key in keys for hit in self.hits.get(key, ())]
 
     def _judged(self, i: int, hits: Iterable[Hit]) -> list[_Found]:

@@ -27,6 +27,7 @@ class Reason(Described):
 
     # A reply in the history was not recognized (`core.match`).
     UNRECOGNISED_REPLY = "unrecognised-reply", "the history contains a reply that was not recorded here, or none of its replies is certain"
+    OTHER_MODEL = "other-model", "the last reply in the history was sampled by another model: for this one it is text"
     REWRITTEN_REPLY = (
         "rewritten-reply",
         (

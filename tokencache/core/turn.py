@@ -67,6 +67,13 @@ class TurnMark(Described):
             "and mask 0"
         ),
     )
+    NOT_TRAINABLE = (
+        "not-trainable",
+        (
+            "its model is not trained (`--not-trainable`): its tokens have mask 0, and a format for trainers has them only if you select "
+            "the model"
+        ),
+    )
     LOST_TEXT = (
         "lost-text",
         (
@@ -82,8 +89,8 @@ class TurnMark(Described):
     STALE_KV = "stale-kv", "the weights changed during the reply, and the engine kept, or may have kept, keys and values of the older ones"
 
 
-UNSCORED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED})
-"""Marks of turns that have no log probabilities, so that their tokens cannot be trained."""
+UNTRAINED = frozenset({TurnMark.NO_LOGPROBS, TurnMark.SHARED, TurnMark.NOT_TRAINABLE})
+"""Marks of turns whose tokens are not trained: they have no log probabilities, or are not the policy's."""
 
 
 class Anchor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -228,7 +235,9 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
 
     @property
     def chosen_tokens(self) -> int:
-        """The number of tokens of its completion that the policy chose."""
+        """The number of tokens of its completion that the policy chose; none if its model is not trained."""
+        if TurnMark.NOT_TRAINABLE in self.marks:
+            return 0
         return self.completion_tokens - sum(end - start for start, end in self.forced)
 
     def chosen_mask(self) -> list[int]:

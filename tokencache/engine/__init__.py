@@ -12,6 +12,7 @@
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
 `ranks`            finds the data-parallel ranks of an engine, and pins a request to one
+`groups`           groups the engines by the model that they serve
 `pool`             chooses the engine for a call; `placement` decides by the tokens that sessions hold on each
 `capacity`         reads the size of an engine's KV cache, and computes how many sessions fit
 `admission`        decides when a new session may begin

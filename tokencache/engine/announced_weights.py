@@ -27,6 +27,7 @@ import msgspec
 
 from tokencache.background import repeat
 from tokencache.core.weights import Update, WeightsState
+from tokencache.engine.health import EngineMonitor
 from tokencache.engine.membership import POLL_SECONDS
 from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream
@@ -160,8 +161,8 @@ class AnnouncedWeights:
         return found
 
     async def silent(self, engines: Sequence[str]) -> list[str]:
-        """Return the engines that do not answer now, of some or of all."""
-        asked = [monitor for monitor in self._pool.monitors if not engines or monitor.url in engines]
+        """Return the engines that do not answer now, of some or of all that are trained."""
+        asked = self._named(engines)
         answers = await asyncio.gather(*(monitor.answers() for monitor in asked))
         return [monitor.url for monitor, answered in zip(asked, answers, strict=True) if not answered]
 
@@ -175,8 +176,11 @@ class AnnouncedWeights:
                 self._falls[monitor.url] = update, monitor.falls
 
     def upstreams(self, engines: Sequence[str]) -> list[Upstream]:
-        """Return the connections to some engines, or to all if none are named. Engines that are gone are left out."""
-        return [monitor.engine.upstream for monitor in self._pool.monitors if not engines or monitor.url in engines]
+        """Return the connections to some engines, or to all that are trained if none are named. Engines that are gone are left out."""
+        return [monitor.engine.upstream for monitor in self._named(engines)]
+
+    def _named(self, engines: Sequence[str]) -> list[EngineMonitor]:
+        return [one for one in self._pool.monitors if (one.url in engines if engines else one.engine.trains)]
 
     async def resume(self, engines: Sequence[str]) -> dict[str, Failure]:
         """Let paused engines go on (`POST /resume`; vLLM answers 200 if it is not paused). Returns what failed, by URL."""

@@ -42,7 +42,7 @@ RECONSIDER_SECONDS = 60.0
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
-        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates", "ranks"),
+        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates", "ranks", "served"),
         *(
             "prefixes",
             "prefixes_why",
@@ -88,8 +88,8 @@ class EngineMonitor:
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         capacity: data-parallel rank → tokens of its KV cache; empty if that is not known. `capacity_error` is the reason.
-        mismatched: whether it differs from the engines that serve. Such an engine is probed again from time to time, because the last probe
-            may have come at a bad moment.
+        mismatched: whether it differs from the engines that serve its model. Such an engine is probed again from time to time, because the
+            last probe may have come at a bad moment.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None], *, alone: bool) -> None:

@@ -17,6 +17,7 @@ route.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from http import HTTPStatus
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -35,7 +36,19 @@ from tokencache.dialects.members import PARSED
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.logprob_kind import NONE
-from tokencache.engine.probe import NO_END, PLAIN_ARGS, REPLY, Capability, Level, ProbeRequests, Requirement, chat_prompt_ids, higher, probe
+from tokencache.engine.probe import (
+    NO_END,
+    PLAIN_ARGS,
+    REPLY,
+    Capability,
+    Level,
+    ProbeRequests,
+    Requirement,
+    chat_prompt_ids,
+    higher,
+    listed_models,
+    probe,
+)
 from tokencache.engine.reply import Choice
 from tokencache.engine.template.agreement import agreeing_local, chat_agrees
 from tokencache.engine.template.boundary import ASK
@@ -58,6 +71,8 @@ FIRST_DELAY, LONGEST_DELAY = 2.0, 60.0
 _MOST_PROBES = 3
 """Number of times that a probe is repeated because its findings were discarded while it ran."""
 DOUBT_SECONDS = 10.0
+_LIST_SECONDS = 5.0
+"""Seconds to wait for the list of models."""
 
 
 class Model:
@@ -273,7 +288,7 @@ class Engine:
     """An engine and its models.
 
     `drivers` are tried in order. `local` is a local tokenizer, used for the models that it renders like the engine. Below the level
-    `required` the engine is not ready. `on_probe` is called with every finding.
+    `required` the engine is not ready. `on_probe` is called with every finding. `frozen` are the names of models that are not trained.
     """
 
     def __init__(
@@ -284,6 +299,7 @@ class Engine:
         local: LocalRenderer | None = None,
         on_probe: Callable[[Capability], None] | None = None,
         required: Requirement = "relay",
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.upstream = upstream
         self._drivers = {driver.name: driver for driver in drivers}
@@ -303,11 +319,30 @@ class Engine:
         self._doubted = -math.inf
         self._logged = ""
         self._forgotten = 0
+        self.names: tuple[str, ...] = ()
+        """The names that it listed last (`/v1/models`): its model, and its adapters."""
+        self.frozen = frozen
         self.learned: dict[str, set[int]] = {}
         """Stop ids that replies showed, by model. They hold after a restart of the engine, for the template's own ends of turn."""
         self.weight_label = ""
         """Its own label of its weights (`/weight_info`) when it was checked last; `""` if it has none."""
         self.error = "not probed yet"
+
+    @property
+    def trains(self) -> bool:
+        """Whether it serves a model that is trained, as far as is known."""
+        return not self.frozen or not self.names or not self.frozen.issuperset(self.names)
+
+    async def list_models(self) -> dict[str, dict[str, Any]]:
+        """Ask the engine again which models it lists (`/v1/models`): the entry of each, by its name. Without an answer, those known."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_LIST_SECONDS):
+                if listed := await listed_models(self.upstream):
+                    self.names = tuple(listed)
+                    return listed
+        known = {found.model: found.max_model_len for found in self.capabilities} or dict.fromkeys(self.names, 0)
+        same = {"object": "model", "created": 0, "owned_by": "vllm"}
+        return {name: {"id": name, **same, "max_model_len": most} for name, most in known.items()}
 
     @property
     def models(self) -> list[Model]:
@@ -411,7 +446,7 @@ class Engine:
         wanted = self._wanted(found.model)
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
-        self.driver = self._drivers[found.driver]
+        self.driver, self.names = self._drivers[found.driver], found.served
         self.endpoints = tuple(Endpoint.of(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
         return self._keep(name, found, small, wanted)
 

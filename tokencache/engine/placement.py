@@ -6,7 +6,8 @@ pool uses the engine's base URL.
 
 The *load* of an endpoint is the number of tokens of its calls in flight, and of its sessions that paused less than `IDLE_SECONDS` ago: what
 its KV cache holds for sessions that go on soon. A session stays on the endpoint that its record names, since its prefix is in the cache
-there. A new session uses the endpoint with the least load. The figures below were found by replays of rollouts on vLLM's scheduler (0.32).
+there. A new session uses the endpoint with the least load. A session that calls several models has a *place* in the group of each
+(`place_of`), and is there like a session of its own. The figures below were found by replays of rollouts on vLLM's scheduler (0.32).
 """
 
 from collections import defaultdict
@@ -38,6 +39,11 @@ _MOST_SESSIONS = 65_536
 """Sessions that are remembered. One that is forgotten is still bound by its record, and has no load until its next call."""
 
 
+def place_of(session: str, group: str) -> str:
+    """Return the name of a session in the group of one of several models."""
+    return f"{session}\0{group}"
+
+
 class Footprint(NamedTuple):
     """The mean number of tokens with which sessions ended, and how many ended; older ones count less (`_MEAN_OF`)."""
 
@@ -61,9 +67,11 @@ class Placement:
         others: the load of each endpoint by the sessions of other replicas, in tokens, as they reported it last.
         other_footprints: the footprints of sessions that ended at other replicas.
         own_footprint: the footprint of those that ended here.
+        groups: the names of the groups of engines; empty if there is one.
     """
 
     def __init__(self) -> None:
+        self.groups: Sequence[str] = ()
         self.others: Mapping[str, int] = {}
         self.other_footprints: Sequence[Footprint] = ()
         self.own_footprint = Footprint()
@@ -114,20 +122,23 @@ class Placement:
 
         Args:
             call: id of the call.
-            session: its session.
+            session: its session. A call that is in flight stays at the place where it began.
             endpoint: where it goes.
             tokens: the length of its prompt, or of prompt and reply; 0 if it is not known. Then it is that of the session's last call and
                 `RESERVE`, or follows from the size of its messages.
             messages: its messages, raw.
         """
+        begun = self._calls.get(call)
+        if begun is not None:
+            session = begun[2]
         known = self._sessions.get(session)
         if known is None:
             known = self._sessions[session] = _Session()
-            self._created.pop(session, None)
-        before = self._calls.get(call) or self._paused.pop(session, None)
+            self._created.pop(session.partition("\0")[0], None)
+        before = begun or self._paused.pop(session, None)
         if before is not None:
             self._own[before[0]] -= before[1]
-        if call not in self._calls:
+        if begun is None:
             known.calls += 1
             self._sessions.move_to_end(session)
         if not tokens:
@@ -169,10 +180,11 @@ class Placement:
         if tokens:
             ended, mean = min(self.own_footprint.sessions + 1, _MEAN_OF), self.own_footprint.tokens
             self.own_footprint = Footprint(ended, mean + round((tokens - mean) / ended))
-        self._sessions.pop(session, None)
         self._created.pop(session, None)
-        if (rest := self._paused.pop(session, None)) is not None:
-            self._own[rest[0]] -= rest[1]
+        for place in (session, *[place_of(session, group) for group in self.groups]):
+            self._sessions.pop(place, None)
+            if (rest := self._paused.pop(place, None)) is not None:
+                self._own[rest[0]] -= rest[1]
 
     def create(self, session: str, now: float) -> None:
         """Note a session that was admitted, until its first call."""
@@ -186,8 +198,10 @@ class Placement:
     def holdings(self, now: float) -> dict[str, int]:
         """Return the load of each session of this replica, in tokens; without those that have none."""
         self._expire(now)
-        found = {session: tokens for session, (_, tokens, _) in self._paused.items()}
-        for _, tokens, session in self._calls.values():
+        found: dict[str, int] = {}
+        held = [(place, tokens) for place, (_, tokens, _) in self._paused.items()]
+        for place, tokens in (*held, *[(place, tokens) for _, tokens, place in self._calls.values()]):
+            session = place.partition("\0")[0]
             found[session] = found.get(session, 0) + tokens
         return found
 

@@ -1,4 +1,4 @@
-"""Chooses the engine for a call, among the engines that serve one model.
+"""Chooses the engine for a call, among those of the group that serves its model (`groups`).
 
 A session stays on one engine, so that its prefix stays in that engine's cache (`PlacementPolicy`):
 
@@ -8,10 +8,9 @@ A session stays on one engine, so that its prefix stays in that engine's cache (
           use it while the store does not answer
 `none`    all in turn: they are routers, which place sessions themselves
 
-The engines that serve have the same *identity* (`health`): the probe found the same, and template and tokenizer give the same ids. If
-engines differ, the group with the highest level serves; among equals the larger group, then the group of the engine that was named first.
-The other engines are logged and not used. An engine that is down still counts for its group until a probe finds another identity. So a
-session does not move to an engine with a lower level because a better one restarts.
+A session that calls several models uses one engine of each group. Its record names them all, and its tokens are counted in each group by
+themselves (`place`). An engine that is down still counts for its group until a probe finds another identity. So a session does not move to
+an engine with a lower level because a better one restarts. A model that no group serves is refused, unless an engine was never probed yet.
 
 Engines can be added, drained and removed while the pool is open. A drained engine takes no new calls. Another engine of its group continues
 its sessions, with a cold prefix cache. Calls under way on an engine that is drained or removed run to their end.
@@ -24,16 +23,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal
 
 import xxhash
 
 from tokencache import metrics
-from tokencache.engine.health import EngineIdentity, EngineMonitor
+from tokencache.engine.groups import EngineGroup, group_engines, group_named
+from tokencache.engine.health import EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
-from tokencache.engine.placement import Placement
-from tokencache.engine.probe import LEVELS
-from tokencache.errors import EngineError
+from tokencache.engine.placement import Placement, place_of
+from tokencache.errors import EngineError, HarnessError
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
@@ -55,12 +54,14 @@ class Pool:
 
     Attributes:
         monitors: the monitors of the engines.
+        groups: the engines that were probed, by the model that they serve.
         placement: the tokens that sessions hold on each engine.
         policy: which engine a session uses.
     """
 
     def __init__(self, make: Callable[[str], Engine], urls: Sequence[str], policy: PlacementPolicy = "sticky") -> None:
         self._make = make
+        self.groups: dict[str, EngineGroup] = {}
         self.placement, self.policy = Placement(), policy
         self.monitors = [EngineMonitor(make(url), self._changed, alone=len(urls) == 1) for url in urls]
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
@@ -152,7 +153,7 @@ class Pool:
         """Whether at least one engine serves."""
         return any(map(self.serves, self.monitors))
 
-    def endpoints_of(self, call: str, session: str, bound: str | None, messages: Collection[bytes]) -> Iterable[Endpoint]:
+    def endpoints_of(self, call: str, session: str, bound: str | None, messages: Collection[bytes], model: str) -> Iterable[Endpoint]:
         """Return the endpoints that a call of a session may use, one on each engine, the preferred one first; at least one.
 
         Until the call has ended (`Placement.end`), its tokens count for the one that the caller got last.
@@ -160,18 +161,23 @@ class Pool:
         Args:
             call: id of the call.
             session: its session.
-            bound: the key of the endpoint that the session's record names; `""` if none, `None` if the store did not answer.
+            bound: the endpoints that the session's record names (`rebound`); `""` if none, `None` if the store did not answer.
             messages: the messages of the call, raw.
+            model: the name of the model that it requests.
 
         Raises:
-            EngineError: there are no engines, or all are drained.
+            EngineError: there are no engines, or all of the model's are drained.
+            HarnessError: no engine serves the model.
         """
-        taking = self.monitors if len(self.monitors) == 1 and not self.monitors[0].draining else self._taking()
+        if len(self.monitors) == 1 and not self.monitors[0].draining:
+            taking = self.monitors
+        else:
+            taking, session = self._taking(model), self.place(session, model)
         if len(taking) == 1 and len(endpoints := taking[0].engine.endpoints) == 1:
             self.placement.begin(call, session, endpoints[0].key, 0, messages)
             return endpoints
         if self.policy == "sticky" and bound is not None:
-            ordered = self._by_load(session, bound or self.placement.endpoint_of(session), taking)
+            ordered = self._by_load(session, f"{bound} {self.placement.endpoint_of(session)}", taking)
         else:
             ordered = iter(self._in_turn(taking) if self.policy == "none" else self._by_hash(session, taking))
         return self._counting(call, session, messages, ordered)
@@ -182,9 +188,10 @@ class Pool:
             yield endpoint
 
     def _by_load(self, session: str, bound: str, taking: Sequence[EngineMonitor]) -> Iterator[Endpoint]:
-        """Return the endpoint of a session, then one on each other engine by their load when they are reached."""
+        """Return the first endpoint here that a session is bound to, then one on each other engine by their load when they are reached."""
         choose, left = self.placement.choose, list(taking)
         endpoints = _by_key(left)
+        bound = next((key for key in bound.split(" ") if key in endpoints), "")
         home = endpoints.get(bound)
         if home is not None and self.serves(home[0]) and choose(session, bound, endpoints, time.monotonic()) == bound:
             left.remove(home[0])
@@ -194,36 +201,92 @@ class Pool:
             left.remove(monitor)  # if an engine does not accept a call, its other ranks do not either
             yield endpoint
 
-    def order(self, session: str | None) -> list[Engine]:
-        """Return the engines for a request that begins no call, the preferred one first; at least one.
+    def rebound(self, bound: str, at: str) -> str:
+        """Return what the record of a session names after a call: the endpoint of the call, and those of other groups.
 
-        Requests without a session use them in turn, those of a session the engine of its last call here, then those of its hash.
+        Keys are separated by a space, which no URL contains. `bound` is what the record names; the result is `""` if that stays.
+        """
+        if len(self.groups) < 2 or not bound:  # noqa: PLR2004
+            return at if at != bound else ""
+        keys = bound.split(" ")
+        group_of = {key: group.model for group in self.groups.values() for key in _by_key(group.monitors)}
+        return "" if at in keys else " ".join([at, *[key for key in keys if group_of.get(key) not in {None, group_of.get(at)}]])
+
+    def place(self, session: str, model: str) -> str:
+        """Return the name under which the tokens of a session are counted in the group of a model."""
+        if len(self.groups) < 2:  # noqa: PLR2004
+            return session
+        group = group_named(self.groups.values(), model)
+        return place_of(session, group.model) if group is not None else session
+
+    async def check_model(self, name: str) -> None:
+        """Check that a model may be served. Before it is refused, all engines are asked again what they serve: adapters come and go.
+
+        With one group, any name is passed on: its engine answers for itself.
 
         Raises:
-            EngineError: there are no engines, or all are drained.
+            HarnessError: no engine serves it.
         """
-        taking = self._taking()
+        if len(self.groups) < 2 or group_named(self.groups.values(), name) is not None:  # noqa: PLR2004
+            return
+        await asyncio.gather(*[monitor.engine.list_models() for monitor in self.monitors if monitor.ready])
+        self._group(name)
+
+    async def list_models(self) -> dict[str, dict[str, Any]]:
+        """Return the models of all groups: the entry of `/v1/models` of each, by its name. Engines that do not serve list none."""
+        serving = [next(filter(self.serves, group.monitors), None) for group in self.groups.values()]
+        listed = await asyncio.gather(*[monitor.engine.list_models() for monitor in serving if monitor is not None])
+        entries: dict[str, dict[str, Any]] = {}
+        for name, entry in [pair for found in listed for pair in found.items()]:
+            entries.setdefault(name, entry)
+        return entries
+
+    def _group(self, name: str) -> EngineGroup | None:
+        """Return the group of a model; `None` if an engine that was never probed may serve it.
+
+        Raises:
+            HarnessError: no engine serves it.
+        """
+        group = group_named(self.groups.values(), name)
+        if group is None and all(monitor.identity is not None for monitor in self.monitors):
+            served = ", ".join(name for group in self.groups.values() for name in group.names)
+            message = f"The model `{name[:200]}` does not exist. Served here: {served}"
+            raise HarnessError(message, status=HTTPStatus.NOT_FOUND, param="model", kind="NotFoundError")
+        return group
+
+    def order(self, session: str | None, model: str = "") -> list[Engine]:
+        """Return the engines for a request that begins no call, the preferred one first; at least one.
+
+        Requests without a session use them in turn, those of a session the engine of its last call here, then those of its hash. `model`
+        is the name of the model that it requests; without one, the first group serves it.
+
+        Raises:
+            EngineError: there are no engines, or all of the model's are drained.
+            HarnessError: no engine serves the model.
+        """
+        taking = self._taking(model)
         if len(taking) == 1:
             return [taking[0].engine]
         ordered = self._in_turn(taking) if session is None or self.policy == "none" else self._by_hash(session, taking)
-        home = self._home(session or "", taking)
+        home = self._home(self.place(session or "", model), taking)
         return [endpoint.engine for endpoint in sorted(ordered, key=lambda endpoint: home is None or endpoint.engine is not home.engine)]
 
-    def engine_of(self, session: str) -> Engine:
-        """Return the engine for a request of a session that begins no call.
+    def engine_of(self, session: str, model: str = "") -> Engine:
+        """Return the engine for a request of a session that begins no call; see `order`.
 
         Raises:
-            EngineError: there are no engines, or all are drained.
+            EngineError: there are no engines, or all of the model's are drained.
+            HarnessError: no engine serves the model.
         """
         monitors = self.monitors
         if len(monitors) == 1 and not monitors[0].draining:
             return monitors[0].engine
-        home = self._home(session, monitors)
-        return home.engine if home is not None and self.serves(home) else self.order(session)[0]
+        home = self._home(self.place(session, model), monitors)
+        return home.engine if home is not None and self.serves(home) else self.order(session, model)[0]
 
-    def _home(self, session: str, monitors: Sequence[EngineMonitor]) -> EngineMonitor | None:
+    def _home(self, place: str, monitors: Sequence[EngineMonitor]) -> EngineMonitor | None:
         """Return the engine of a session's last call here."""
-        at = self.placement.endpoint_of(session)
+        at = self.placement.endpoint_of(place)
         found = _by_key(monitors).get(at)
         return found[0] if found is not None else None
 
@@ -245,13 +308,19 @@ class Pool:
             chosen.setdefault(endpoints[place].engine, endpoints[place])
         return list(chosen.values())
 
-    def _taking(self) -> list[EngineMonitor]:
-        """Return the engines that are not drained; at least one.
+    def _taking(self, model: str = "") -> list[EngineMonitor]:
+        """Return the engines of a model that are not drained; at least one.
 
         Raises:
-            EngineError: there are no engines, or all are drained.
+            EngineError: there are no engines, or all of the model's are drained.
+            HarnessError: no engine serves the model.
         """
-        taking = [monitor for monitor in self.monitors if not monitor.draining]
+        monitors = self.monitors
+        unknown = [monitor for monitor in monitors if monitor.identity is None]
+        if len(self.groups) > 1 or (self.groups and unknown):
+            group = self._group(model)
+            monitors = group.serving(model) if group is not None else unknown
+        taking = [monitor for monitor in monitors if not monitor.draining]
         if not taking:
             what = "every engine is being drained" if self.monitors else "no engine is known yet"
             how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
@@ -259,12 +328,13 @@ class Pool:
         return taking
 
     async def model(self, name: str = "") -> Model:
-        """Return a model of the first engine that serves, for requests without a session.
+        """Return a model of the first engine that serves it, for requests without a session.
 
         Raises:
             EngineError: the engine cannot be reached, or refuses the model.
+            HarnessError: no engine serves the model.
         """
-        taking = self._taking()
+        taking = self._taking(name)
         serving = next((monitor for monitor in taking if self.serves(monitor)), taking[0])
         return await serving.engine.model(name)
 
@@ -285,38 +355,38 @@ class Pool:
                 monitor.mark_down(str(why))
 
     def _changed(self) -> None:
-        """Decide which group serves, and log the engines that are not used."""
-        known = {monitor: monitor.identity for monitor in self.monitors if monitor.identity is not None and not monitor.draining}
-        identities = list(known.values())
-        serving = max(identities, key=lambda one: (_rank(one), identities.count(one), -identities.index(one)), default=None)
-        versions: dict[str, list[str]] = {}
+        """Group the engines, and log the groups and the engines that wait."""
+        self.groups = group_engines(self.monitors)
+        self.placement.groups = tuple(self.groups) if len(self.groups) > 1 else ()
+        waiting: dict[EngineMonitor, str] = {}
+        mixed = []
+        for group in self.groups.values():
+            versions: dict[str, list[str]] = {}
+            for monitor, differences in group.differences().items():
+                if differences:
+                    waiting[monitor] = f"it waits, because it differs from the engines that serve {group.model}: {'; '.join(differences)}"
+                elif monitor.version:
+                    versions.setdefault(monitor.version, []).append(monitor.url)
+            if len(versions) > 1:
+                mixed += [f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items())]
         for monitor in self.monitors:
-            identity = known.get(monitor)
-            differences = identity.differences(serving) if identity is not None and serving is not None else []
-            monitor.mismatched = bool(differences)
-            unused = f"NOT USED: it differs from the engines that serve: {'; '.join(differences)}" if differences else ""
-            self._log(monitor.url, unused)
-            if identity is not None and monitor.version and not differences:
-                versions.setdefault(monitor.version, []).append(monitor.url)
-        mixed = "; ".join(f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items()))
-        self._log("", f"engines of different versions serve together ({mixed})" if len(versions) > 1 else "")
+            monitor.mismatched = monitor in waiting
+            self._log(monitor.url, waiting.get(monitor, ""))
+        self._log("", f"engines of different versions serve together ({'; '.join(mixed)})" if mixed else "")
+        several = [f"{group.model} ({', '.join(monitor.url for monitor in group.monitors)})" for group in self.groups.values()]
+        self._log("groups", f"several models are served: {'; '.join(several)}" if len(several) > 1 else "", level=logging.INFO)
 
-    def _log(self, url: str, event: str) -> None:
-        """Log an event of an engine, or of the pool (`""`), unless it is the same as the last one."""
-        if event and self._logged.get(url) != event:
-            log.warning("%s%s", f"engine {url}: " if url else "", event)
-        self._logged[url] = event
+    def _log(self, about: str, event: str, *, level: int = logging.WARNING) -> None:
+        """Log an event of an engine (its URL), or of the pool, unless it is the same as the last one."""
+        if event and self._logged.get(about) != event:
+            log.log(level, "%s%s", f"engine {about}: " if "/" in about else "", event)
+        self._logged[about] = event
 
     def why_unused(self, monitor: EngineMonitor) -> str:
         """Return the reason why an engine does not serve; `""` if it does."""
         if monitor.draining:
             return "it is drained: it takes no new calls"
         return self._logged.get(monitor.url, "") or monitor.engine.error
-
-
-def _rank(identity: EngineIdentity) -> int:
-    level = identity.capability.get("level")
-    return LEVELS.index(level) if level in LEVELS else -1
 
 
 def _by_key(monitors: Sequence[EngineMonitor]) -> dict[str, tuple[EngineMonitor, Endpoint]]:

@@ -34,7 +34,7 @@ from tokencache.engine.ranks import find_ranks
 from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
-from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
+from tokencache.engine.upstream import AskChat, EngineClient, EngineResponse, Upstream
 from tokencache.errors import NOT_NOW, EngineError
 
 Raw = msgspec.Raw
@@ -90,6 +90,7 @@ class Capability(msgspec.Struct, frozen=True):
         tokenizes: whether `/tokenize` renders conversations.
         adapter: whether the model is a LoRA adapter (`/v1/models` lists its `parent`).
         lists_models: whether `/v1/models` names the model (NeMo RL's worker has no such route).
+        served: all names that it lists.
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         counts: whether its replies say how many tokens they have (`usage`).
@@ -121,6 +122,7 @@ class Capability(msgspec.Struct, frozen=True):
     tokenizes: bool = False
     adapter: bool = False
     lists_models: bool = True
+    served: tuple[str, ...] = ()
     later_system: bool = True
     max_model_len: int = 0
     counts: bool = False
@@ -218,7 +220,7 @@ async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "") 
 
 
 async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str) -> Capability:
-    listed = await _models(requests)
+    listed = await listed_models(requests)
     model = model or next(iter(listed), "")
     supply, driver, rendering = await _choose_driver(requests, drivers, model)
     ask, renderer, why_unrendered = partial(driver.ask, requests), rendering.renderer, rendering.failure
@@ -232,8 +234,9 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         tokenizes=not why_unrendered,
         adapter=model in listed and isinstance(listed[model].get("parent"), str),
         lists_models=bool(listed),
+        served=tuple(listed),
         later_system=rendering.later_system,
-        max_model_len=_whole(listed.get(model, {}).get(driver.limit_member)) or renderer.max_model_len,
+        max_model_len=whole(listed.get(model, {}).get(driver.limit_member)) or renderer.max_model_len,
         counts=supply.counts,
         ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
@@ -444,15 +447,20 @@ async def _takes_later_system(renderer: EngineRenderer, model: str) -> bool:
     return True
 
 
-async def _models(requests: ProbeRequests) -> dict[str, dict[str, Any]]:
-    """Return the models that the engine lists: the entry of each, by its name."""
+async def listed_models(requests: EngineClient) -> dict[str, dict[str, Any]]:
+    """Return the models that the engine lists: the entry of each, by its name.
+
+    Raises:
+        EngineError: the engine cannot be reached.
+    """
     listed = (await requests.get("/v1/models")).json()
     data = listed.get("data") if isinstance(listed, dict) else None
     entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
     return {entry["id"]: entry for entry in entries if isinstance(entry.get("id"), str)}
 
 
-def _whole(value: Any) -> int:
+def whole(value: Any) -> int:
+    """Return a member of an engine's answer that must be a whole number; 0 if it is none."""
     return value if isinstance(value, int) else 0
 
 

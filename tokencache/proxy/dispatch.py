@@ -177,7 +177,7 @@ class Dispatch:
 
         Raises:
             EngineError: the time is over and no engine answered, or an engine failed after it may have begun to sample.
-            HarnessError: the prompt would not begin with the ids that the client requires.
+            HarnessError: the prompt would not begin with the ids that the client requires; or no engine serves the model any more.
             ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
@@ -185,7 +185,7 @@ class Dispatch:
         pauses: Iterator[float] | None = None
         while True:
             change = updates.next
-            for endpoint in self._services.pool.endpoints_of(call.id, call.session, bound, self._chat.raw_messages):
+            for endpoint in self._services.pool.endpoints_of(call.id, call.session, bound, self._chat.raw_messages, self._chat.model):
                 engine = endpoint.engine
                 if refused is not None:
                     refused.close()
@@ -262,6 +262,7 @@ class Dispatch:
             at=endpoint.key,
             rank=endpoint.rank,
             model=model,
+            frozen=engine.frozen,
             plan=plan,
             weights=weights,
             thinking=thinking,

@@ -32,6 +32,7 @@ from tokencache.dialects.registry import credential_headers
 from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
+from tokencache.engine.probe import whole
 from tokencache.engine.routes import samples_nothing
 from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
 from tokencache.net import end_to_end_headers
@@ -43,7 +44,7 @@ from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
 from tokencache.proxy.ledger import Ledger
-from tokencache.proxy.passthrough import relay_to
+from tokencache.proxy.passthrough import LIST_MODELS, all_models, relay_to
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.request_body import RequestBodies
 from tokencache.proxy.response import REQUEST_ID, RETURNED_ID, Exchange, Response
@@ -55,8 +56,7 @@ log = logging.getLogger(__name__)
 
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
-_MODELS = ("GET", "/v1/models")
-_FOR_TENANTS = frozenset({_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
+_FOR_TENANTS = frozenset({LIST_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
 """The engine's routes that a tenant's session may use in addition to model calls: they neither sample nor change anything (vLLM 0.32)."""
 
 
@@ -156,7 +156,7 @@ class Endpoints:
         if settings.tenant and method_and_route not in _FOR_TENANTS:
             message = f"{request.method} {route[:80]} is not allowed in a tenant's session: it may make model calls and list the models"
             raise HarnessError(message, status=HTTPStatus.FORBIDDEN, kind="permission_error")
-        if method_and_route == _MODELS:
+        if method_and_route == LIST_MODELS:
             return await self._list_models(asked)
         if samples_nothing(*method_and_route):
             return await self._relay(asked)
@@ -179,7 +179,7 @@ class Endpoints:
         end = request.body[-agents.SEARCHED :]
         if not agents.HEADERS.isdisjoint(map(str.lower, request.headers)) or agents.MEMBERS[0] in end or agents.MEMBERS[1] in end:
             call.agent = agents.read_agent(request.headers, request.body)
-        call.replaced = self._pin(asked, call.fields)
+        call.replaced = self._pin(asked, call)
         if what := parsed.unrecorded(call):
             await self._settings.check(asked.session, asked.settings)
             return await self._relay_unrecorded(asked, what, body=msgspec.json.encode(call.safe_fields()))
@@ -213,13 +213,15 @@ class Endpoints:
         if later and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = await parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._parser, known_as))
+        if len(self._pool.groups) > 1:
+            await self._pool.check_model(call.model)
         self._apply(asked, call)
         return call
 
     async def _takes_later_system(self, asked: SessionRequest, call: ChatCall) -> bool:
         """Whether the template accepts a system message after the first one; while the engine is unreachable, the last finding counts."""
         try:
-            return (await self._pool.engine_of(asked.session).model(call.model)).capability.later_system
+            return (await self._pool.engine_of(asked.session, call.model).model(call.model)).capability.later_system
         except EngineError:
             return self._pool.later_system
 
@@ -238,6 +240,8 @@ class Endpoints:
 
     async def _list_models(self, asked: SessionRequest) -> web.StreamResponse:
         """Answer with the engine's own list, or with the models that the probe found if the engine has none (NeMo RL's worker)."""
+        if len(self._pool.groups) > 1:
+            return await all_models(self._pool)
         engine = self._pool.engine_of(asked.session)
         await engine.model()
         if all(capability.lists_models for capability in engine.capabilities):
@@ -317,16 +321,17 @@ class Endpoints:
         call.leniency = msgspec.structs.replace(asked.leniency, tools=ToolNames(call.fields.get("tools")))
         call.history = asked.settings.history or self._options.history
 
-    def _pin(self, asked: SessionRequest, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
-        """Write the pinned parameters into a request's members, and return the values that they replaced.
+    def _pin(self, asked: SessionRequest, call: ChatCall) -> dict[str, Any]:
+        """Write the pinned parameters into a call's members, and return the values that they replaced.
 
         A session's own policy takes precedence. Each tenant gets a separate part of the engine's prefix cache, by a salt that no other
         tenant can compute (`cache_salt`, vLLM 0.20 to 0.32).
         """
+        fields = call.fields
         if asked.settings.tenant:
             salt = keyed_hash(self._parser.secret, b"tenant" + asked.settings.tenant.encode())
             fields["cache_salt"] = msgspec.Raw(b'"%s"' % salt.hex().encode())
-        policy = {**self._pool.engine_of(asked.session).driver.pinned, **self._options.sampling, **asked.settings.sampling}
+        policy = {**self._pool.engine_of(asked.session, call.model).driver.pinned, **self._options.sampling, **asked.settings.sampling}
         if not policy:
             return {}
         replaced = pin(fields, policy)
@@ -355,9 +360,13 @@ class Endpoints:
 
     async def _served_models(self, asked: SessionRequest) -> list[ServedModel]:
         """List the served models, and the requested one under its own name if that is an alias."""
-        engine = self._pool.engine_of(asked.session)
-        await engine.model()
-        found = {model.name: model for model in _models_of(engine)}
+        if len(self._pool.groups) > 1:
+            listed = await self._pool.list_models()
+            found = {name: ServedModel(name, whole(entry.get("max_model_len"))) for name, entry in listed.items()}
+        else:
+            engine = self._pool.engine_of(asked.session)
+            await engine.model()
+            found = {model.name: model for model in _models_of(engine)}
         requested = unquote(asked.route.rpartition("/")[2])
         served = found.get(self._served(asked)(requested))
         alias = [ServedModel(requested, served.max_model_len)] if served is not None and requested not in found else []

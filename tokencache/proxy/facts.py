@@ -67,6 +67,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
         at: the key of its endpoint.
         rank: the data-parallel rank to which the session is pinned; `None` if the engine has only one.
         model: the model; `None` if the engine could not be probed.
+        frozen: the names of models that are not trained.
         plan: how it is sent.
         weights: the readings of the engine's policy version.
         thinking: the ids around a thought; `None` if they are not known, or if the request has no thinking budget.
@@ -82,6 +83,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     weights: VersionReading
     at: str = ""
     rank: int | None = None
+    frozen: frozenset[str] = frozenset()
     thinking: ThinkingMarks | None = None
     whole: bool = False
     gathers: bool = False

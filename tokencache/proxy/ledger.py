@@ -164,7 +164,7 @@ class Ledger:
         experts: RoutedExperts | None = None,
         max_media_bytes: int = 0,
         placement: Placement | None = None,
-        binds: bool = False,
+        rebound: Callable[[str, str], str] | None = None,
         ended: Callable[[str], None] | None = None,
     ) -> None:
         """Wrap a store.
@@ -176,13 +176,14 @@ class Ledger:
             experts: writes routed experts; `None` if they are not kept.
             max_media_bytes: how many bytes of images and other media are stored in a session.
             placement: the tokens that sessions hold on each engine.
-            binds: whether the record of a session names the engine of its last turn.
+            rebound: returns what the record of a session names after a turn, from what it named and the engine of the turn; `""` to leave
+                it. `None`: it names no engine.
             ended: is called once with each session that ends.
         """
         self.store = store
         self.prefixes = prefixes
         self.placement = placement or Placement()
-        self._binds, self._ended_session = binds, ended
+        self._rebound, self._ended_session = rebound, ended
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
         self._strict = strict
@@ -241,7 +242,7 @@ class Ledger:
             return
         try:
             if recorded.entries:
-                engine = facts.planned.at if self._binds and begun.engine != facts.planned.at else ""
+                engine = self._rebound(begun.engine, facts.planned.at) if self._rebound and begun.engine != facts.planned.at else ""
                 recorded = await self._commit(begun.epoch, facts, recorded, documents, engine)
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
@@ -258,7 +259,7 @@ class Ledger:
             return
         parent = facts.planned.plan.parent
         for entry, prefix in zip(recorded.entries, recorded.prefixes, strict=True):
-            self.prefixes.add(begun.epoch, entry.turn.id, prefix, instead_of=parent)
+            self.prefixes.add(begun.epoch, entry.turn.id, entry.turn.model, prefix, instead_of=parent)
 
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
         """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -17,10 +18,12 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.upstream import Upstream, error_text
 from tokencache.errors import EngineError, UnexpectedAnswerError, is_error
 from tokencache.net import end_to_end_headers
-from tokencache.proxy.request_body import KEPT, arriving
+from tokencache.proxy.request_body import KEPT, arriving, whole_body_of
 from tokencache.proxy.response import open_response, whole_response
 from tokencache.request_memory import holding_of
 
+LIST_MODELS = ("GET", "/v1/models")
+"""The request for the served models."""
 _FIRST_HOP = frozenset({"host", "expect"})
 
 
@@ -36,6 +39,8 @@ async def relay_to(
 ) -> web.StreamResponse:
     """Relay a request to the first of a session's engines that accepts a connection; without a session the engines take turns.
 
+    If there are several models, the member `model` of the body decides, otherwise the first one serves the request.
+
     Args:
         pool: the engines.
         session: the session's name; `None` without a session.
@@ -46,10 +51,17 @@ async def relay_to(
         before_answer: is given the answer's status before the client receives any of it. What it raises is raised here.
 
     Raises:
+        HarnessError: no engine serves the model that the body names.
         EngineError: no engine can be reached, one failed after the request was sent, or, in a session, the answer is neither success nor
             error. Nothing was sent to the client.
     """
-    engines = pool.order(session)
+    model = ""
+    if len(pool.groups) > 1:
+        if session is None and (request.method, path.partition("?")[0]) == LIST_MODELS:
+            return await all_models(pool)
+        model = _model_in(await whole_body_of(request) if body is None and request.body_exists else body or b"")
+        await pool.check_model(model)
+    engines = pool.order(session, model)
     for engine in engines:
         try:
             if session is not None and headers is not None and engine.driver.names_sessions:
@@ -68,6 +80,24 @@ async def relay_to(
         return await _pass_back(request, answer, whole=session is not None and is_error(answer.status))
     finally:
         answer.close()
+
+
+async def all_models(pool: Pool) -> web.Response:
+    """Answer `GET /v1/models` with the models of all groups."""
+    listed = await pool.list_models()
+    return web.Response(body=msgspec.json.encode({"object": "list", "data": [*listed.values()]}), content_type="application/json")
+
+
+class _Body(msgspec.Struct):
+    model: str = ""
+
+
+def _model_in(body: bytes) -> str:
+    """Return the model that a body names; `""` if it names none."""
+    try:
+        return msgspec.json.decode(body, type=_Body).model
+    except (ValueError, RecursionError):
+        return ""
 
 
 async def _send(request: web.Request, upstream: Upstream, path: str, headers: CIMultiDict[str] | None, body: bytes | None) -> Answer:

@@ -15,7 +15,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.added_text import is_exactly
 from tokencache.core.chain import chain_key, lookup_keys
-from tokencache.core.edited import is_edited_reply
+from tokencache.core.edited import is_edited_reply, is_of_other_model
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
@@ -86,12 +86,16 @@ class Planner:
             return Plan(match="plain", reason=_FAILURES.get(type(why), Reason.INTERNAL_ERROR)), model
 
     async def _explained(self, session: str, call: ChatCall, plan: Plan) -> Plan:
-        """Change the reason of a plan if the reply that was not recognized is an edited one."""
+        """Change the reason of a plan if the reply that was not recognized is another model's, or an edited one."""
         try:
             turns = await self._store.turns(session)
         except StoreError:
             return plan
-        edited = call.conversation is not None and is_edited_reply(call.conversation, turns)
+        if call.conversation is None:
+            return plan
+        if is_of_other_model(call.conversation, turns, call.model):
+            return msgspec.structs.replace(plan, reason=Reason.OTHER_MODEL)
+        edited = is_edited_reply(call.conversation, turns)
         return msgspec.structs.replace(plan, reason=Reason.REWRITTEN_REPLY) if edited else plan
 
     async def next_prompt(self, session: str, call: ChatCall) -> tuple[bytes, Model] | None:
@@ -99,7 +103,7 @@ class Planner:
         keys = keys_wanted(call)
         try:
             hits = await self._store.find(session, keys)
-            model = await self._pool.engine_of(session).model(call.model)
+            model = await self._pool.engine_of(session, call.model).model(call.model)
             plan = await self._plan(session, call, model, keys, hits)
         except (StoreError, EngineError, KeyError, ValueError) as why:
             log.warning("session %s: the next prompt is not planned: %s", session, type(why).__name__)
@@ -117,7 +121,7 @@ class Planner:
         found = await self.next_prompt(session, call)
         if found is not None:
             return ids.count(found[0])
-        model = await self._pool.engine_of(session).model(call.model)
+        model = await self._pool.engine_of(session, call.model).model(call.model)
         args, generation = call.as_written()
         try:
             return ids.count(await model.renderer.render(call.model, call.safe_messages(), args, generation=generation))

@@ -8,6 +8,8 @@ The first source that speaks counts (`weights.VersionSource`):
 4. the name and path of the LoRA adapter (`/v1/models`), before and after the request. A label that the engine has too is appended to it,
    because it is that of the base model only
 
+What a trainer announces does not concern an engine that serves only models that are not trained.
+
 Two equal readings are one version for all tokens of the request. Two different ones are `mixed`: nothing shows after which token the
 weights changed. A version is never guessed. Without a source, a reply has no spans; that is logged once for each engine.
 
@@ -204,7 +206,7 @@ class PolicyVersions:
     async def read(self, engine: Engine, model: Model | None) -> Reading:
         """Read what is known now of an engine's weights; costs nothing if there is no source."""
         url = engine.upstream.url
-        if self._announced.active:
+        if self._announced.active and (not engine.frozen or engine.trains):
             try:
                 state = await self._announced.current()
             except StoreError as why:

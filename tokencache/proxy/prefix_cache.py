@@ -12,7 +12,7 @@ from tokencache.recent import Recent, RecentBySize
 from tokencache.store.base import Store
 
 MOST_SESSIONS = 65_536
-"""Maximum number of sessions with a remembered latest turn."""
+"""Maximum number of sessions, and models in them, with a remembered latest turn."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class PrefixCache:
     def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
         self._prefixes: RecentBySize[str, CachedPrefix] = RecentBySize(max(max_bytes, 1), lambda prefix: min(prefix.size, max_bytes or 1))
-        self._latest: Recent[str, str] = Recent(MOST_SESSIONS)
+        self._latest: Recent[tuple[str, str], str] = Recent(MOST_SESSIONS)
 
     async def get(self, session: str, turn: str) -> CachedPrefix:
         """Return a turn's prefix, from memory or from the store.
@@ -51,18 +51,19 @@ class PrefixCache:
             self._prefixes.move_to_end(turn)
         return known
 
-    def add(self, epoch: str, turn: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:
-        """Keep the prefix of a turn that was just recorded in this epoch of a session; it replaces that of the parent `instead_of`."""
+    def add(self, epoch: str, turn: str, model: str, prefix: CachedPrefix, *, instead_of: str | None) -> None:
+        """Keep the prefix of a model's turn that was just recorded in this epoch; it replaces that of the parent `instead_of`."""
         if instead_of is not None:
             self._prefixes.pop(instead_of, None)
         self._prefixes[turn] = prefix
-        self._latest[epoch] = turn
+        self._latest[epoch, model] = turn
 
     def forget(self, epoch: str) -> None:
-        """Forget the latest turn of an epoch, because the store may have lost it."""
-        self._latest.pop(epoch, None)
+        """Forget the latest turns of an epoch, because the store may have lost them."""
+        for known in [known for known in self._latest if known[0] == epoch]:
+            del self._latest[known]
 
-    def nearby(self, epoch: str, turn: str | None) -> list[tuple[str, CachedPrefix]]:
-        """List cached prefixes with which a new prompt may begin: those of `turn` and of the latest turn in this epoch of its session."""
-        names = [name for name in dict.fromkeys((turn, self._latest.get(epoch))) if name is not None]
+    def nearby(self, epoch: str, model: str, turn: str | None) -> list[tuple[str, CachedPrefix]]:
+        """List cached prefixes with which a new prompt of a model may begin: those of `turn`, and of its latest turn in this epoch."""
+        names = [name for name in dict.fromkeys((turn, self._latest.get((epoch, model)))) if name is not None]
         return [(name, known) for name in names if (known := self._prefixes.get(name)) is not None]

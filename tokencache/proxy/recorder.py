@@ -275,7 +275,7 @@ def _base(facts: CallFacts, prompt: UsedPrompt, prefixes: PrefixCache) -> tuple[
     if basis.tokens:
         return basis.id, basis.tokens
     best: tuple[str | None, int] = (None, 0)
-    for turn, prefix in prefixes.nearby(facts.epoch, basis.id):
+    for turn, prefix in prefixes.nearby(facts.epoch, facts.reply.model or facts.call.chat.model, basis.id):
         shared = ids.common_head(prefix.prefix.ids, prompt.ids)
         if shared > max(best[1], MIN_SHARED):
             best = (turn, shared)
@@ -292,7 +292,7 @@ def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[
     answered = facts.call.chat.answers
     chain = answered.chain if answered is not None else ()
     best: tuple[str | None, int] = (None, 0)
-    for turn, prefix in prefixes.nearby(facts.epoch, plan.basis.id):
+    for turn, prefix in prefixes.nearby(facts.epoch, facts.reply.model or facts.call.chat.model, plan.basis.id):
         shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, chain, strict=False)))
         if shared - 1 > best[1]:  # the first link is for the prompt context
             best = (turn, shared - 1)
@@ -376,7 +376,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 
 def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the marks of a turn; `sampling` are the recorded members of the request."""
-    model = facts.planned.model
+    model, frozen = facts.planned.model, facts.planned.frozen
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
@@ -391,6 +391,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.MEDIA: bool(facts.call.chat.media),
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
         TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
+        TurnMark.NOT_TRAINABLE: not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
         TurnMark.SECOND_SAMPLE: bool(facts.second),
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
         TurnMark.CONTINUED: bool(sampled.pieces),

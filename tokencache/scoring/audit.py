@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.core.turn import UNSCORED, TurnMark
+from tokencache.core.turn import UNTRAINED, TurnMark
 from tokencache.core.weights import MIXED, read_spans
 from tokencache.scoring.differences import Difference
 from tokencache.scoring.processed import not_neutral
@@ -164,7 +164,9 @@ def _span(
 
 def _obstacle(turn: TurnSpan) -> str:
     """Return why no token of a turn can be audited; `""` if they can."""
-    if not UNSCORED.isdisjoint(turn.marks) or not turn.logprobs_hash:
+    if TurnMark.NOT_TRAINABLE in turn.marks:
+        return "its model is not trained"
+    if not UNTRAINED.isdisjoint(turn.marks) or not turn.logprobs_hash:
         return "it has no log probabilities"
     if TurnMark.STALE_KV in turn.marks:
         return f"it is marked {TurnMark.STALE_KV}: {TurnMark.STALE_KV.meaning}"

@@ -90,10 +90,12 @@ class Proxy:
         self._parser = Upstream(settings.derender) if settings.derender else None
         kinds = drivers(settings.engine, DriverOptions(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
 
+        frozen = frozenset(names_in(settings.not_trainable))
+
         def engine_at(url: str) -> Engine:
             upstream = Upstream(url, key=settings.upstream_key)
             report = partial(_count_level, upstream.url)
-            return Engine(upstream, kinds, local=local, on_probe=report, required=settings.require)
+            return Engine(upstream, kinds, local=local, on_probe=report, required=settings.require, frozen=frozen)
 
         self.pool = Pool(engine_at, names_in(settings.upstream), settings.placement)
         prefixes = PrefixCache(self.store, max_bytes=settings.prefix_memory)
@@ -107,7 +109,7 @@ class Proxy:
             experts=experts,
             max_media_bytes=settings.max_media_bytes,
             placement=self.pool.placement,
-            binds=settings.placement == "sticky",
+            rebound=self.pool.rebound if settings.placement == "sticky" else None,
             ended=self._ends.tell,
         )
         self.admission = Admission(self.pool.placement, settings.admission)

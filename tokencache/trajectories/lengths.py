@@ -54,6 +54,13 @@ class ExportParameters(msgspec.Struct, frozen=True):
         _Lag | UnsetType,
         Meta(description="Leave out sequences that lag more policy versions than this, or an unknown number."),
     ] = UNSET
+    model: Annotated[
+        str | UnsetType,
+        Meta(
+            description="Write only the sequences of this model. Without it, formats for trainers have all models that are trained.",
+            extra={"metavar": "MODEL"},
+        ),
+    ] = UNSET
     text: Annotated[
         bool, Meta(description="Native format: also write the messages, so that `tokencache convert` can write any format.")
     ] = False
@@ -67,6 +74,7 @@ class ExportOptions(TypedDict, total=False):
     max_response_length: int | None
     overlong: str | None
     max_lag: int | None
+    model: str | None
     text: bool
 
 

@@ -1,14 +1,20 @@
-"""Leaves out parts of a rollout: by limits of length (`lengths`) and of lag (`versions`), what no trainer can use, and what failed."""
+"""Leaves out parts of a rollout: by length (`lengths`), lag (`versions`) and model, what no trainer can use, and what failed."""
+
+from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.session import Reward
+from tokencache.core.turn import TurnMark
 from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
 from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
 from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of, with_versions
-from tokencache.trajectories.values import OverlongFigures, PlaceholderFigures, StaleFigures
+from tokencache.trajectories.values import ModelFigures, OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.trajectories.versions import LagLimit
+
+_Report = ModelFigures | OverlongFigures | PlaceholderFigures | StaleFigures
 
 
 def limit(rollout: Rollout, lengths: Lengths) -> Rollout:
@@ -54,6 +60,34 @@ def limit_lag(rollout: Rollout, most: LagLimit) -> Rollout:
     return _only(rollout, kept, stale=stale)
 
 
+def only_model(rollout: Rollout, model: str) -> Rollout:
+    """Leave out the sequences of all models but one. Weights and figures are those of the sequences that remain."""
+    return _of_models(rollout, model, lambda sequence: sequence.model == model)
+
+
+def without_untrained_models(rollout: Rollout) -> Rollout:
+    """Leave out the sequences of models that are not trained: their ids may not even be in the vocabulary of the policy.
+
+    They stay if somebody selected their model (`only_model`).
+    """
+    if rollout.figures.models is not None:
+        return rollout
+    return _of_models(rollout, "", lambda one: any(TurnMark.NOT_TRAINABLE not in span.turn.marks for span in one.turns))
+
+
+def _of_models(rollout: Rollout, selected: str, keeps: Callable[[TokenSequence], bool]) -> Rollout:
+    lost = [sequence for sequence in rollout.sequences if not keeps(sequence)]
+    if not (lost or selected):
+        return rollout
+    report = ModelFigures(
+        selected=selected,
+        dropped=dict(Counter(sequence.model for sequence in lost)),
+        trainable_tokens_lost=sum(sequence.trainable for sequence in lost),
+        turns=[span.turn.id for sequence in lost for span in sequence.turns],
+    )
+    return _only(rollout, [sequence for sequence in rollout.sequences if keeps(sequence)], models=report)
+
+
 def without_placeholders(rollout: Rollout) -> Rollout:
     """Leave out the sequences that no trainer can use: the model sampled a token that stands for a part of an image (`placeholders`).
 
@@ -86,12 +120,13 @@ def without_training(rollout: Rollout) -> Rollout:
     return msgspec.structs.replace(_only(rollout, kept), reward=Reward())
 
 
-def _only(rollout: Rollout, kept: list[TokenSequence], **reports: OverlongFigures | StaleFigures | PlaceholderFigures) -> Rollout:
+def _only(rollout: Rollout, kept: list[TokenSequence], **reports: _Report) -> Rollout:
     """Return a rollout with some sequences only. `reports` go into its figures."""
     turns = [span.turn for sequence in kept for span in sequence.turns]
     old = rollout.figures
     figures = figures_of_sequences(turns, rollout.incidents, kept, old.drift, rollout.announced)
-    figures = msgspec.structs.replace(figures, overlong=old.overlong, stale=old.stale, placeholders=old.placeholders)
+    earlier = {"overlong": old.overlong, "stale": old.stale, "placeholders": old.placeholders, "models": old.models}
+    figures = msgspec.structs.replace(figures, **earlier)
     return msgspec.structs.replace(
         rollout,
         sequences=tuple(kept),

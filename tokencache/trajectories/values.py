@@ -169,6 +169,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
         parent: the sequence from which it branched off or took its context.
         root: the first sequence of its chain of parents. Several rollouts in one session have a root each. `""` in older exports.
         continued: whether a later call extended one of its turns. `tools`: the number of tools that its first call offered.
+        model: the model that sampled it; each model has sequences of its own. `""` in older exports.
         weight: its share of the rollout's trainable tokens. The weights of a trajectory sum to 1, or are all 0.
         tokens: the number of its tokens. `trainable_tokens`: the number of tokens with mask 1.
         overlong: `cut` (turns at its end were left out) or `masked` (nothing is trained) if it was longer than the requested limit.
@@ -192,6 +193,7 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""
     continued: bool = False
     tools: int = 0
+    model: str = ""
     tokens: int = 0
     trainable_tokens: int = 0
     overlong: str = ""
@@ -275,6 +277,22 @@ class PlaceholderFigures(msgspec.Struct, frozen=True):
     turns: list[str] = []
 
 
+class ModelFigures(msgspec.Struct, frozen=True):
+    """Which sequences were left out because of the model that sampled them.
+
+    Attributes:
+        selected: the requested model (`model`); `""` if none was requested: then a format for trainers has those that are trained.
+        dropped: number of sequences that were left out, of each model.
+        trainable_tokens_lost: trainable tokens that were left out.
+        turns: ids of the turns that were left out.
+    """
+
+    selected: str
+    dropped: dict[str, int]
+    trainable_tokens_lost: int = 0
+    turns: list[str] = []
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Counts over a rollout.
 
@@ -291,6 +309,7 @@ class Figures(msgspec.Struct, frozen=True):
         overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
         stale: the same for a limit of lag.
         placeholders: the same for sequences with sampled placeholders; `None` if there are none, and in the native format, which has them.
+        models: the same for sequences of other models; `None` if there are none, and in the native format unless a model was requested.
     """
 
     calls: int
@@ -310,6 +329,7 @@ class Figures(msgspec.Struct, frozen=True):
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
     placeholders: PlaceholderFigures | None = None
+    models: ModelFigures | None = None
 
 
 class EngineWeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -717,6 +737,10 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
         serves: whether it was probed and sessions are routed to it. Otherwise `error` is the reason.
         calls: its calls in progress: those of all replicas while it is draining, otherwise those of the replica that responds.
         drained: whether it accepts no new calls and has none in progress, so that it may be removed and stopped.
+        group: the model of its group, whose engines continue each other's sessions; `""` if it was not probed yet.
+        names: the names under which it serves the model and its adapters.
+        trainable: whether one of them is trained (`--not-trainable`).
+        note: says so if it is the only engine of its group, beside others.
         models: what the probe found, for each model (`docs/engines.md`).
     """
 
@@ -726,4 +750,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     calls: int = 0
     drained: bool = False
+    group: str = ""
+    names: list[str] = []
+    trainable: bool = True
+    note: str = ""
     models: list[dict[str, Any]] = []

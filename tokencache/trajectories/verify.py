@@ -10,7 +10,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `hashes`     the recorded hashes of every prefix, of every completion and of its log probabilities are those of the tokens
 `media`      the images and other media of a sequence are in its prompts, in order and apart, and have a digest or none; a branch
              has those of its parent's prefix
-`lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off
+`lineage`    a turn with a parent comes after all tokens of that parent, in the same sequence or in one that branches off, and the same
+             model sampled both
 `anchors`    the replies that a `resplice` names are at the positions that it names
 `links`      the turns that a link names exist, and its sources ended before the turn that received their text
 `once`       each turn and each sequence occurs once
@@ -19,7 +20,8 @@ redundant: every turn has hashes of its ids and log probabilities, ranges must b
 `complete`   agrees with the incidents, and `valid` with it and the outcome
 ===========  =========================================================================================================
 
-A limit of length (`lengths`) may leave turns out. Then the export names them, and checks that need them are skipped.
+A limit of length (`lengths`) or the choice of a model may leave turns out. Then the export names them, and checks that need them are
+skipped.
 
 `NOT_CHECKED` lists what an export cannot show. No function here raises an exception for a wrong trajectory.
 """
@@ -36,7 +38,7 @@ import xxhash
 from tokencache.core import ids
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.outcome import OutcomeKind
-from tokencache.core.turn import UNSCORED, TurnMark, hash_ids, hash_logprobs
+from tokencache.core.turn import UNTRAINED, TurnMark, hash_ids, hash_logprobs
 from tokencache.trajectories.values import Sequence, Trajectory, TurnSpan
 
 Range = tuple[int, int]
@@ -146,7 +148,7 @@ class _Located(NamedTuple):
 
 def _left_out(trajectory: Trajectory) -> Collection[str]:
     """Return the ids of the turns that a limit left out."""
-    limits = (trajectory.figures.overlong, trajectory.figures.stale)
+    limits = (trajectory.figures.overlong, trajectory.figures.stale, trajectory.figures.models)
     return {turn for figures in limits if figures is not None for turn in figures.turns}
 
 
@@ -191,7 +193,7 @@ def _aligned(s: Sequence) -> Iterator[CheckFailure]:
 def _trained(s: Sequence, *, masked: bool) -> Iterator[CheckFailure]:
     """Check mask and log probabilities. Only the first wrong token of each prompt and completion is reported."""
     for turn in s.turns:
-        trained = int(not masked and UNSCORED.isdisjoint(turn.marks))
+        trained = int(not masked and UNTRAINED.isdisjoint(turn.marks))
         sampled = "token of a masked sequence" if masked else _SAMPLED[trained]
         at = turn.completion[0]
         forced = {at + i for start, end in turn.forced for i in range(max(start, 0), min(end, turn.completion_tokens))}
@@ -228,7 +230,7 @@ def _hashes(s: Sequence, *, masked: bool) -> Iterator[CheckFailure]:
             same = False  # the hashes of all later turns differ too
             if genuine:
                 yield _failure("hashes", f"tokens {_range(turn.prompt)} are not the prompt from which it was sampled", s, turn, turn.prompt)
-        if turn.logprobs_hash and not masked and not _same_logprobs(s, turn):
+        if turn.logprobs_hash and not masked and TurnMark.NOT_TRAINABLE not in turn.marks and not _same_logprobs(s, turn):
             words = f"the log probabilities of tokens {_range(turn.completion)} are not those that were recorded"
             yield _failure("hashes", words, s, turn, turn.completion)
 
@@ -270,6 +272,9 @@ def _lineage(trajectory: Trajectory, located: dict[str, _Located], sound: Collec
                 yield _failure("lineage", f"its parent {turn.parent} is in no sequence", s, turn)
             elif turn.origin is not None and turn.origin not in located and turn.origin not in left_out:
                 yield _failure("lineage", f"turn {turn.origin}, from which it took its context, is in no sequence", s, turn)
+            if parent is not None and parent.turn.model and turn.model and parent.turn.model != turn.model:
+                words = f"was sampled by {turn.model}, but extends turn {turn.parent}, which {parent.turn.model} sampled"
+                yield _failure("lineage", words, s, turn)
             if parent is not None and TurnMark.ENGINE_DISAGREES in parent.turn.marks:
                 yield _failure("lineage", f"extends turn {turn.parent}, which is marked {TurnMark.ENGINE_DISAGREES}", s, turn)
             if before is None and parent is not None and parent.sequence is not s and s in sound and parent.sequence in sound:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tokencache.core.outcome import LatestTurn
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.core.weights import MIXED, Announced, WeightSpan, lag, oldest_and_newest, read_spans
 
 
@@ -58,6 +58,8 @@ def count_versions(turns: Iterable[Turn], history: Sequence[Announced] = ()) -> 
     """Count the versions of the tokens that the policy chose in turns. `history`: the announced versions, which tell the order of names."""
     counts = Counter[str]()
     for turn in turns:
+        if TurnMark.NOT_TRAINABLE in turn.marks:
+            continue
         for span in spans_of(turn):
             forced = sum(max(0, min(end, span.end) - max(start, span.start)) for start, end in turn.forced)
             counts[span.version] += span.end - span.start - forced

@@ -211,6 +211,7 @@ def vllm(vllm_server):
 ENGINES = {
     "two engines": r"/test_continued_replies\.py",
     "two ranks": r"/test_ranks\.py",
+    "two models": r"/test_small_model\.py",
     "development mode": r"/test_(weight_updates|weight_recipes|policy_versions|scoring)\.py",
     "images": r"/test_(prefixes|image_prompts)\.py|/test_image_sessions\.py::(?!.*\[generate)",
     "images without the plugin": r"/test_image_sessions\.py::.*\[generate",

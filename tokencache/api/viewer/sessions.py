@@ -10,7 +10,7 @@ from tokencache.api.reader import state_object
 from tokencache.core.incidents import Incident, failed_calls
 from tokencache.core.lineage import lineages
 from tokencache.core.session import Reward
-from tokencache.core.turn import UNSCORED, Turn
+from tokencache.core.turn import UNTRAINED, Turn
 from tokencache.core.weights import Announced
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
@@ -56,8 +56,8 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
 
 
 def is_scored(turn: Turn) -> bool:
-    """Whether the sampled tokens of a turn have log probabilities, so that they can be trained."""
-    return UNSCORED.isdisjoint(turn.marks)
+    """Whether the sampled tokens of a turn can be trained: they have log probabilities, and are the policy's."""
+    return UNTRAINED.isdisjoint(turn.marks)
 
 
 def _sequence(
@@ -74,6 +74,7 @@ def _sequence(
         "reason": first.reason,
         "continued": any(turn.id in parents for turn in line),
         "tools": first.tools,
+        "model": first.model,
         "turns": len(line),
         "tokens": last.prompt_tokens + last.completion_tokens,
         "trainable_tokens": sum(turn.chosen_tokens for turn in line if is_scored(turn)),

@@ -3,7 +3,7 @@
     {"session": "r1", "complete": true, "outcome": "ok", "outcome_detail": "", "valid": true, "state": "sealed",
      "incidents": [], "figures": {…},
      "reward": 0.5, "reward_components": {…}, "group": "prompt-7", "metadata": {…}, "tags": [...],
-     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "weight", "reward",
+     "sequences": [{"id", "parent", "root", "start", "reason", "continued", "tools", "model", "weight", "reward",
         "token_ids": [...], "loss_mask": [...], "logprobs": [...],
         "turns": [{"turn", "prompt": [0, 812], "completion": [812, 940], "finish_reason", "model", "match", …}]}],
      "links": [{"kind": "delegation", "sources": [turn], "turn", "message", "evidence"}]}
@@ -128,6 +128,7 @@ def outline_object(sequence: TokenSequence, weight: float, reward: Reward) -> di
         "reason": sequence.reason,
         "continued": sequence.continued,
         "tools": sequence.tools,
+        "model": sequence.model,
         "weight": weight,
         "tokens": len(sequence.token_ids),
         "trainable_tokens": sequence.trainable,

@@ -60,6 +60,7 @@ def has_text(value: Mapping[str, Any]) -> bool:
 
 def _sequence(sequence: Sequence) -> TokenSequence:
     members = {name: getattr(sequence, name) for name in TokenSequence.__struct_fields__ if name != "turns"}
+    members["model"] = sequence.model or (sequence.turns[0].model if sequence.turns else "")
     return TokenSequence(**members, turns=[SequenceTurn(_turn(span), span.prompt, span.completion) for span in sequence.turns])
 
 

@@ -22,7 +22,7 @@ from tokencache.trajectories.formats.verifiers import read_verifiers, verifiers
 from tokencache.trajectories.formats.verl import read_verl, verl
 from tokencache.trajectories.formats.weka import weka
 from tokencache.trajectories.lengths import Lengths
-from tokencache.trajectories.limiting import limit, limit_lag, without_placeholders, without_training
+from tokencache.trajectories.limiting import limit, limit_lag, only_model, without_placeholders, without_training, without_untrained_models
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 from tokencache.trajectories.versions import LagLimit
 
@@ -141,12 +141,16 @@ def file_format_named(name: str) -> Format | TraceFormat:
     return FILE_FORMATS[name]
 
 
-def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, lag: LagLimit | None = None, text: bool = False) -> bytes:
-    """Write the recorded turns of a session in a format, as JSON text. `lengths` and `lag` limit which of its sequences are written.
+def export(
+    records: Records, wanted: Format, lengths: Lengths | None = None, *, lag: LagLimit | None = None, model: str = "", text: bool = False
+) -> bytes:
+    """Write the recorded turns of a session in a format, as JSON text.
+
+    `lengths`, `lag` and `model` limit which of its sequences are written; `""` is any model.
 
     With `text`, the native format holds the requests too, and `records` must have contexts.
     """
-    whole = rollout(records)
+    whole = only_model(rollout(records), model) if model else rollout(records)
     if lag is not None:
         whole = limit_lag(whole, lag)
     return write(limit(whole, lengths) if lengths else whole, wanted, text=text)
@@ -155,9 +159,10 @@ def export(records: Records, wanted: Format, lengths: Lengths | None = None, *, 
 def write(whole: Rollout, wanted: Format, *, text: bool = False) -> bytes:
     """Write a rollout in a format, as JSON text, with a digest of each row (`digest`).
 
-    Only the native format has all sequences, and the tokens to train and the reward of an invalid rollout.
+    Only the native format has all sequences, those of models that are not trained included, and the tokens to train and the reward of an
+    invalid rollout.
     """
-    usable = whole if wanted.write is native else without_training(without_placeholders(whole))
+    usable = whole if wanted.write is native else without_training(without_placeholders(without_untrained_models(whole)))
     made = native_with_text(usable) if text and wanted.write is native else wanted.write(usable)
     written = msgspec.json.decode(msgspec.json.encode(made))
     for row in [written] if wanted.write is native or not wanted.rows else written[wanted.rows]:

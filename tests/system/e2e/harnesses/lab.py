@@ -169,7 +169,7 @@ async def read_generations(server):
         return [(entry.prompt_ids, entry.completion_ids) for entry in server.engine.ground_truth]
     async with (
         aiohttp.ClientSession() as http,
-        http.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": BARRIER, "max_tokens": 1}) as answer,
+        http.post(f"{server.url}/v1/completions", json={"model": server.name, "prompt": BARRIER, "max_tokens": 1}) as answer,
     ):
         assert answer.status == 200, await answer.text()
     return [(prompt, sampled) for prompt, sampled in read_ground_truth(server.ground_truth) if prompt != BARRIER]

@@ -64,7 +64,9 @@ class VllmServer:
         ground_truth=None,
         variables=None,
         pace=0.0,
+        name=MODEL,
     ):
+        self.name = name
         self.model_dir = Path(model_dir).resolve()
         self.episodes = episodes or {}
         self.port = port or free_port()
@@ -88,7 +90,7 @@ class VllmServer:
 
     def command(self):
         command = [str(self.venv / "bin/python"), str(HERE / "run_vllm.py"), self.starts]
-        command += ["--model", str(self.model_dir), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--model", str(self.model_dir), "--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", DTYPE, "--enforce-eager", "--max-model-len", str(self.max_model_len), "--max-num-seqs", "16"]
         command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
         processors = ["scripted_model:ScriptedModel"] * self.scripted + ["ground_truth:GroundTruthWriter"] * (self.ground_truth is not None)

@@ -17,10 +17,12 @@ const turnLink = (outline, turn, first = false) =>
   turn ? h("a", { class: first ? "first" : null, href: to(outline, "turn", turn.id) }, `turn ${turn.number}`) : null;
 
 export function sequenceTable(outline) {
-  return table("Sequences", ["sequence", "start", "reason", "from", "#turns", "#tokens", "#trainable", "#reward", "", ""], outline.sequences.map((one) => {
+  const several = new Set(outline.sequences.map((one) => one.model)).size > 1;
+  return table("Sequences", ["sequence", ...(several ? ["model"] : []), "start", "reason", "from", "#turns", "#tokens", "#trainable", "#reward", "", ""], outline.sequences.map((one) => {
     const from = one.from_turn ? outline.turns.find((turn) => turn.id === one.from_turn) : null;
     return h("tr", { class: one.continued || one.turns > 1 ? null : "dim" },
       h("td", {}, h("a", { class: "first", href: to(outline, "sequence", one.id) }, `sequence ${one.number}`), copier(one.id, "the sequence's id")),
+      several ? h("td", {}, one.model) : null,
       h("td", {}, badge(one.start, one.start, STARTS[one.start])),
       h("td", { title: one.reason ? reasonText(one.reason) : null }, one.reason),
       h("td", {}, one.parent === null ? "" : [h("span", { class: "muted" }, `sequence ${one.parent} · `), turnLink(outline, from)]),
