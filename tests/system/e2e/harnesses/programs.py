@@ -32,6 +32,9 @@ PACKAGES = {
     "terminus-2": "harbor",
     "pydantic-ai": "pydantic_ai_slim",
     "openai-agents": "openai_agents",
+    "copilot": "@github/copilot",
+    "kilo": "@kilocode/cli",
+    "continue": "@continuedev/cli",
     "computer-use": "anthropic",
     "browser-use": "browser_use",
 }
@@ -194,6 +197,7 @@ PROGRAMS = {
             NPM,
             first=lambda task: ["-p", task, "--yolo"],
             again=lambda task: ["--continue", "-p", task, "--yolo"],
+            path=(NODE_24,),
         ),
         Program(
             "gemini-cli",
@@ -227,5 +231,31 @@ PROGRAMS = {
             environment={"OPENCLAW_WORKSPACE_DIR": str(WORK)},
             path=(NODE_24,),
         ),
+        Program(
+            "copilot",
+            "chat",
+            NPM,
+            first=lambda task: ["-p", task, "--allow-all-tools"],
+            again=lambda task: ["--continue", "-p", task, "--allow-all-tools"],
+            path=(NODE_24,),
+        ),
+        Program(
+            "kilo",
+            "chat",
+            NPM,
+            first=lambda task: ["run", task, "--format", "json", "--auto"],
+            again=lambda task: ["run", "--continue", task, "--format", "json", "--auto"],
+            path=(NODE_24,),
+        ),
+        Program("cline", "chat", NPM, first=lambda task: ["--json", task], path=(NODE_24,)),
+        Program(
+            "continue",
+            "chat",
+            NPM,
+            first=lambda task: ["--auto", "-p", task],
+            again=lambda task: ["--auto", "--resume", "-p", task],
+            path=(NODE_24,),
+        ),
+        Program("droid", "chat", NPM, first=lambda task: ["exec", "--skip-permissions-unsafe", task], path=(NODE_24,)),
     )
 }
