@@ -51,9 +51,9 @@ def shell(tool, command, key="command", **others):
     return call(tool, json.dumps({**others, key: command}, ensure_ascii=False))
 
 
-def agent(tool, name, **others):
-    """A call that starts a sub-agent on the episode of this name."""
-    return call(tool, json.dumps({"prompt": f"EPISODE:{name} Look around — naïve ☕.", "description": "look around", **others}))
+def agent(tool, episode, **others):
+    """A call that starts a sub-agent on this episode."""
+    return call(tool, json.dumps({"prompt": f"EPISODE:{episode} Look around — naïve ☕.", "description": "look around", **others}))
 
 
 def looking(tool, times, key="command"):
@@ -189,6 +189,27 @@ STRUCTURES = {
         in_order("Send one to look around.", "Are you sure?"),
         [("root", "", 1), ("root", "", 4), ("root", "", 3)],
         "a sub-agent and the title call, each a separate sequence",
+    ),
+    "copilot_agents": Structure(
+        "copilot",
+        {
+            "copilot_agents": [
+                say(
+                    "\nTwo can look at once.\n",
+                    "  Sending two ☕.\n",
+                    agent("task", "copilot_agents-a", agent_type="general-purpose", name="first"),
+                    agent("task", "copilot_agents-b", agent_type="general-purpose", name="second"),
+                ),
+                say("\nBoth are back.\n", "", shell("bash", "ls -1", description="list")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+            "copilot_agents-a": looking("bash", 1),
+            "copilot_agents-b": looking("bash", 3),
+        },
+        in_order("Send two to look around.", "Are you sure?"),
+        [("root", "", 4), ("root", "", 2), ("root", "", 4)],
+        "two sub-agents at the same time, each a separate sequence",
     ),
     "codex_agents": Structure(
         "codex",
