@@ -62,6 +62,19 @@ def looking(tool, times, key="command"):
     return [*looks, say("\nseen\n", "\n Nothing there ✅.  \n")]
 
 
+def delegating(name):
+    """The episodes of OpenCode, or its fork, and of the sub-agent that it sends."""
+    return {
+        name: [
+            say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("task", f"{name}-a", subagent_type="general")),
+            say("\nIt is back.\n", "", shell("bash", "ls -1", description="list")),
+            say("\nDone.\n", "\nNothing found ✅.  "),
+            say("\nAgain?\n", "It is as I said.\n"),
+        ],
+        f"{name}-a": looking("bash", 2),
+    }
+
+
 SESSION = str(uuid.uuid5(uuid.NAMESPACE_URL, "claude-code_fork"))
 SUMMARY = say(
     "\nA summary is wanted.\n", "<analysis>short</analysis>\n<summary>\nEPISODE:claude-code_compacted made.txt was made.\n</summary>"
@@ -177,18 +190,17 @@ STRUCTURES = {
     ),
     "opencode_task": Structure(
         "opencode",
-        {
-            "opencode_task": [
-                say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("task", "opencode_task-a", subagent_type="general")),
-                say("\nIt is back.\n", "", shell("bash", "ls -1", description="list")),
-                say("\nDone.\n", "\nNothing found ✅.  "),
-                say("\nAgain?\n", "It is as I said.\n"),
-            ],
-            "opencode_task-a": looking("bash", 2),
-        },
+        delegating("opencode_task"),
         in_order("Send one to look around.", "Are you sure?"),
         [("root", "", 1), ("root", "", 4), ("root", "", 3)],
         "a sub-agent and the title call, each a separate sequence",
+    ),
+    "kilo_task": Structure(
+        "kilo",
+        delegating("kilo_task"),
+        in_order("Send one to look around.", "Are you sure?"),
+        [("root", "", 4), ("root", "", 3)],
+        "a sub-agent, in a separate sequence",
     ),
     "copilot_agents": Structure(
         "copilot",
