@@ -15,7 +15,7 @@ patience=300
 here=$(cd "$(dirname "$0")" && pwd)
 uv=$here/../rig/uv.sh
 
-# name, version, way, packages
+# name, version, way, packages; of pi, kilo and droid the newest release of which the registry has all packages for Linux
 table() {
     cat <<'TABLE'
 claude-code   2.1.332 npm24 @anthropic-ai/claude-code@2.1.332

@@ -223,6 +223,36 @@ STRUCTURES = {
         [("root", "", 4), ("root", "", 2), ("root", "", 4)],
         "two sub-agents at the same time, each a separate sequence",
     ),
+    "copilot_odd": Structure(
+        "copilot",
+        {
+            "copilot_odd": [
+                say("\nNo object.\n", "  Odd ☕.\n", call("bash", '[ "ls" ]')),
+                say("\nAgain.\n", "", shell("bash", "ls -1", description="list")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+        },
+        in_order("Look around.", "Are you sure?"),
+        [("root", "", 3), ("resplice", "context-edited", 1)],
+        "a call whose arguments are a list: `--continue` leaves it out with its result, so a sequence begins with the other answers' "
+        "exact tokens",
+    ),
+    "droid_odd": Structure(
+        "droid",
+        {
+            "droid_odd": [
+                say("\nLook.\n", "", shell("Execute", "echo look")),
+                say("\nNo object.\n", "  Odd ☕.\n", call("Execute", '[ "ls" ]')),
+                say("\nAgain.\n", "", shell("Execute", "ls -1")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+            ],
+        },
+        in_order("Look around."),
+        [("root", "", 3), ("branch", "", 1)],
+        "a call whose arguments are a list: it comes back with an object, under another id, and is not recognised: it is a branch, and "
+        "text in what follows",
+    ),
     "codex_agents": Structure(
         "codex",
         {
