@@ -238,21 +238,6 @@ STRUCTURES = {
         "a call whose arguments are a list: `--continue` leaves it out with its result, so a sequence begins with the other answers' "
         "exact tokens",
     ),
-    "droid_odd": Structure(
-        "droid",
-        {
-            "droid_odd": [
-                say("\nLook.\n", "", shell("Execute", "echo look")),
-                say("\nNo object.\n", "  Odd ☕.\n", call("Execute", '[ "ls" ]')),
-                say("\nAgain.\n", "", shell("Execute", "ls -1")),
-                say("\nDone.\n", "\nNothing found ✅.  "),
-            ],
-        },
-        in_order("Look around."),
-        [("root", "", 3), ("branch", "", 1)],
-        "a call whose arguments are a list: it comes back with an object, under another id, and is not recognised: it is a branch, and "
-        "text in what follows",
-    ),
     "codex_agents": Structure(
         "codex",
         {
