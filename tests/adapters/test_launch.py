@@ -62,6 +62,17 @@ ENV = {
     },
     "openai": openai("openai"),
     "openai-agents": openai("openai-agents"),
+    "cline": {},
+    "continue": {"CONTINUE_GLOBAL_DIR": "{dir}", "CONTINUE_METRICS_ENABLED": "0"},
+    "copilot": {
+        "COPILOT_HOME": "{dir}",
+        "COPILOT_PROVIDER_BASE_URL": base("copilot") + "/v1",
+        "COPILOT_PROVIDER_API_KEY": KEY,
+        "COPILOT_MODEL": MODEL,
+        "COPILOT_OFFLINE": "true",
+    },
+    "droid": {"FACTORY_HOME_OVERRIDE": "{dir}", "FACTORY_AIRGAP_ENABLED": "true"},
+    "kilo": {"XDG_CONFIG_HOME": "{dir}/config", "XDG_DATA_HOME": "{dir}/data", "TOKENCACHE_API_KEY": KEY, "KILO_TELEMETRY_LEVEL": "off"},
     "openclaw": {"OPENCLAW_STATE_DIR": "{dir}", "OPENCLAW_CONFIG_PATH": "{dir}/openclaw.json", "OPENCLAW_NO_AUTO_UPDATE": "1"},
     "opencode": {"XDG_CONFIG_HOME": "{dir}/config", "XDG_DATA_HOME": "{dir}/data", "TOKENCACHE_API_KEY": KEY},
     "openhands": {"LLM_MODEL": f"hosted_vllm/{MODEL}", "LLM_BASE_URL": base("openhands") + "/v1", "LLM_API_KEY": KEY},
@@ -75,9 +86,14 @@ ENV = {
 }
 PROGRAMS = {
     "claude-code": ("claude",),
+    "cline": ("cline", "--config", "{dir}", "--data-dir", "{dir}/data"),
     "codex": ("codex",),
+    "continue": ("cn", "--config", "{dir}/config.yaml"),
+    "copilot": ("copilot",),
+    "droid": ("droid",),
     "gemini-cli": ("gemini",),
     "hermes": ("hermes",),
+    "kilo": ("kilo",),
     "kimi-code": ("kimi",),
     "mini-swe-agent": ("mini",),
     "openclaw": ("openclaw",),
@@ -87,9 +103,13 @@ PROGRAMS = {
 }
 FILES = {
     "claude-code": {".claude.json"},
+    "cline": {"data/settings/providers.json", "data/settings/global-settings.json"},
     "codex": {"config.toml"},
+    "continue": {"config.yaml"},
+    "droid": {".factory/settings.json"},
     "gemini-cli": {".gemini/settings.json"},
     "hermes": {"config.yaml"},
+    "kilo": {"config/kilo/kilo.json"},
     "kimi-code": {"config.toml"},
     "openclaw": {"openclaw.json"},
     "opencode": {"config/opencode/opencode.json"},
@@ -103,7 +123,7 @@ def test_of_each_harness(name, tmp_path):
     launch = prepared(name, tmp_path, context=40960)
     wanted = {variable: value.replace("{dir}", str(tmp_path)) for variable, value in ENV[name].items()}
     assert {variable: launch.env.get(variable) for variable in wanted} == wanted
-    assert launch.argv == PROGRAMS.get(name, ())
+    assert launch.argv == tuple(word.replace("{dir}", str(tmp_path)) for word in PROGRAMS.get(name, ()))
     assert {str(path.relative_to(tmp_path)) for path in launch.files} == FILES.get(name, set())
     said = [*launch.env.values(), *launch.files.values()]
     assert any(base(name) in text for text in said)
@@ -113,8 +133,8 @@ def test_of_each_harness(name, tmp_path):
 
 
 def read(name, directory, **changed):
-    """The data of the one file of a harness."""
-    ((path, text),) = prepared(name, directory, **changed).files.items()
+    """The data of the first file of a harness."""
+    path, text = next(iter(prepared(name, directory, **changed).files.items()))
     return (tomllib.loads if path.suffix == ".toml" else json.loads)(text)
 
 
@@ -147,6 +167,13 @@ def test_files_hold_what_the_harnesses_read(tmp_path):
     assert (openclaw["update"], openclaw["agents"]["defaults"]["model"]["primary"]) == ({"checkOnStart": False}, f"tokencache/{MODEL}")
     provider = openclaw["models"]["providers"]["tokencache"]
     assert (provider["baseUrl"], provider["apiKey"], provider["models"][0]["id"]) == (base("openclaw") + "/v1", KEY, MODEL)
+    kilo = read("kilo", tmp_path)
+    assert (kilo["model"], kilo["provider"]["tokencache"]["options"]["baseURL"]) == (f"tokencache/{MODEL}", base("kilo") + "/v1")
+    cline = read("cline", tmp_path)["providers"]["openai-compatible"]["settings"]
+    assert (cline["baseUrl"], cline["apiKey"], cline["model"]) == (base("cline") + "/v1", KEY, MODEL)
+    droid = read("droid", tmp_path)
+    (model,) = droid["customModels"]
+    assert (model["baseUrl"], model["apiKey"], droid["model"]) == (base("droid") + "/v1", KEY, f"custom:{MODEL}-0")
     assert read("qwen-code", tmp_path)["security"] == {"auth": {"selectedType": "openai"}}
     assert read("gemini-cli", tmp_path)["privacy"] == {"usageStatisticsEnabled": False}
 

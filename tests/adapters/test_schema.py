@@ -23,6 +23,7 @@ def test_there_is_one_for_every_harness():
         *("claude-code", "codex", "hermes", "opencode", "qwen-code", "gemini-cli", "pi", "kimi-code", "mini-swe-agent"),
         *("openhands", "terminus-2", "openai-agents", "langgraph", "pydantic-ai", "smolagents", "openai", "anthropic", "crewai"),
         *("openclaw", "strands", "google-adk", "agno"),
+        *("openclaw", "copilot", "kilo", "cline", "continue", "droid"),
     }
     assert {path.name for path in shipped().iterdir()} == {"README.md", *(f"{name}.toml" for name in SHIPPED)}
 
@@ -49,7 +50,7 @@ def test_what_is_vouched_for_is_no_more_than_was_seen():
     assert habits["blank-marked"] == habits["name-replaced"] == {"strands"}
     assert habits["invalid-tool"] == {"opencode"}
     assert habits["calls-as-text"] == {"smolagents"}
-    assert habits["name-lowered"] == {"hermes", "opencode", "crewai"}
+    assert habits["name-lowered"] == {"hermes", "opencode", "kilo", "crewai"}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,11 @@ def test_what_is_vouched_for_is_no_more_than_was_seen():
         ("kimi-code-cli/2.1.0", "kimi-code"),
         ("Agents/Python 0.24.0", "openai-agents"),
         ("pydantic-ai/2.68.0", "pydantic-ai"),
-        ("OpenAI/JS 7.15.0", None),  # OpenClaw
+        ("Kilo-Code/7.7.7 ai-sdk/provider-utils/4.0.27 runtime/bun/1.3.14", "kilo"),
+        ("factory-cli/0.215.0", "droid"),
+        ("OpenAI/JS 7.15.0", None),  # OpenClaw, Copilot CLI
+        ("ls/JS 5.23.2", None),  # Continue
+        ("ai-sdk/openai-compatible/3.0.37 ai-sdk/provider-utils/5.0.30 runtime/bun/1.3.13", None),  # Cline
         ("OpenAI/Python 2.24.0", None),  # Hermes, LangChain, smolagents, CrewAI and everybody else
         ("litellm/1.106.2", None),  # mini-swe-agent, OpenHands, Terminus-2
         ("curl/8.5.0", None),

@@ -37,6 +37,10 @@ def calls(*each):
 RANDOM = ("call_1a2b3c4d", "bash", '{"a": 1}')
 CUT = '{"command": "ls -1 && echo cu'
 LISTED = "Calling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'bash', 'arguments': {'a': 1}}}]"
+LS = ("ls", "{}")
+LISTED_BY_ID = "Calling tools:\n" + str(
+    [{"id": name, "type": "function", "function": {"name": "ls", "arguments": {}}} for name in ("a", "b")]
+)
 KEY = "sk-proj-0123456789abcdef"
 
 REWRITES = [
@@ -143,6 +147,7 @@ REWRITES = [
         said("Hm\n" + LISTED.replace("1}", "2}")),
     ),
     ("calls-as-text", said(None, None, ("call_1", "bash", '{"a":1}')), said(LISTED), said(LISTED.replace("call_1", "call_2"))),
+    ("calls-as-text", said(None, None, ("b", *LS), ("a", *LS)), said(LISTED_BY_ID), said(LISTED_BY_ID.replace("'a'", "'c'"))),
     ("reasoning-emptied", said("hi", "why"), said("hi", ""), said("hi", "wh")),
 ]
 

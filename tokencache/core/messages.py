@@ -40,6 +40,8 @@ BLANK = (
 
 _INLINE_THINK = re.compile(r"\s*+<think>(.*?)</think>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_RESULT = frozenset({"role", "content", "tool_call_id", "task"})
+"""The members of a tool's result that a template may show, without the tool's name."""
 _SORTED = msgspec.json.Encoder(order="sorted")
 _VERSION = b"tc1"
 _MAX_VALUES = 200_000
@@ -160,8 +162,14 @@ def context_digest(message: Message) -> bytes:
 
 
 def result_digest_of_json(entry: dict[str, Any], exact: bytes) -> bytes:
-    """Digest a decoded result of a tool as `context_digest` does; `exact` is its `exact_digest_of_json`."""
-    return exact_digest_of_json({name: value for name, value in entry.items() if name != "name"}) if "name" in entry else exact
+    """Digest a decoded result of a tool as `context_digest` does; `exact` is its `exact_digest_of_json`.
+
+    Members that vLLM hides from every template (`renderers/chat_utils.py`, 0.32) are ignored, too: Copilot CLI adds one to each result when
+    it resumes a session (1.0.102, recorded traffic).
+    """
+    if entry.keys() <= _RESULT:
+        return exact
+    return exact_digest_of_json({name: value for name, value in entry.items() if name in _RESULT})
 
 
 def _unmarked(members: dict[str, Any]) -> dict[str, Any]:

@@ -217,3 +217,13 @@ def test_a_reference_is_not_its_name():
     name, reference = ([{"type": "text", "text": "grep"}], [{"type": "tool_reference", "name": "grep"}])
     said = [MessageReader().read(json.dumps({"role": "assistant", "content": content}).encode()) for content in (name, reference)]
     assert said[0].digest != said[1].digest
+
+
+def test_what_no_template_shows_of_a_result_is_no_evidence():
+    """Copilot CLI adds a member to each result when it resumes, and Hermes leaves out the tool's name."""
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    added = [{"__copilotMessageSource": {"kind": "tool"}}, {"name": "bash"}, {"cache_control": {"type": "ephemeral"}}]
+    changed = [{"content": "y"}, {"content": " x"}, {"tool_call_id": "b"}, {"task": "t"}]
+    plain, *others = [MessageReader().read(json.dumps(result | more).encode()) for more in ({}, *added, *changed)]
+    assert [other.digest == plain.digest for other in others] == [True] * 3 + [False] * 4
+    assert [other.exact == plain.exact for other in others] == [False, False, True] + [False] * 4

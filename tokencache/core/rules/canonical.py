@@ -77,10 +77,11 @@ CANONICAL: tuple[Rule, ...] = (
         name="tool-ids",
         kind="canonical",
         verdict="equivalent",
-        harnesses=("Kimi Code", "Hermes (messages)", "LiteLLM", "OpenClaw", "Agno"),
+        harnesses=("Kimi Code", "Hermes (messages)", "LiteLLM", "OpenClaw", "Agno", "Droid"),
         what="ids of calls are rewritten: `[^A-Za-z0-9_-]` as `_`; all but letters and digits removed, if the id looks random; or "
         "completely, if only one turn matches",
-        source=f"{_CAPTURED}: ids with `.` or `:` (`functions.Bash:0`); OpenClaw 2026.9.6: `call_1a2b3c4d` as `call1a2b3c4d`",
+        source=f"{_CAPTURED}: ids with `.` or `:` (`functions.Bash:0`); OpenClaw 2026.9.6: `call_1a2b3c4d` as `call1a2b3c4d`; "
+        "Droid 0.215.0: `call_`, the first 24 characters, `_` and a count",
     ),
     Rule(
         name="interrupted",

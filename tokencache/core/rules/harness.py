@@ -12,6 +12,7 @@ This module parses with `json`, as harnesses may: it accepts lone surrogates and
 import json
 import re
 from collections.abc import Container
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -96,11 +97,12 @@ def _blank_marked(served: Message) -> Message | None:
 
 
 def _calls_as_text(served: Message) -> Message | None:
-    """Write the calls as smolagents does, including their ids."""
+    """Write the calls as smolagents does, including their ids, by which it orders them."""
     if not served.calls:
         return None
-    functions = [{"name": call.name, "arguments": parse_object(call.arguments, {})} for call in served.calls]
-    calls = [{"id": call.id, "type": "function", "function": f} for call, f in zip(served.calls, functions, strict=True)]
+    ordered = sorted(served.calls, key=attrgetter("id"))
+    functions = [{"name": call.name, "arguments": parse_object(call.arguments, {})} for call in ordered]
+    calls = [{"id": call.id, "type": "function", "function": f} for call, f in zip(ordered, functions, strict=True)]
     return msgspec.structs.replace(served, content=f"{served.text}\nCalling tools:\n{calls}", calls=())
 
 
@@ -344,7 +346,7 @@ HARNESS: tuple[Rule, ...] = (
         name="name-lowered",
         kind="harness",
         verdict="rewritten",
-        harnesses=("OpenCode", "Hermes", "CrewAI"),
+        harnesses=("OpenCode", "Kilo", "Hermes", "CrewAI"),
         what="a call's name is returned in lower case, if the request has a tool of that name and none of the served name",
         source="source: OpenCode 1.18.33 `experimental_repairToolCall`, Hermes 0.19.0 `repair_tool_call`, CrewAI 1.15.30 "
         f"`sanitize_tool_name`; {_CAPTURED}",
@@ -395,7 +397,7 @@ HARNESS: tuple[Rule, ...] = (
         name="value-wrapped",
         kind="harness",
         verdict="rewritten",
-        harnesses=("OpenCode",),
+        harnesses=("OpenCode", "Kilo"),
         what='arguments that are JSON, but not an object, are returned as `{"value": <the served value>}`',
         source=f"{_CAPTURED}, malformed calls",
         explains_call=_wrapped,
@@ -463,8 +465,8 @@ HARNESS: tuple[Rule, ...] = (
         kind="harness",
         verdict="rewritten",
         harnesses=("smolagents",),
-        what="calls are returned within the text, as `Calling tools:` and a Python list",
-        source="source: smolagents 1.26.0 `memory.py`; recorded traffic",
+        what="calls are returned within the text, as `Calling tools:` and a Python list, in the order of their ids",
+        source="source: smolagents 1.26.0 `agents.py`, `memory.py`; recorded traffic",
         part="text",
         rewrites_reply=_calls_as_text,
         order=4,

@@ -10,7 +10,7 @@ from collections import Counter
 import lineages
 import pytest
 import table
-from expected import NOT_RUN
+from expected import EXPECTED, NOT_RUN
 from pictures import PICTURES
 from programs import PROGRAMS
 from rig.exported import generations
@@ -33,7 +33,20 @@ def find_program(name):
 def write_table():
     """Writes the measurements so far, if that was requested."""
     if table.WRITTEN:
-        table.write([*PROGRAMS, *STRUCTURES, *PICTURES], table.MISSING | NOT_RUN)
+        rows = [*map(job_row, EXPECTED), *map(structure_row, STRUCTURES.values()), *map(pictures_row, PICTURES.values())]
+        table.write(rows, table.MISSING | NOT_RUN)
+
+
+def job_row(name):
+    return table.Row("job", PROGRAMS[name].adapter.title, PROGRAMS[name].dialect)
+
+
+def structure_row(structure):
+    return table.Row("structures", PROGRAMS[structure.harness].adapter.title, structure.note)
+
+
+def pictures_row(pictures):
+    return table.Row("images", pictures.title or PROGRAMS[pictures.harness].adapter.title, pictures.note)
 
 
 def assert_content(run):

@@ -62,6 +62,11 @@ EXPECTED = {
         "tokens in it. The reply without a call has nothing that identifies it, and is rendered as text.",
         rendered=2,  # in both calls of the second task
     ),
+    "copilot": unbroken(7),
+    "kilo": unbroken(11),
+    "cline": unbroken(6),
+    "continue": unbroken(7),
+    "droid": unbroken(6),
 }
 
 NOT_RUN = {

@@ -15,29 +15,34 @@ patience=300
 here=$(cd "$(dirname "$0")" && pwd)
 uv=$here/../rig/uv.sh
 
-# name, version, way, packages
+# name, version, way, packages; of pi, kilo and droid the newest release of which the registry has all packages for Linux
 table() {
     cat <<'TABLE'
-claude-code   2.1.329 npm   @anthropic-ai/claude-code@2.1.329
-codex         0.169.0 npm   @openai/codex@0.169.0
+claude-code   2.1.332 npm24 @anthropic-ai/claude-code@2.1.332
+codex         0.171.0 npm   @openai/codex@0.171.0
 opencode      1.18.33 npm   opencode-ai@1.18.33
 hermes        0.19.0  pip   hermes-agent==0.19.0
 openai-agents 0.24.0  pip   openai-agents==0.24.0
-langgraph     1.2.22  pip   langchain==1.4.7 langgraph==1.2.22 langchain-openai==1.7.3
+langgraph     1.2.24  pip   langchain==1.5.2 langgraph==1.2.24 langchain-openai==1.7.4
 pydantic-ai   2.68.0  pip   pydantic-ai-slim[openai]==2.68.0
 smolagents    1.26.0  pip   smolagents[openai]==1.26.0
 crewai        1.15.30 pip   crewai==1.15.30
 strands       1.62.0 pip   strands-agents[openai]==1.62.0
 google-adk    2.13.0 pip   google-adk==2.13.0 litellm==1.110.2
 agno          3.1.10 pip   agno==3.1.10 openai==3.57.0
-openhands     1.58.0  pip12 openhands-sdk==1.58.0 openhands-tools==1.58.0
-terminus-2    0.24.0  pip12 harbor==0.24.0
-qwen-code     0.24.4  npm   @qwen-code/qwen-code@0.24.4
+openhands     1.58.2  pip12 openhands-sdk==1.58.2 openhands-tools==1.58.2
+terminus-2    0.26.0  pip12 harbor==0.26.0
+qwen-code     0.24.4  npm24 @qwen-code/qwen-code@0.24.4
 gemini-cli    0.61.0  npm   @google/gemini-cli@0.61.0
-pi            0.87.1  npm24 @earendil-works/pi-coding-agent@0.87.1
+pi            1.5.2   npm24 @earendil-works/pi-coding-agent@1.5.2
 kimi-code     2.1.0   npm24 @moonshot-ai/kimi-code@2.1.0
 openclaw      2026.9.6 npm24 openclaw@2026.9.6
-computer-use  1.17.0  pip   anthropic==1.17.0
+computer-use  2.14.0  pip   anthropic==2.14.0
+copilot       1.0.102 npm24 @github/copilot@1.0.102
+kilo          7.7.7   npm24 @kilocode/cli@7.7.7
+cline         3.0.65  npm24 cline@3.0.65
+continue      1.5.47  npm24 @continuedev/cli@1.5.47
+droid         0.215.0 npm24 droid@0.215.0
 browser-use   0.13.14 pip   browser-use==0.13.14
 TABLE
 }

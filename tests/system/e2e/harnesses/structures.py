@@ -51,15 +51,28 @@ def shell(tool, command, key="command", **others):
     return call(tool, json.dumps({**others, key: command}, ensure_ascii=False))
 
 
-def agent(tool, name, **others):
-    """A call that starts a sub-agent on the episode of this name."""
-    return call(tool, json.dumps({"prompt": f"EPISODE:{name} Look around — naïve ☕.", "description": "look around", **others}))
+def agent(tool, episode, **others):
+    """A call that starts a sub-agent on this episode."""
+    return call(tool, json.dumps({"prompt": f"EPISODE:{episode} Look around — naïve ☕.", "description": "look around", **others}))
 
 
 def looking(tool, times, key="command"):
     """A sub-agent's turns: it looks this many times, and reports."""
     looks = [say(f"\nlook {n}\n", "  Looking — ☕.\n", shell(tool, f"echo look {n}", key)) for n in range(times)]
     return [*looks, say("\nseen\n", "\n Nothing there ✅.  \n")]
+
+
+def delegating(name):
+    """The episodes of OpenCode, or its fork, and of the sub-agent that it sends."""
+    return {
+        name: [
+            say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("task", f"{name}-a", subagent_type="general")),
+            say("\nIt is back.\n", "", shell("bash", "ls -1", description="list")),
+            say("\nDone.\n", "\nNothing found ✅.  "),
+            say("\nAgain?\n", "It is as I said.\n"),
+        ],
+        f"{name}-a": looking("bash", 2),
+    }
 
 
 SESSION = str(uuid.uuid5(uuid.NAMESPACE_URL, "claude-code_fork"))
@@ -177,18 +190,53 @@ STRUCTURES = {
     ),
     "opencode_task": Structure(
         "opencode",
-        {
-            "opencode_task": [
-                say("\nSomebody else can look.\n", "  Sending one ☕.\n", agent("task", "opencode_task-a", subagent_type="general")),
-                say("\nIt is back.\n", "", shell("bash", "ls -1", description="list")),
-                say("\nDone.\n", "\nNothing found ✅.  "),
-                say("\nAgain?\n", "It is as I said.\n"),
-            ],
-            "opencode_task-a": looking("bash", 2),
-        },
+        delegating("opencode_task"),
         in_order("Send one to look around.", "Are you sure?"),
         [("root", "", 1), ("root", "", 4), ("root", "", 3)],
         "a sub-agent and the title call, each a separate sequence",
+    ),
+    "kilo_task": Structure(
+        "kilo",
+        delegating("kilo_task"),
+        in_order("Send one to look around.", "Are you sure?"),
+        [("root", "", 4), ("root", "", 3)],
+        "a sub-agent, in a separate sequence",
+    ),
+    "copilot_agents": Structure(
+        "copilot",
+        {
+            "copilot_agents": [
+                say(
+                    "\nTwo can look at once.\n",
+                    "  Sending two ☕.\n",
+                    agent("task", "copilot_agents-a", agent_type="general-purpose", name="first"),
+                    agent("task", "copilot_agents-b", agent_type="general-purpose", name="second"),
+                ),
+                say("\nBoth are back.\n", "", shell("bash", "ls -1", description="list")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+            "copilot_agents-a": looking("bash", 1),
+            "copilot_agents-b": looking("bash", 3),
+        },
+        in_order("Send two to look around.", "Are you sure?"),
+        [("root", "", 4), ("root", "", 2), ("root", "", 4)],
+        "two sub-agents at the same time, each a separate sequence",
+    ),
+    "copilot_odd": Structure(
+        "copilot",
+        {
+            "copilot_odd": [
+                say("\nNo object.\n", "  Odd ☕.\n", call("bash", '[ "ls" ]')),
+                say("\nAgain.\n", "", shell("bash", "ls -1", description="list")),
+                say("\nDone.\n", "\nNothing found ✅.  "),
+                say("\nAgain?\n", "It is as I said.\n"),
+            ],
+        },
+        in_order("Look around.", "Are you sure?"),
+        [("root", "", 3), ("resplice", "context-edited", 1)],
+        "a call whose arguments are a list: `--continue` leaves it out with its result, so a sequence begins with the other answers' "
+        "exact tokens",
     ),
     "codex_agents": Structure(
         "codex",

@@ -1,8 +1,9 @@
 """Writes `docs/harnesses.md`: the measurements of each harness. The file is this module's output and is never edited by hand."""
 
+import datetime as dt
+import itertools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from rig.server import REPOSITORY
 
@@ -18,15 +19,17 @@ started as `tokencache run` starts them. Each does the same scripted job with it
 parallel, and gets a second task by resume if it can. The engine is a real vLLM (CPU) whose model emits all text in tokens that
 its tokenizer would not choose. Which prompt extends which call is read from the engine's own log, not from the proxy's records.
 
-*Contiguous* counts the calls with an answer of the model in their history whose prompt begins with the earlier call's prompt
-and all its sampled tokens: directly on the engine, and through the proxy. *Sequences* are what a trainer gets from the run
-through the proxy, with the number of turns in each; sessions that are not complete fail the test. *Rules* are the rules that
-were applied to recognise the harness's history ([rules.md](rules.md)).
+A call *owes* an extension if its history contains an answer of the model. It is *extending* if its prompt begins with an earlier
+call's prompt and all its sampled tokens: *directly* on the engine, and through the proxy. *Sequences* are what a trainer gets from
+the run through the proxy: how each begins, its number of turns, and why it is split off. *Rules* were applied to recognise the
+harness's history ([rules.md](rules.md)). *Export* counts the exported turns whose prompt and sampled tokens are those of the
+engine's log; a run in which they are not all, or whose session is not complete, writes no row.
 
-This file is written by `make e2e-harnesses`, from a run of the tests in `tests/system/e2e/harnesses`.
+This file is written by `make e2e-harnesses`, from a run of the tests in `tests/system/e2e/harnesses`. Each row has the date of its
+run; a program that did not run keeps its row.
 
-| harness | version | dialect | calls | contiguous directly | through the proxy | sequences | rules | notes |
-|---|---|---|---|---|---|---|---|---|
+| run on | harness | version | dialect | calls | owed | directly | extending | sequences | rules | export = log | why it splits |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 STRUCTURES = """
@@ -34,8 +37,8 @@ STRUCTURES = """
 
 Sub-agents, forks, compaction and interrupts, through the proxy. Each call is recorded in the sequence that it belongs to.
 
-| harness | what happens | calls | contiguous | sequences | rules |
-|---|---|---|---|---|---|
+| run on | harness | version | what happens | calls | owed | extending | sequences | rules | export = log |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 PICTURES = """
@@ -44,8 +47,8 @@ PICTURES = """
 Harnesses that send images, through the proxy to a real vLLM with a tiny model that sees images (browser-use: to the simulated engine). What
 each does to an image is in [images.md](images.md).
 
-| harness | version | dialect | how the images get there | calls | contiguous | sequences | rules |
-|---|---|---|---|---|---|---|---|
+| run on | harness | version | dialect | how the images get there | calls | owed | extending | sequences | rules | export = log |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 NOT_RUN = """
@@ -56,14 +59,13 @@ NOT_RUN = """
 """
 
 
-def count(pair):
-    """`(contiguous, number of follow-ups)`."""
-    return f"{pair[0]} of {pair[1]}" if pair else "not possible"
-
-
 def sequences(found):
-    """How each begins, why if there is a reason, and its number of turns."""
-    return ", ".join(f"{start} {turns}" + (f" ({reason})" if reason else "") for start, reason, turns in found)
+    """How each begins, why if there is a reason, and its number of turns; equal neighbours together."""
+    runs = [(one, len(list(equal))) for one, equal in itertools.groupby(found)]
+    return ", ".join(
+        (f"{times} times " if times > 1 else "") + f"{start} {turns}" + (f" ({reason})" if reason else "")
+        for (start, reason, turns), times in runs
+    )
 
 
 def rules(names):
@@ -76,74 +78,78 @@ def line(*cells):
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one harness."""
+    """What identifies a row: the part of the page, the harness, and what it did (its dialect, or a note)."""
 
+    part: str
     title: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one run through the proxy. It gets a row once the export was found equal to the engine's log."""
+
     version: str
-    dialect: str
     calls: int
-    directly: tuple
     proxied: tuple
+    """How many calls extend an earlier one, and how many owe it."""
     sequences: list
     rules: tuple
+    dialect: str = ""
+    directly: tuple = ()
     note: str = ""
 
-    def line(self):
-        measured = (self.calls, count(self.directly), count(self.proxied), sequences(self.sequences), rules(self.rules))
-        return line(self.title, self.version, self.dialect, *measured, self.note)
+    def line(self, row):
+        """The line of this row, in the columns of its part."""
+        extending, owed = self.proxied
+        first = (dt.datetime.now(dt.UTC).date().isoformat(), row.title, self.version)
+        exported = sum(turns for _, _, turns in self.sequences)
+        found = (sequences(self.sequences), rules(self.rules), f"{exported} of {self.calls}")
+        if row.part == "job":
+            directly = self.directly[0] if self.directly else "not measured"
+            return line(*first, row.what, self.calls, owed, directly, extending, *found, self.note)
+        dialect = (self.dialect,) if row.part == "images" else ()
+        return line(*first, *dialect, row.what, self.calls, owed, extending, *found)
 
     def figures(self, name):
         """The same in one line for the report of the tests."""
-        return f"{name:<20} {self.calls:>2} calls, contiguous {count(self.proxied)}; rules: {' '.join(self.rules) or 'none'} {self.note}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One run with a structure."""
-
-    title: str
-    what: str
-    calls: int
-    proxied: tuple
-    sequences: list
-    rules: tuple
-
-    def line(self):
-        return line(self.title, self.what, self.calls, count(self.proxied), sequences(self.sequences), rules(self.rules))
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One run with images."""
-
-    title: str
-    version: str
-    dialect: str
-    what: str
-    calls: int
-    proxied: tuple
-    sequences: list
-    rules: tuple
-
-    def line(self):
-        measured = (self.calls, count(self.proxied), sequences(self.sequences), rules(self.rules))
-        return line(self.title, self.version, self.dialect, self.what, *measured)
+        extending, owed = self.proxied
+        return (
+            f"{name:<20} {self.calls:>2} calls, {extending} of {owed} extending: {sequences(self.sequences)}; "
+            f"rules: {' '.join(self.rules) or 'none'} {self.note}"
+        )
 
 
 DIRECTLY = {}
 """Name → how many turns extend the one before without the proxy: all are measured for the table only."""
-ROWS = {}
-"""Rows by name, shapes, and runs with images: the measurements of this test run."""
+FOUND = {}
+"""Row → its measurements in this test run."""
 MISSING = {}
 """Title → why it was not run."""
+PARTS = {"job": HEAD, "structures": STRUCTURES, "images": PICTURES}
+KEY = {"job": (1, 3), "structures": (1, 3), "images": (1, 4)}
+"""The columns of a part's table with the harness, and what it did."""
 
 
-def write(order, missing, path=TABLE):
-    """Writes the table, its rows in this order."""
-    found = [ROWS[name] for name in order if name in ROWS]
-    text = HEAD + "".join(row.line() for row in found if isinstance(row, Row))
-    text += STRUCTURES + "".join(row.line() for row in found if isinstance(row, Shape))
-    text += PICTURES + "".join(row.line() for row in found if isinstance(row, Seen))
-    if missing:
+def earlier(path):
+    """The lines of the page as it is, by row."""
+    found, parts, part = {}, iter(PARTS), ""
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
+        if text.startswith("| run on |"):
+            part = next(parts)
+        elif text.startswith("| 2"):
+            cells = [cell.replace("\\|", "|") for cell in text.split(" | ")]
+            found[Row(part, *(cells[column] for column in KEY[part]))] = text
+    return found
+
+
+def write(rows, missing, path=TABLE):
+    """Writes the page with these rows in their order: those of this run, and the earlier lines of the others."""
+    lines = earlier(path) | {row: measured.line(row) for row, measured in FOUND.items()}
+    text = ""
+    for part, head in PARTS.items():
+        text += head + "".join(lines[row] for row in rows if row.part == part and row in lines)
+    there = {row.title for row in lines}
+    if missing := {title: why for title, why in missing.items() if title not in there}:
         text += NOT_RUN + "".join(line(title, why) for title, why in missing.items())
-    Path(path).write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")

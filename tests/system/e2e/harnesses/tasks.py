@@ -51,15 +51,16 @@ class Tools:
         return self.write(json.dumps(f"{WORK}/{name}"))
 
 
-def tools(
-    shell, command, *, extra='"note" : "List \\u2014 caf\\u00e9 \\/ naïve"', write=None, path="path", content="content", habits=(), **more
-):
-    """The tools of a harness with these names and parameters."""
-    before = f"{extra},  " if extra else ""
+NOTE = '"note" : "List \\u2014 caf\\u00e9 \\/ naïve"'
+
+
+def tools(shell, command, *, extra=NOTE, write=None, path="path", content="content", habits=(), listed=False, **more):
+    """The tools of a harness with these names and parameters; `listed` if it takes a list of commands."""
+    before, commands = f"{extra},  " if extra else "", "[ {} ]" if listed else "{}"
     parameters = f'"{content}": "h\\u00e9llo wörld \\u2603\\n",\n "{path}"'
     return Tools(
-        run=lambda text: call(shell, f'{{{before}"{command}" : {text} }}'),
-        run_plainly=lambda text: call(shell, f'{{"{command}":{text}}}'),
+        run=lambda text: call(shell, f'{{{before}"{command}" : {commands.format(text)} }}'),
+        run_plainly=lambda text: call(shell, f'{{"{command}":{commands.format(text)}}}'),
         write=write and (lambda where: call(write, f"{{{parameters}: {where}}}")),
         habits=list(habits),
         **more,
@@ -132,6 +133,7 @@ OPENCODE_HABITS = [
     ),
     say("\nh3\n", "No object.", call("bash", '["ls"]')),
 ]
+KILO_HABITS = [*OPENCODE_HABITS, say("\nh4\n", "Unknown.", call("no_such_tool", '{ "a":1 }'))]
 OPENHANDS_HABITS = [
     say("\nh1\n", "Another name.", call("bash", '{"command" : "ls -1", "timeout":null}')),
     say("\nh2\n", "c", call("str_replace_editor", f'{{"command":"view","path":"{WORK}/hello.txt","view_range":"[1, 1]"}}')),
@@ -160,6 +162,11 @@ KITS = {
     "pi": tools("bash", "command", extra='"timeout" : 60.0', write="write"),
     "kimi-code": tools("Bash", "command", extra='"timeout" : 60', write="Write"),
     "openclaw": tools("exec", "command", extra='"timeout" : 60.0', write="write"),
+    "copilot": tools("bash", "command", extra='"description" : "List \\u2014"', write="create", content="file_text"),
+    "kilo": tools("bash", "command", extra=TIMEOUT, write="write", path="filePath", habits=KILO_HABITS),
+    "cline": tools("run_commands", "commands", listed=True, write="editor", content="new_text"),
+    "continue": tools("Bash", "command", write="Write", path="filepath"),
+    "droid": tools("Execute", "command", write="Create", path="file_path"),
     "mini-swe-agent": tools("bash", "command", extra=""),
     "openhands": tools("terminal", "command", extra='"is_input" : "false"', habits=OPENHANDS_HABITS),
     "openai-agents": tools("shell", "command", write="write_file"),
@@ -199,7 +206,7 @@ SHORT = ("claude-code", "codex", "gemini-cli")
 
 ENDINGS = {
     "mini-swe-agent": [say("\nAll there.\n", "Done.  \n", call("bash", f'{{"command": "{SUBMIT}"}}'))],
-    "crewai": [say("\nAll there.\n", "Done.  \n")],
+    **{name: [say("\nAll there.\n", "Done.  \n")] for name in ("crewai", "cline", "droid")},
 }
 """The last turn of harnesses that accept only one task."""
 

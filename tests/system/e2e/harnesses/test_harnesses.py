@@ -9,7 +9,7 @@ import lineages
 import pytest
 import table
 import tasks
-from checks import assert_as_the_engine_says, assert_content, find_program, write_table
+from checks import assert_as_the_engine_says, assert_content, find_program, job_row, structure_row, write_table
 from expected import EXPECTED
 from lab import lab_engine, read_generations, run_harness, run_through_proxy
 from namespace import remark
@@ -126,12 +126,12 @@ async def test_every_turn_extends_the_previous_one(engine, tokenizer, name, tmp_
 
     calls = lineages.read(through.run.generations, tokenizer.decode)
     note = f"{expected.note} {remark(through.run.ended)}".strip()
-    measured = (len(calls), table.DIRECTLY.get(name, ()), lineages.contiguous(calls), through.sequences, through.forgiven)
-    row = table.Row(program.adapter.title, program.version, program.dialect, *measured, note)
-    table.ROWS[name] = row
-    figures.append(row.figures(name))
+    found = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
+    measured = table.Measured(program.version, *found, directly=table.DIRECTLY.get(name, ()), note=note)
+    figures.append(measured.figures(name))
     assert_as_the_engine_says(through, calls, expected.sequences, program.adapter)
     assert lineages.rendered(calls) == expected.rendered
+    table.FOUND[job_row(name)] = measured
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -144,14 +144,14 @@ async def test_every_call_is_in_the_right_sequence(engine, tokenizer, name, tmp_
     assert_content(through.run)
     assert any(structure.sends in str(call["request_body"]) for call in through.run.calls)
     calls = lineages.read(through.run.generations, tokenizer.decode)
-    measured = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
-    shape = table.Shape(program.adapter.title, structure.note, *measured)
-    table.ROWS[name] = shape
-    figures.append(f"{name:<20} {len(calls):>2} calls: {table.sequences(through.sequences)} {remark(through.run.ended)}")
+    found = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
+    measured = table.Measured(program.version, *found, note=remark(through.run.ended))
+    figures.append(measured.figures(name))
     sequences = structure.sequences
     if any(step.interrupt for step in steps):
         calls, sequences = interrupted(structure, through, calls, tokenizer)
     assert_as_the_engine_says(through, calls, sequences, program.adapter)
+    table.FOUND[structure_row(structure)] = measured
 
 
 async def test_codex_sends_what_is_new_over_a_websocket(engine, tokenizer, tmp_path, figures):

@@ -5,6 +5,7 @@ import sys
 
 import namespace
 import pytest
+import table
 from aiohttp import web
 from recording_relay import RecordingRelay, read_calls
 from rig.server import LIMIT_S
@@ -143,3 +144,23 @@ time.sleep(600)
     assert (ended.returncode, len(got)) == (0, 2)
     words = ended.stdout.split()
     assert (words[:2], words[-1]) == (["heard", "1"], "interrupted")  # not in the first answer, which has them only once
+
+
+def measured(version, *sequences):
+    return table.Measured(version, calls=3, proxied=(1, 2), sequences=list(sequences), rules=("args-json",))
+
+
+def test_a_program_that_did_not_run_keeps_its_row(tmp_path, monkeypatch):
+    rows = [table.Row("job", title, "chat") for title in ("One", "Two", "Never")]
+    rows += [table.Row("structures", "One", "a | b"), table.Row("images", "One", "a file")]
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(table, "FOUND", {row: measured("1.0", ("root", "", 3)) for row in rows if row.title != "Never"})
+    table.write(rows, {"Never": "not there", "Two": "not installed"}, page)
+    before = page.read_text().splitlines()
+    monkeypatch.setattr(table, "FOUND", {rows[1]: measured("2.0", ("root", "", 1), *[("resplice", "context-edited", 1)] * 2)})
+    table.write(rows, {"Never": "not there", "One": "not installed"}, page)
+    after = page.read_text().splitlines()
+    ((old, new),) = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert "| Two | 1.0 | chat | 3 | 2 | not measured | 1 | root 3 | `args-json` | 3 of 3 |" in old
+    assert "| Two | 2.0 | chat | 3 | 2 | not measured | 1 | root 1, 2 times resplice 1 (context-edited) | `args-json` | 3 of 3 |" in new
+    assert after[-1] == "| Never | not there |"

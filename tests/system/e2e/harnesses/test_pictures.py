@@ -6,7 +6,7 @@ import shutil
 import lineages
 import pytest
 import table
-from checks import assert_as_the_engine_says, assert_content, find_program, write_table
+from checks import assert_as_the_engine_says, assert_content, find_program, pictures_row, write_table
 from lab import CONTEXT, SimulatedServer, run_through_proxy, seeing_engine
 from namespace import remark
 from pictures import FILES, PICTURES
@@ -53,7 +53,8 @@ async def test_every_turn_with_images_extends_the_previous_one(name, servers, tm
         through = await run_through_proxy(name, program, pictures.steps(name), server, tmp_path, given=given.items())
     assert_content(through.run)
     calls = lineages.read(through.run.generations, build_image_tokenizer().decode)
-    measured = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
-    table.ROWS[name] = table.Seen(pictures.title or program.adapter.title, program.version, program.dialect, pictures.note, *measured)
-    figures.append(f"{name:<20} {len(calls):>2} calls: {table.sequences(through.sequences)} {remark(through.run.ended)}")
+    found = (len(calls), lineages.contiguous(calls), through.sequences, through.forgiven)
+    measured = table.Measured(program.version, *found, dialect=program.dialect, note=remark(through.run.ended))
+    figures.append(measured.figures(name))
     assert_as_the_engine_says(through, calls, pictures.sequences, program.adapter)
+    table.FOUND[pictures_row(pictures)] = measured
