@@ -64,7 +64,7 @@ def files():
 
 def replaced(files, name, old, new):
     assert old in files[name], f"{name} has changed: mend this example"
-    return files | {name: files[name].replace(old, new, 1)}
+    return files | {name: files[name].replace(old, new) if old else new + files[name]}
 
 
 @pytest.mark.parametrize(("check", "name", "change", "what"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
