@@ -291,6 +291,8 @@ class Engine:
         """The driver that the last probe chose; before a probe, the first to be tried."""
         self.endpoints: tuple[Endpoint, ...] = (Endpoint.of(self),)
         """Where sessions can be placed on it: on each rank that the last probe found."""
+        self.places = False
+        """Whether it places sessions itself (`Capability.places`), as the last probe found."""
         self._local = local
         self._on_probe = on_probe
         self._required = required
@@ -411,7 +413,7 @@ class Engine:
         wanted = self._wanted(found.model)
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
-        self.driver = self._drivers[found.driver]
+        self.driver, self.places = self._drivers[found.driver], found.places
         self.endpoints = tuple(Endpoint.of(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
         return self._keep(name, found, small, wanted)
 

@@ -32,6 +32,7 @@ from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
 from tokencache.engine.ranks import find_ranks
 from tokencache.engine.reply import Choice, Reply
+from tokencache.engine.routers import is_router
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
@@ -93,7 +94,8 @@ class Capability(msgspec.Struct, frozen=True):
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         counts: whether its replies say how many tokens they have (`usage`).
-        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`).
+        places: whether it is a router, or a frontend, that places sessions itself (`engine.routers`).
+        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`); 1 if it places sessions itself.
         vocabulary: the number of ids that the model has, with those that only pad its vocabulary; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
@@ -124,6 +126,7 @@ class Capability(msgspec.Struct, frozen=True):
     later_system: bool = True
     max_model_len: int = 0
     counts: bool = False
+    places: bool = False
     ranks: int = 1
     vocabulary: int = 0
     stop_candidates: tuple[int, ...] = ()
@@ -154,7 +157,7 @@ class Capability(msgspec.Struct, frozen=True):
         """Describe the finding in one line."""
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} ranks={self.ranks} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} places={self.places} ranks={self.ranks} "
             f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen}) earlier_thoughts={self.earlier_thoughts}"
@@ -223,6 +226,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     supply, driver, rendering = await _choose_driver(requests, drivers, model)
     ask, renderer, why_unrendered = partial(driver.ask, requests), rendering.renderer, rendering.failure
     kind, kind_seen = await _logprob_kind(ask, model or supply.model, supply.plain)
+    places = driver.names_sessions or await is_router(requests)
     found = Capability(
         model or supply.model,
         supply.level,
@@ -235,7 +239,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         later_system=rendering.later_system,
         max_model_len=_whole(listed.get(model, {}).get(driver.limit_member)) or renderer.max_model_len,
         counts=supply.counts,
-        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
+        places=places,
+        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks and not places else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
         cautions=await driver.cautions(requests, model or supply.model) if supply.honoured else (),
         generates=driver.generates and await has_routes(requests, model or supply.model, ASK),

@@ -104,7 +104,7 @@ class Proxy:
             experts=experts,
             max_media_bytes=settings.max_media_bytes,
             placement=self.pool.placement,
-            binds=settings.placement == "sticky",
+            binds=settings.placement in {"auto", "sticky"},
             ended=self._ends.tell,
         )
         self.admission = Admission(self.pool.placement, settings.admission)
