@@ -398,7 +398,7 @@ class Engine:
         try:
             for _ in range(_MOST_PROBES):  # what was forgotten meanwhile may have been seen by this probe
                 forgotten = self._forgotten
-                found = await probe(self.upstream, list(self._drivers.values()), name)
+                found = await probe(self.upstream, list(self._drivers.values()), name, known=self.driver if self._best else None)
                 small = await self._agreeing_tokenizer(found)
                 if forgotten == self._forgotten:
                     break
@@ -433,7 +433,7 @@ class Engine:
         """
         if self._local is None or found.level != "exact" or not found.tokenizes:
             return None
-        requests = ProbeRequests(self.upstream)
+        requests = ProbeRequests(self.upstream, self._drivers[found.driver], found.model)
         small = await agreeing_local(self._local, self._drivers[found.driver].renderer(requests), found.model)
         if requests.unanswered is not None:
             raise requests.unanswered

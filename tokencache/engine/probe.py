@@ -22,7 +22,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import Driver
+from tokencache.engine.drivers.base import CHAT, Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.figures import ABOVE_ALL_IDS
 from tokencache.engine.generate import has_routes
@@ -36,7 +36,7 @@ from tokencache.engine.routers import is_router
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineResponse, Upstream
-from tokencache.errors import NOT_NOW, EngineError
+from tokencache.errors import NOT_NOW, EngineError, passing_cause
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
@@ -172,9 +172,11 @@ class ProbeRequests:
     even if other code catches the error, and every later request raises it too.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, driver: Driver | None, model: str) -> None:
         self._upstream = upstream
         self.unanswered: EngineError | None = None
+        self.driver, self.model = driver, model
+        """The driver of the engine, once it is known: its own signs of an engine that cannot answer now count, too."""
 
     async def get(self, path: str) -> EngineResponse:
         """See `Upstream.get`."""
@@ -192,23 +194,31 @@ class ProbeRequests:
             answer = await self._upstream.query(path, body, headers)
             if answer.status in NOT_NOW:
                 raise _refusal(answer)
+            if self.driver is not None and await self.driver.refuses_for_now(self._upstream, answer.status, path, self.model):
+                raise _not_ready(_refusal(answer))
         except EngineError as why:
             self.unanswered = why
             raise
         return answer
 
 
+def _not_ready(why: EngineError) -> EngineError:
+    return EngineError("the engine is not ready yet", private=str(why), status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
 def _refusal(answer: EngineResponse) -> EngineError:
     return EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
 
 
-async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "") -> Capability:
+async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "", *, known: Driver | None = None) -> Capability:
     """Test what the engine can do for `model`, or for the first model that it serves, with each driver in turn.
+
+    `known` is the driver that an earlier probe chose; `None` if there was none.
 
     Raises:
         EngineError: the engine cannot be reached, did not answer a request, or refuses the model.
     """
-    requests = ProbeRequests(upstream)
+    requests = ProbeRequests(upstream, known, model)
     try:
         found = await _probe(requests, drivers, model)
     except EngineError as why:
@@ -224,6 +234,10 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     listed = await _models(requests)
     model = model or next(iter(listed), "")
     supply, driver, rendering = await _choose_driver(requests, drivers, model)
+    if supply.honoured:
+        if rendering.temporary is not None:
+            raise rendering.temporary
+        requests.driver, requests.model = driver, model or supply.model
     ask, renderer, why_unrendered = partial(driver.ask, requests), rendering.renderer, rendering.failure
     kind, kind_seen = await _logprob_kind(ask, model or supply.model, supply.plain)
     places = driver.names_sessions or await is_router(requests)
@@ -307,12 +321,13 @@ def _no_images(driver: Driver) -> ImageSupport:
 
 
 class _Rendering(NamedTuple):
-    """The rendering of a plain question (packed ids), or why it cannot be rendered."""
+    """The rendering of a plain question (packed ids), or why it cannot be rendered; `temporary` if it may be later."""
 
     renderer: EngineRenderer
     plain: bytes = b""
     later_system: bool = True
     failure: str = ""
+    temporary: EngineError | None = None
 
 
 async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
@@ -321,7 +336,7 @@ async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
         plain = await renderer.render(model, [ASK], PLAIN_ARGS, generation=True)
         return _Rendering(renderer, plain, later_system=await _takes_later_system(renderer, model))
     except RenderError as why:
-        return _Rendering(renderer, plain, failure=str(why))
+        return _Rendering(renderer, plain, failure=str(why), temporary=passing_cause(why))
 
 
 class _Supply(NamedTuple):
@@ -357,8 +372,8 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
         except EngineError as why:
             if why.passing:
                 raise
-            if await driver.refuses_for_now(requests, why.status):
-                raise EngineError("the engine is not ready yet", private=str(why), status=HTTPStatus.SERVICE_UNAVAILABLE) from why
+            if await driver.refuses_for_now(requests, why.status, "", model):
+                raise _not_ready(why) from why
             refusals[driver] = why
             continue
         answered.append((supply, driver, rendering))
@@ -383,6 +398,7 @@ async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: by
     except EngineError as why:
         if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
+        await _raise_if_away(requests, driver, model, why)
         echo, refusal = b"", f"supplied ids are refused: {why}"
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
@@ -400,6 +416,12 @@ async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: by
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
     return found._replace(why=why_not)
+
+
+async def _raise_if_away(requests: ProbeRequests, driver: Driver, model: str, why: EngineError) -> None:
+    """Raise an error that is temporary, if an engine has refused supplied ids only because it did not serve the model at that moment."""
+    if await driver.refuses_for_now(requests, why.status, CHAT, model):
+        raise _not_ready(why) from why
 
 
 async def _tokenizes_supplied(requests: ProbeRequests, body: Mapping[str, Any], wanted: bytes) -> bool:

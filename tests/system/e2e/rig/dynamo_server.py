@@ -35,10 +35,10 @@ class Frontend:
         self.set_pace(pace)
         self._process = None
 
-    def set_pace(self, seconds):
-        """Set the time between two ids of a scripted worker, from the next one on."""
+    def set_pace(self, seconds, most=1):
+        """Set the time between two chunks of a scripted worker, and the most ids of one, from the next one on."""
         written = self.folder / "pace.new"
-        written.write_text(str(seconds), encoding="ascii")
+        written.write_text(f"{seconds} {most}", encoding="ascii")
         written.replace(self.folder / "pace")
 
     def heard(self, number=None):
