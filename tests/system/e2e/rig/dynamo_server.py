@@ -37,9 +37,10 @@ class Frontend:
 
     def set_pace(self, seconds, most=1):
         """Set the time between two chunks of a scripted worker, and the most ids of one, from the next one on."""
-        written = self.folder / "pace.new"
-        written.write_text(f"{seconds} {most}", encoding="ascii")
-        written.replace(self.folder / "pace")
+        for name, value in (("pace", seconds), ("most", most)):
+            written = self.folder / f"{name}.new"
+            written.write_text(str(value), encoding="ascii")
+            written.replace(self.folder / name)
 
     def heard(self, number=None):
         """What the scripted workers were asked for, or the one of this number: prompt and sampled ids of each request that ended."""
@@ -93,6 +94,7 @@ class Frontend:
             "DYN_TCP_RPC_HOST": "127.0.0.1",  # otherwise workers listen on the machine's own address
             "EPISODES": str(self.folder / "episodes.json"),
             "PACE": str(self.folder / "pace"),
+            "MOST": str(self.folder / "most"),
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",

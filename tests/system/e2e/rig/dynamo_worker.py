@@ -1,8 +1,8 @@
 """A worker of NVIDIA's Dynamo. usage: dynamo_worker.py scripted|vllm MODEL_DIR NAMESPACE
 
 `scripted`  no model: it says the turns of `$EPISODES`, each time in another tokenization (`script`), with a log probability for each id.
-            The file `$PACE` has the seconds between two chunks, and how many ids a chunk has at most. `$HEARD` gets a line for each
-            request: its prompt's ids, and those that were sampled before it was cancelled.
+            The file `$PACE` has the seconds between two chunks, `$MOST` how many ids a chunk has at most. `$HEARD` gets a line for
+            each request: its prompt's ids, and those that were sampled before it was cancelled.
 `vllm`      the engine of a real vLLM on CPU (`vllm.AsyncLLM`), with processed log probabilities
 
 Dynamo's frontend renders, parses tool calls (hermes) and reasoning (qwen3), and sends ids.
@@ -110,7 +110,7 @@ def until_stop(ids, stop):
 
 def pace():
     """Seconds between two chunks, and the most ids of one, at present."""
-    seconds, most = Path(os.environ["PACE"]).read_text(encoding="ascii").split()
+    seconds, most = (Path(os.environ[name]).read_text(encoding="ascii") for name in ("PACE", "MOST"))
     return float(seconds), int(most)
 
 
