@@ -27,6 +27,7 @@ _REPLY = "<think>\nOne step more.\n</think>\n\nDone with this step, and with the
 CASES = {
     "memory, 1 KB": Talk(size=1_000),
     "four engines, 1 KB": Talk(size=1_000, engines=4),
+    "four engines by the hash, 1 KB": Talk(size=1_000, engines=4, placement="hash"),
     "memory, 141 KB": Talk(size=141_000),
     "file, 1 KB": Talk(size=1_000, store=_FILE),
     "Redis, 1 KB": Talk(size=1_000, store=_REDIS),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tokencache.config import Settings
+from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
 from tokencache.store import open_store
 from tokencache.testing import SimulatedEngine
@@ -39,7 +40,7 @@ class Talk(NamedTuple):
         store: the URL of the proxy's store.
         prefixes: whether the engine takes prompts by hash.
         reply: the text of each reply.
-        engines: the number of engines.
+        engines: the number of engines; `placement` is which of them a session uses.
     """
 
     calls: int = 4
@@ -50,6 +51,7 @@ class Talk(NamedTuple):
     prefixes: bool = False
     reply: str = "<think>\nOne step more.\n</think>\n\nDone with this step."
     engines: int = 1
+    placement: PlacementPolicy = "sticky"
 
 
 async def follow_last_call(talk: Talk, follow: Follower) -> None:
@@ -73,7 +75,7 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
     try:
         store = open_store(talk.store)
         upstream = ",".join([await found.get() for _ in range(talk.engines)])
-        async with serving(Settings(upstream=upstream, port=0), store) as (url, proxy):
+        async with serving(Settings(upstream=upstream, placement=talk.placement, port=0), store) as (url, proxy):
             await proxy.engine.model()
             while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(_SETTLING_SECONDS / 10)

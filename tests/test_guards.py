@@ -60,6 +60,16 @@ def test_a_call_enters_no_more_functions(case):
     assert least <= SLACK * ENTRIES[case]
 
 
+PLACEMENT = 13
+"""Entries that placement by load may add to a call on one of several engines: 10 µs of CPU."""
+
+
+def test_placement_by_load_costs_ten_microseconds():
+    by_load, by_hash = "four engines, 1 KB", "four engines by the hash, 1 KB"
+    least = {case: entries.measured(entries.CASES[case], runs=3).python.total() for case in (by_load, by_hash)}
+    assert least[by_load] - least[by_hash] <= PLACEMENT
+
+
 # --- Classes.
 
 LINES, LINES_OF_A_CALL = 400, 300

@@ -172,9 +172,10 @@ class Settings(BaseSettings):
         "(docs/local-tokenizer.md).",
     )
     placement: PlacementPolicy = Field(
-        "sticky",
+        "auto",
         description="Which engine a session uses: the one with the least load at its first call, then the same (sticky), one by a hash of "
-        "its name (hash), or all in turn, because they are routers that place sessions themselves (none) (docs/several-engines.md).",
+        "its name (hash), or what a router behind the URL chooses (none). auto is none if the probe finds routers, otherwise sticky "
+        "(docs/several-engines.md).",
     )
     admission: Annotated[int, Shown("TOKENS")] = Field(
         0,

@@ -17,11 +17,11 @@ class Intermediary:
         self.change = change or (lambda _route, body: body)
 
     @contextlib.asynccontextmanager
-    async def serve(self):
-        """Serve on a free port; yields the base URL."""
+    async def serve(self, port=0):
+        """Serve on a free port, or on this one; yields the base URL. At the end requests in flight are broken off."""
         app = web.Application(client_max_size=2**28)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        async with aiohttp.ClientSession() as self._http, listening(app) as url:
+        async with aiohttp.ClientSession() as self._http, listening(app, port) as url:
             yield url
 
     async def _pass(self, request):

@@ -6,12 +6,12 @@ from aiohttp import web
 
 
 @contextlib.asynccontextmanager
-async def listening(app):
-    """Serve an application on loopback; yields the base URL."""
-    runner = web.AppRunner(app, access_log=None)
+async def listening(app, port=0):
+    """Serve an application on loopback; yields the base URL. At the end requests in flight are broken off."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

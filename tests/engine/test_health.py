@@ -124,11 +124,11 @@ async def test_an_unexpected_error_of_a_probe_is_logged_and_the_probe_repeated(m
     monkeypatch.setattr(health, "CHECK_EVERY", 0.01)
     real, attempts = model.probe, []
 
-    async def failing(*arguments):
+    async def failing(*arguments, **more):
         attempts.append(arguments)
         if len(attempts) < 3:
             raise OverflowError("math range error")
-        return await real(*arguments)
+        return await real(*arguments, **more)
 
     monkeypatch.setattr(model, "probe", failing)
     async with monitored(SimulatedEngine()) as (monitor, _, _, _):

@@ -49,10 +49,10 @@ def probed_once(engine, url, settings):
 _probe = model.probe
 
 
-async def _probe_once(upstream, drivers, name=""):
+async def _probe_once(upstream, drivers, name="", *, known=None):
     engine, kind = _COMING.pop(upstream.url, (None, None))
     if kind is None or name:
-        return await _probe(upstream, drivers, name)
+        return await _probe(upstream, drivers, name, known=known)
     if kind in _FOUND:
         found, calls, left = _FOUND[kind]
         engine._calls = itertools.count(calls)  # the next reply is sampled as after a probe

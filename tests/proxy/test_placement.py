@@ -3,12 +3,15 @@
 import contextlib
 
 import pytest
+from aiohttp import web
 
-from tests.proxy.kit import proxied
+from tests.proxy.kit import EPISODES, proxied
 from tests.proxy.test_several_engines import ASK, SESSIONS, TOOLS, episode, fleet, serving
 from tests.proxy.test_store_faults import Flaky
+from tests.support.waiting import until
 from tokencache.engine.pool import preference
 from tokencache.store.memory import MemoryStore
+from tokencache.testing import SimulatedEngine
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +107,45 @@ async def test_a_call_that_was_refused_leaves_no_call_in_flight():
 @pytest.mark.parametrize("placement", ["hash", "none"])
 async def test_other_policies_bind_nothing(placement):
     async with fleet(placement=placement) as (rig, made):
-        await episode(rig, "s", 3)
-        assert (await rig.store.session("s")).engine == ""
-        if placement == "none":
-            assert sorted(made.asked("s")) == [0, 1, 2]  # in turn: a router behind each places the session
+        for session in SESSIONS:
+            await episode(rig, session, 2)
+        assert (await rig.store.session("s0")).engine == ""
+        for session in SESSIONS:
+            assert made.asked(session) == [preference(session, made.urls)[0]] * 2  # of routers, too: each has bindings of its own
+
+
+class Listing(SimulatedEngine):
+    """Lists engines, as a router does, while it has some."""
+
+    def __init__(self):
+        super().__init__(episodes=EPISODES, seed=7)
+        self.listed = ["http://10.0.0.7:8000"]
+
+    def app(self):
+        app = super().app()
+
+        async def workers(_request):
+            return web.json_response({"urls": self.listed})
+
+        app.router.add_get("/list_workers", workers)
+        return app
+
+
+async def test_behind_routers_the_probe_chooses_to_place_nothing(monkeypatch):
+    monkeypatch.setattr("tokencache.engine.health.CHECK_EVERY", 0.02)
+    async with fleet(Listing(), Listing()) as (rig, made):
+        assert [engine["models"][0]["places"] for engine in (await rig.get("/readyz"))["engines"]] == [True, True]
+        for session in SESSIONS:
+            await episode(rig, session, 2)
+            assert made.asked(session) == [preference(session, made.urls)[0]] * 2
+        made.engines[0].listed.clear()
+        await made.stop(0)
+        await serving(rig, 1)
+        await made.start(0)
+        await serving(rig, 2)
+        await until(lambda: rig.proxy.pool.policy == "sticky")  # an engine of its own among them
+
+
+async def test_the_trainers_choice_beats_what_the_probe_found():
+    async with fleet(Listing(), Listing(), placement="sticky") as (rig, _):
+        assert rig.proxy.pool.policy == "sticky"

@@ -1,4 +1,4 @@
-"""The end of a session releases what it holds, and with `--placement none` the router behind the URL is told, once."""
+"""The end of a session releases what it holds, and a router behind the URL is told, once."""
 
 import pytest
 from aiohttp import web
@@ -11,11 +11,11 @@ from tokencache.testing import SimulatedEngine
 
 
 class Router(SimulatedEngine):
-    """An engine that notes which sessions ended, as vllm-router does."""
+    """Notes which sessions ended, as vllm-router does; `listed` is whether it can be recognized."""
 
-    def __init__(self, status=200):
+    def __init__(self, status=200, *, listed=False):
         super().__init__(episodes=EPISODES, seed=7)
-        self.ended, self.status = [], status
+        self.ended, self.status, self.listed = [], status, listed
 
     def app(self):
         app = super().app()
@@ -24,7 +24,11 @@ class Router(SimulatedEngine):
             self.ended.append(request.query["session_id"])
             return web.Response(status=self.status)
 
+        async def workers(_request):
+            return web.json_response({"urls": ["http://10.0.0.7:8000"] * self.listed})
+
         app.router.add_post("/finish_session", finish)
+        app.router.add_get("/list_workers", workers)
         return app
 
 
@@ -32,9 +36,10 @@ def told(how):
     return metrics.SESSION_ENDS.labels(how)._value.get()
 
 
-async def test_each_end_is_told_once():
-    router = Router()
-    async with proxied(router, of_its_own_kind=True, placement="none") as rig, AsyncClient(rig.url) as client:
+@pytest.mark.parametrize("placement", ["auto", "none"])
+async def test_each_end_is_told_once(placement):
+    router = Router(listed=placement == "auto")
+    async with proxied(router, of_its_own_kind=True, placement=placement) as rig, AsyncClient(rig.url) as client:
         for name in ("finished", "sealed", "deleted", "odd:name+@=x"):
             await client.create(name)
         await rig.say("finished", [user("hi")])
@@ -65,7 +70,7 @@ async def test_what_came_of_it_is_counted_and_nobody_notices(status, how):
         assert (await rig.get("/readyz"))["ready"]
 
 
-@pytest.mark.parametrize("placement", ["sticky", "hash"])
+@pytest.mark.parametrize("placement", ["auto", "sticky", "hash"])
 async def test_engines_that_the_proxy_places_on_are_told_nothing(placement):
     router = Router()
     async with proxied(router, of_its_own_kind=True, placement=placement) as rig, AsyncClient(rig.url) as client:

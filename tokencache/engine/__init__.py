@@ -11,7 +11,7 @@
 `prefixes`         names exact prompts by a hash, so that requests do not grow with the conversation
 `model`            one engine and its models, with the findings about them
 `health`           checks whether an engine is reachable and still the same
-`ranks`            finds the data-parallel ranks of an engine, and pins a request to one
+`ranks`            finds the data-parallel ranks of an engine, and pins a request to one; `routers` recognizes servers that place sessions
 `groups`           groups the engines by the model that they serve
 `pool`             chooses the engine for a call; `placement` decides by the tokens that sessions hold on each
 `capacity`         reads the size of an engine's KV cache, and computes how many sessions fit

@@ -42,7 +42,8 @@ RECONSIDER_SECONDS = 60.0
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
-        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates", "ranks", "served"),
+        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
+        *("places", "ranks", "served"),
         *(
             "prefixes",
             "prefixes_why",

@@ -307,6 +307,8 @@ class Engine:
         """The driver that the last probe chose; before a probe, the first to be tried."""
         self.endpoints: tuple[Endpoint, ...] = (Endpoint.of(self),)
         """Where sessions can be placed on it: on each rank that the last probe found."""
+        self.places = False
+        """Whether it places sessions itself (`Capability.places`), as the last probe found."""
         self._local = local
         self._on_probe = on_probe
         self._required = required
@@ -431,7 +433,7 @@ class Engine:
         try:
             for _ in range(_MOST_PROBES):  # what was forgotten meanwhile may have been seen by this probe
                 forgotten = self._forgotten
-                found = await probe(self.upstream, list(self._drivers.values()), name)
+                found = await probe(self.upstream, list(self._drivers.values()), name, known=self.driver if self._best else None)
                 small = await self._agreeing_tokenizer(found)
                 if forgotten == self._forgotten:
                     break
@@ -446,7 +448,7 @@ class Engine:
         wanted = self._wanted(found.model)
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
-        self.driver, self.names = self._drivers[found.driver], found.served
+        self.driver, self.names, self.places = self._drivers[found.driver], found.served, found.places
         self.endpoints = tuple(Endpoint.of(self, rank if found.ranks > 1 else None) for rank in range(found.ranks))
         return self._keep(name, found, small, wanted)
 
@@ -466,7 +468,7 @@ class Engine:
         """
         if self._local is None or found.level != "exact" or not found.tokenizes:
             return None
-        requests = ProbeRequests(self.upstream)
+        requests = ProbeRequests(self.upstream, self._drivers[found.driver], found.model)
         small = await agreeing_local(self._local, self._drivers[found.driver].renderer(requests), found.model)
         if requests.unanswered is not None:
             raise requests.unanswered

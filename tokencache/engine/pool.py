@@ -2,11 +2,13 @@
 
 A session stays on one engine, so that its prefix stays in that engine's cache (`PlacementPolicy`):
 
+`auto`    `none` if all engines are routers, as far as a probe can tell (`Capability.places`), otherwise `sticky`
 `sticky`  the engine that the session's record names; a new session uses the one with the least load (`placement`)
 `hash`    the first that serves of an order by rendezvous hashing (highest random weight: Thaler and Ravishankar, 1998,
           doi:10.1109/90.663936), which all replicas compute alike. If an engine is added or removed, only its own sessions move. Calls also
           use it while the store does not answer
-`none`    all in turn: they are routers, which place sessions themselves
+`none`    as `hash`, and the engine chooses the rank: the URLs are routers, which place sessions themselves. Each has bindings of its own,
+          so a session uses one router
 
 A session that calls several models uses one engine of each group. Its record names them all, and its tokens are counted in each group by
 themselves (`place`). An engine that is down still counts for its group until a probe finds another identity. So a session does not move to
@@ -37,7 +39,7 @@ from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
-PlacementPolicy = Literal["sticky", "hash", "none"]
+PlacementPolicy = Literal["auto", "sticky", "hash", "none"]
 
 
 def preference(session: str, keys: Sequence[str]) -> list[int]:
@@ -56,13 +58,13 @@ class Pool:
         monitors: the monitors of the engines.
         groups: the engines that were probed, by the model that they serve.
         placement: the tokens that sessions hold on each engine.
-        policy: which engine a session uses.
+        policy: which engine a session uses; never `auto`.
     """
 
-    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str], policy: PlacementPolicy = "sticky") -> None:
-        self._make = make
+    def __init__(self, make: Callable[[str], Engine], urls: Sequence[str], policy: PlacementPolicy = "auto") -> None:
+        self._make, self._auto = make, policy == "auto"
         self.groups: dict[str, EngineGroup] = {}
-        self.placement, self.policy = Placement(), policy
+        self.placement, self.policy = Placement(), "sticky" if policy == "auto" else policy
         self.monitors = [EngineMonitor(make(url), self._changed, alone=len(urls) == 1) for url in urls]
         self._tasks: dict[EngineMonitor, asyncio.Task[None]] = {}
         self._removed: list[Engine] = []
@@ -179,7 +181,7 @@ class Pool:
         if self.policy == "sticky" and bound is not None:
             ordered = self._by_load(session, f"{bound} {self.placement.endpoint_of(session)}", taking)
         else:
-            ordered = iter(self._in_turn(taking) if self.policy == "none" else self._by_hash(session, taking))
+            ordered = iter(self._by_hash(session, taking))
         return self._counting(call, session, messages, ordered)
 
     def _counting(self, call: str, session: str, messages: Collection[bytes], ordered: Iterator[Endpoint]) -> Iterator[Endpoint]:
@@ -267,7 +269,7 @@ class Pool:
         taking = self._taking(model)
         if len(taking) == 1:
             return [taking[0].engine]
-        ordered = self._in_turn(taking) if session is None or self.policy == "none" else self._by_hash(session, taking)
+        ordered = self._in_turn(taking) if session is None else self._by_hash(session, taking)
         home = self._home(self.place(session or "", model), taking)
         return [endpoint.engine for endpoint in sorted(ordered, key=lambda endpoint: home is None or endpoint.engine is not home.engine)]
 
@@ -302,7 +304,11 @@ class Pool:
 
     def _by_hash(self, session: str, taking: Sequence[EngineMonitor]) -> list[Endpoint]:
         """Return one endpoint of each engine, in the order in which every replica finds them."""
-        endpoints = [endpoint for monitor in self._usable(taking) for endpoint in monitor.engine.endpoints]
+        usable = self._usable(taking)
+        if self.policy == "none":
+            endpoints = [Endpoint.of(monitor.engine) for monitor in usable]
+        else:
+            endpoints = [endpoint for monitor in usable for endpoint in monitor.engine.endpoints]
         chosen: dict[Engine, Endpoint] = {}
         for place in preference(session, [endpoint.key for endpoint in endpoints]):
             chosen.setdefault(endpoints[place].engine, endpoints[place])
@@ -355,9 +361,12 @@ class Pool:
                 monitor.mark_down(str(why))
 
     def _changed(self) -> None:
-        """Group the engines, and log the groups and the engines that wait."""
+        """Group the engines, decide whether the proxy places sessions, and log the groups and the engines that wait."""
         self.groups = group_engines(self.monitors)
         self.placement.groups = tuple(self.groups) if len(self.groups) > 1 else ()
+        known = [monitor for monitor in self.monitors if monitor.identity is not None and not monitor.draining]
+        if self._auto and known:
+            self.policy = "none" if all(monitor.engine.places for monitor in known) else "sticky"
         waiting: dict[EngineMonitor, str] = {}
         mixed = []
         for group in self.groups.values():

@@ -22,7 +22,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
-from tokencache.engine.drivers.base import Driver
+from tokencache.engine.drivers.base import CHAT, Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
 from tokencache.engine.figures import ABOVE_ALL_IDS
 from tokencache.engine.generate import has_routes
@@ -32,10 +32,11 @@ from tokencache.engine.logprob_kind import LogprobKind, find_logprob_kind
 from tokencache.engine.prefixes import PrefixSupport, probe_prefixes
 from tokencache.engine.ranks import find_ranks
 from tokencache.engine.reply import Choice, Reply
+from tokencache.engine.routers import is_router
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineClient, EngineResponse, Upstream
-from tokencache.errors import NOT_NOW, EngineError
+from tokencache.errors import NOT_NOW, EngineError, passing_cause
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
@@ -94,7 +95,8 @@ class Capability(msgspec.Struct, frozen=True):
         later_system: whether the template accepts a system message after the first message (Qwen3.5's does not).
         max_model_len: the limit of prompt and completion together, in tokens; 0 if unknown.
         counts: whether its replies say how many tokens they have (`usage`).
-        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`).
+        places: whether it is a router, or a frontend, that places sessions itself (`engine.routers`).
+        ranks: the number of data-parallel ranks to which requests can be pinned (`engine.ranks`); 1 if it places sessions itself.
         vocabulary: the number of ids that the model has, with those that only pad its vocabulary; 0 if unknown.
         stop_candidates: ids with which the template may end a turn or open the next.
         turn_ends: those candidates that can do nothing else. If a reply ends with one, the engine stops there.
@@ -126,6 +128,7 @@ class Capability(msgspec.Struct, frozen=True):
     later_system: bool = True
     max_model_len: int = 0
     counts: bool = False
+    places: bool = False
     ranks: int = 1
     vocabulary: int = 0
     stop_candidates: tuple[int, ...] = ()
@@ -156,7 +159,7 @@ class Capability(msgspec.Struct, frozen=True):
         """Describe the finding in one line."""
         found = (
             f"model={self.model or '?'} version={self.version} level={self.level} driver={self.driver} honours_ids={self.honours_ids} "
-            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} ranks={self.ranks} "
+            f"tokenize={self.tokenizes} max_model_len={self.max_model_len or '?'} places={self.places} ranks={self.ranks} "
             f"vocabulary={self.vocabulary or '?'} stop_ids={list(self.stop_ids or self.silent_ends)} "
             f"local_tokenizer={self.local_tokenizer} images={self.images or 'no'} prefixes={self.prefixes} "
             f"logprobs={self.logprobs or '?'} ({self.logprobs_seen}) earlier_thoughts={self.earlier_thoughts}"
@@ -171,9 +174,11 @@ class ProbeRequests:
     even if other code catches the error, and every later request raises it too.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: Upstream, driver: Driver | None, model: str) -> None:
         self._upstream = upstream
         self.unanswered: EngineError | None = None
+        self.driver, self.model = driver, model
+        """The driver of the engine, once it is known: its own signs of an engine that cannot answer now count, too."""
 
     async def get(self, path: str) -> EngineResponse:
         """See `Upstream.get`."""
@@ -191,23 +196,31 @@ class ProbeRequests:
             answer = await self._upstream.query(path, body, headers)
             if answer.status in NOT_NOW:
                 raise _refusal(answer)
+            if self.driver is not None and await self.driver.refuses_for_now(self._upstream, answer.status, path, self.model):
+                raise _not_ready(_refusal(answer))
         except EngineError as why:
             self.unanswered = why
             raise
         return answer
 
 
+def _not_ready(why: EngineError) -> EngineError:
+    return EngineError("the engine is not ready yet", private=str(why), status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
 def _refusal(answer: EngineResponse) -> EngineError:
     return EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
 
 
-async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "") -> Capability:
+async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "", *, known: Driver | None = None) -> Capability:
     """Test what the engine can do for `model`, or for the first model that it serves, with each driver in turn.
+
+    `known` is the driver that an earlier probe chose; `None` if there was none.
 
     Raises:
         EngineError: the engine cannot be reached, did not answer a request, or refuses the model.
     """
-    requests = ProbeRequests(upstream)
+    requests = ProbeRequests(upstream, known, model)
     try:
         found = await _probe(requests, drivers, model)
     except EngineError as why:
@@ -223,8 +236,13 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
     listed = await listed_models(requests)
     model = model or next(iter(listed), "")
     supply, driver, rendering = await _choose_driver(requests, drivers, model)
+    if supply.honoured:
+        if rendering.temporary is not None:
+            raise rendering.temporary
+        requests.driver, requests.model = driver, model or supply.model
     ask, renderer, why_unrendered = partial(driver.ask, requests), rendering.renderer, rendering.failure
     kind, kind_seen = await _logprob_kind(ask, model or supply.model, supply.plain)
+    places = driver.names_sessions or await is_router(requests)
     found = Capability(
         model or supply.model,
         supply.level,
@@ -238,7 +256,8 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         later_system=rendering.later_system,
         max_model_len=whole(listed.get(model, {}).get(driver.limit_member)) or renderer.max_model_len,
         counts=supply.counts,
-        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks else 1,
+        places=places,
+        ranks=await find_ranks(requests, model or supply.model, ASK) if driver.ranks and not places else 1,
         vocabulary=await _vocabulary(ask, model or supply.model),
         cautions=await driver.cautions(requests, model or supply.model) if supply.honoured else (),
         generates=driver.generates and await has_routes(requests, model or supply.model, ASK),
@@ -305,12 +324,13 @@ def _no_images(driver: Driver) -> ImageSupport:
 
 
 class _Rendering(NamedTuple):
-    """The rendering of a plain question (packed ids), or why it cannot be rendered."""
+    """The rendering of a plain question (packed ids), or why it cannot be rendered; `temporary` if it may be later."""
 
     renderer: EngineRenderer
     plain: bytes = b""
     later_system: bool = True
     failure: str = ""
+    temporary: EngineError | None = None
 
 
 async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
@@ -319,7 +339,7 @@ async def _rendering(renderer: EngineRenderer, model: str) -> _Rendering:
         plain = await renderer.render(model, [ASK], PLAIN_ARGS, generation=True)
         return _Rendering(renderer, plain, later_system=await _takes_later_system(renderer, model))
     except RenderError as why:
-        return _Rendering(renderer, plain, failure=str(why))
+        return _Rendering(renderer, plain, failure=str(why), temporary=passing_cause(why))
 
 
 class _Supply(NamedTuple):
@@ -355,8 +375,8 @@ async def _choose_driver(requests: ProbeRequests, drivers: Sequence[Driver], mod
         except EngineError as why:
             if why.passing:
                 raise
-            if await driver.refuses_for_now(requests, why.status):
-                raise EngineError("the engine is not ready yet", private=str(why), status=HTTPStatus.SERVICE_UNAVAILABLE) from why
+            if await driver.refuses_for_now(requests, why.status, "", model):
+                raise _not_ready(why) from why
             refusals[driver] = why
             continue
         answered.append((supply, driver, rendering))
@@ -381,6 +401,7 @@ async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: by
     except EngineError as why:
         if why.passing or await chat_prompt_ids(ask, {"model": model, "messages": _QUESTION}, reply) is None:
             raise
+        await _raise_if_away(requests, driver, model, why)
         echo, refusal = b"", f"supplied ids are refused: {why}"
     if echo is None:
         return _Supply("relay", why="the engine reports no token ids", plain=used)
@@ -398,6 +419,12 @@ async def _supply(requests: ProbeRequests, driver: Driver, model: str, plain: by
     else:
         why_not = "neither the supplied ids nor those of /tokenize were used"
     return found._replace(why=why_not)
+
+
+async def _raise_if_away(requests: ProbeRequests, driver: Driver, model: str, why: EngineError) -> None:
+    """Raise an error that is temporary, if an engine has refused supplied ids only because it did not serve the model at that moment."""
+    if await driver.refuses_for_now(requests, why.status, CHAT, model):
+        raise _not_ready(why) from why
 
 
 async def _tokenizes_supplied(requests: ProbeRequests, body: Mapping[str, Any], wanted: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Tells what places sessions behind the engines' URLs that one has ended, so that it releases what it keeps for it.
 
-These are the routers of `--placement none`, and engines whose driver names sessions to them. It is best effort: nobody waits for it, and
-nothing is repeated.
+These are the URLs of `--placement none`, and those of which a probe found that they place sessions (`Engine.places`). It is best effort:
+nobody waits for it, and nothing is repeated.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class SessionEnds:
     def tell(self, session: str) -> None:
         """Tell that a session has ended, without waiting."""
         for monitor in self._pool.monitors:
-            if self._pool.policy != "none" and not monitor.engine.driver.names_sessions:
+            if self._pool.policy != "none" and not monitor.engine.places:
                 continue
             task = asyncio.create_task(_tell(monitor.engine, session))
             self._tasks.add(task)

@@ -223,7 +223,7 @@ class Dispatch:
         if status in NOT_NOW or not is_error(status):
             return status in NOT_NOW
         with contextlib.suppress(EngineError):
-            return await engine.driver.refuses_for_now(engine.upstream, status)
+            return await engine.driver.refuses_for_now(engine.upstream, status, self.sender.request.path, self._chat.model)
         return False
 
     def _failed(self, engine: Engine, why: EngineError) -> _Refusal:

@@ -109,7 +109,7 @@ class Proxy:
             experts=experts,
             max_media_bytes=settings.max_media_bytes,
             placement=self.pool.placement,
-            rebound=self.pool.rebound if settings.placement == "sticky" else None,
+            rebound=self.pool.rebound if settings.placement in {"auto", "sticky"} else None,
             ended=self._ends.tell,
         )
         self.admission = Admission(self.pool.placement, settings.admission)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from playwright.async_api import expect
 
+from tests.api.test_admission import admitting, refused
 from tests.api.viewer.conftest import UI
 from tests.api.viewer.scenes import EPISODES, HOSTILE, delegating, group, lively
 from tests.proxy.kit import CALL, TOOLS, proxied, user
@@ -680,3 +681,32 @@ async def test_policy_versions_of_a_session_and_of_a_turn(look):
         (first, _) = (await outline(rig, "s"))["turns"]
         page = await look(f"#/session/s/turn/{first['id']}", url=rig.url)
         await expect(page.locator(".facts-list")).to_contain_text(f"7: tokens 0 to {first['completion_tokens']} (from: trainer)")
+
+
+async def test_engines_with_their_capacity_and_the_sessions_that_wait(look, monkeypatch):
+    monkeypatch.setattr("tokencache.engine.admission.KEPT_SECONDS", 1000.0)  # a busy machine shows a page late
+    async with admitting() as (rig, client):
+        await client.create("a")
+        assert [(await refused(rig, name))[0] for name in ("b", "c")] == [429, 429]
+        rig.proxy.pool.placement.begin("call", "a", rig.up, 250)
+        page = await look("#/engines", url=rig.url)
+        await expect(page.locator(".bar")).to_contain_text("1,000 tokens; how many sessions fit is known once some have ended")
+        await expect(page.get_by_role("row").nth(1)).to_have_text(f"{rig.up}serves1,00025025 %")
+        await expect(page.get_by_text("Wait for room")).to_have_text("Wait for room: 1. b, 2. c")
+        await rig.say("d", [user("hello " * 100)])
+        await client.session("d").finish()
+        found = await client.capacity()
+        await expect(page.locator(".bar")).to_contain_text(f"{found.sessions_fit} sessions fit: 1,000 tokens, {found.footprint} a session")
+        await client.session("a").delete()
+        rig.proxy.pool.placement.end("call", 0.0)
+        await client.create("b")
+        await expect(page.get_by_text("Wait for room")).to_have_text("Wait for room: 1. c")
+        await page.goto("about:blank")
+
+
+async def test_an_engine_whose_capacity_is_unknown_says_why(look):
+    async with admitting(b"nonsense") as (rig, _):
+        page = await look("#/engines", url=rig.url)
+        await expect(page.locator(".bar")).to_contain_text("the size of the KV caches is not known")
+        await expect(page.get_by_role("row").nth(1)).to_contain_text("its metrics have no vllm:cache_config_info")
+        await page.goto("about:blank")

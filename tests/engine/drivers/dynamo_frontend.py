@@ -87,10 +87,14 @@ class DynamoFrontend(Intermediary):
             found = (await answer.json())["tokens"]
         return web.json_response({"id": "x", "choices": [{"index": 0}], "model": "sim", "nvext": {"token_ids": found}})
 
+    def lifetime(self):
+        """The number of chunks of a stream after which its worker dies; `None` if it lives."""
+        return self.dies_after
+
     async def _stream(self, request, answer, fields, *, continuous):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        prompt, sampled, sent = [], 0, 0
+        prompt, sampled, sent, lifetime = [], 0, 0, self.lifetime()
         async for line in answer.content:
             data = line.removeprefix(b"data: ").strip()
             if not data.startswith(b"{"):
@@ -104,7 +108,7 @@ class DynamoFrontend(Intermediary):
             if continuous and chunk["choices"]:
                 counted = len(prompt) + self.miscounts
                 chunk["usage"] = {"prompt_tokens": counted, "completion_tokens": sampled, "total_tokens": counted + sampled}
-            if self.dies_after is not None and sent >= self.dies_after:
+            if lifetime is not None and sent >= lifetime:
                 await response.write(b'data: {"error":{"message":"worker died","type":"Service Unavailable","code":503}}\n\n')
                 break
             sent += 1

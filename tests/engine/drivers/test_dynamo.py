@@ -11,7 +11,7 @@ from tests.engine.drivers.dynamo_frontend import DynamoFrontend
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
 from tests.support.waiting import until
 from tests.system.nemo.agents import AGENTS
-from tokencache.engine.drivers.dynamo import Dynamo
+from tokencache.engine.drivers.dynamo import Dynamo, StreamReader
 from tokencache.testing import SimulatedEngine
 
 ASK = [user("EPISODE:demo")]
@@ -260,3 +260,29 @@ async def test_the_end_of_a_session_is_told_once(how):
         await until(lambda: frontend.ended)
         await rig.say("another", ASK)
         assert frontend.ended == ["s"]
+
+
+def chunk(ids, logprobs, finish=None):
+    """A chunk of the frontend's: the ids of a worker's tokens, and the log probabilities of those whose text the parser lets through."""
+    content = None if logprobs is None else {"content": [{"token": "x", "logprob": -0.001 * one} for one in logprobs]}
+    choice = {"index": 0, "delta": {}, "logprobs": content, "finish_reason": finish}
+    return json.dumps({"choices": [choice], "nvext": {"completion_token_ids": ids} if ids else {}}).encode()
+
+
+def ids_read(*chunks):
+    read = StreamReader(hides_usage=True)
+    return [json.loads(read(one).data)["choices"][0].get("token_ids") for one in chunks]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ids"),
+    [
+        ([chunk([1, 2, 3], [1, 2]), chunk([4], [3, 4]), chunk([5], [5], "stop")], [[1, 2], [3, 4], [5]]),
+        ([chunk([1], [1]), chunk([2, 3], None), chunk([], [2]), chunk([4], [3, 4], "stop")], [[1], [], [2], [3, 4]]),
+        ([chunk([1], None), chunk([2], None), chunk([], None, "stop")], [[1], [2], None]),  # without any
+        ([chunk([1, 2], [1]), chunk([3], [2], "stop")], [[1], [2, 3]]),  # one is missing, which the counts show
+        ([chunk([1], [1, 2]), chunk([2], [], "stop")], [[1], [2]]),  # one comes too early
+    ],
+)
+def test_ids_wait_for_their_log_probabilities(chunks, ids):
+    assert ids_read(*chunks) == ids

@@ -253,13 +253,15 @@ class Driver(ABC):
         del model
         return (await engine.post(f"/finish_session?session_id={quote(session, safe='')}", {})).status
 
-    async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
+    async def refuses_for_now(self, engine: EngineClient, status: int, path: str, model: str) -> bool:
         """Whether the engine may accept later what it has refused with this status, although that is not in `errors.NOT_NOW`.
+
+        `path` is where the request was sent; `model` is the one that it names, `""` if none.
 
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        del engine, status
+        del engine, status, path, model
         return False
 
     async def cautions(self, engine: EngineClient, model: str) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ it, calls of the children of one parent went to one worker, but not to the paren
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -38,7 +37,7 @@ from tokencache.dialects.stream_usage import requests_continuous_usage, with_con
 from tokencache.engine.derender import ANY_MESSAGES
 from tokencache.engine.drivers.base import CHAT, Driver, EngineRequest, ExactPrompt, StreamChunk, Target
 from tokencache.engine.drivers.vllm import binds_late, members_with_ids
-from tokencache.engine.template.renderer import REFUSALS, EngineRenderer, RenderError, TemplateRefusedError
+from tokencache.engine.template.renderer import EngineRenderer, RenderError
 from tokencache.engine.upstream import EngineClient, EngineResponse
 from tokencache.errors import NOT_NOW, OK, EngineError
 
@@ -65,7 +64,9 @@ _NO_MIGRATION = (
 
 
 class DynamoRenderer(EngineRenderer):
-    """The frontend's own rendering. It has no route that decodes ids."""
+    """The frontend's own rendering. It has no route that decodes ids. Without a worker it answers 404."""
+
+    not_now = NOT_NOW | {HTTPStatus.NOT_FOUND}
 
     async def render(self, model: str, messages: Any, args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
@@ -79,8 +80,7 @@ class DynamoRenderer(EngineRenderer):
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != OK:
-            kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
-            raise kind(f"the frontend answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+            self.refuse(answer, "the frontend")
         if (found := rendered_ids(answer.body)) is None:
             raise RenderError(f"the frontend returned no token ids for {_RENDERS}")
         return found
@@ -117,7 +117,7 @@ class Dynamo(Driver):
         if prompt is None and call.stream and not call.media:
             sent = await self._rendered(call, target)
         fragment = prompt.fragment if prompt is not None else sent
-        reads = partial(read_chunk, hides_usage=not requests_continuous_usage(call.fields))
+        reads = StreamReader(hides_usage=not requests_continuous_usage(call.fields))
         body = _written(call, fragment)
         return EngineRequest(target.path, body, read_chunk=reads, sent=sent, counted=fragment is not None, late_grammar=binds_late(call))
 
@@ -138,12 +138,12 @@ class Dynamo(Driver):
     def text_request(self, path: str, body: bytes) -> EngineRequest:
         """See `Driver.text_request`."""
         fields = FIELDS.decode(body)
-        reads = partial(read_chunk, hides_usage=not requests_continuous_usage(fields))
+        reads = StreamReader(hides_usage=not requests_continuous_usage(fields))
         return EngineRequest(path, msgspec.json.encode(_for_frontend(fields)), read_chunk=reads)
 
     def read(self, body: bytes) -> bytes:
         """See `Driver.read`."""
-        return read_chunk(body, hides_usage=False).data
+        return StreamReader(hides_usage=False)(body).data
 
     def own_request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Driver.own_request`."""
@@ -156,7 +156,8 @@ class Dynamo(Driver):
         if answer.status != OK or not body.get("stream"):
             return answer
         chunks = [data_of(event) for event in EventSplitter().feed(answer.body)]
-        read = [data if data == DONE else self.read(data) for data in chunks if data is not None]
+        reads = StreamReader(hides_usage=False)
+        read = [data if data == DONE else reads(data).data for data in chunks if data is not None]
         return msgspec.structs.replace(answer, body=b"".join(map(event_of, read)))
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
@@ -175,12 +176,15 @@ class Dynamo(Driver):
         asked = rendering({"model": model, "messages": ANY_MESSAGES})
         return (await engine.post(CHAT, asked, {_SESSION: session, _FINAL: "true"})).status
 
-    async def refuses_for_now(self, engine: EngineClient, status: int) -> bool:
-        """See `Driver.refuses_for_now`."""
+    async def refuses_for_now(self, engine: EngineClient, status: int, path: str, model: str) -> bool:
+        """See `Driver.refuses_for_now`. If the frontend lists the model by now, a worker has registered meanwhile."""
         if status != HTTPStatus.NOT_FOUND:
             return False
-        listed = (await engine.get("/v1/models")).json()
-        return isinstance(listed, dict) and listed.get("data") == []
+        try:
+            listed = msgspec.json.decode((await engine.get("/v1/models")).body, type=_Models).data
+        except ValueError:
+            return False
+        return not listed or (path == CHAT and (not model or any(one.id == model for one in listed)))
 
     async def cautions(self, engine: EngineClient, model: str) -> tuple[str, ...]:
         """See `Driver.cautions`."""
@@ -245,29 +249,64 @@ def _for_frontend(fields: Mapping[str, Raw], prompt: ids.Fragment | None = None)
     return {**kept, _EXTENSION: extension}
 
 
-def read_chunk(data: bytes, *, hides_usage: bool) -> StreamChunk:
-    """Move the ids of a chunk, or of a whole reply, to where vLLM has them; return JSON of another kind unchanged.
+class StreamReader:
+    """Moves the ids of a whole reply, or of the chunks of a stream, to where vLLM has them; returns JSON of another kind unchanged.
+
+    A worker that is busy sends several tokens at once. If a parser of the frontend holds the text of the last ones back, their ids come
+    first, and their log probabilities with the text, in a later chunk. So ids wait for their log probabilities, if a reply has some.
 
     `hides_usage`: whether the usage of a chunk with a choice is not for the client.
     """
-    try:
-        fields = FIELDS.decode(data)
-        choices = OBJECTS.decode(fields["choices"])
-        given = fields.pop(_EXTENSION, NULL)
-        extension = FIELDS.decode(given) if bytes(given) != b"null" else {}
-        hides = hides_usage and bool(choices) and "usage" in fields
-        counted = msgspec.json.decode(fields.pop("usage"), type=_Usage | None) if hides else None
-    except (ValueError, KeyError, RecursionError):
-        return StreamChunk(data)
-    sampled, prompt = extension.pop(_SAMPLED, None), extension.pop(_PROMPT, None)
-    if len(choices) == 1 and sampled is not None:
-        choices[0]["token_ids"] = sampled
-    if prompt is not None:
-        (choices[0] if len(choices) == 1 and "text" in choices[0] else fields)[_PROMPT] = prompt
-    fields["choices"] = Raw(msgspec.json.encode(choices))
-    if extension:
-        fields[_EXTENSION] = Raw(msgspec.json.encode(extension))
-    return StreamChunk(msgspec.json.encode(fields), counted.prompt_tokens if counted is not None else None)
+
+    def __init__(self, *, hides_usage: bool) -> None:
+        self._hides_usage = hides_usage
+        self._waiting: list[int] = []
+        self._has_logprobs = False
+
+    def __call__(self, data: bytes) -> StreamChunk:
+        """Read the JSON of a reply or a chunk."""
+        try:
+            fields = FIELDS.decode(data)
+            choices = OBJECTS.decode(fields["choices"])
+            given = fields.pop(_EXTENSION, NULL)
+            extension = FIELDS.decode(given) if bytes(given) != b"null" else {}
+            hides = self._hides_usage and bool(choices) and "usage" in fields
+            counted = msgspec.json.decode(fields.pop("usage"), type=_Usage | None) if hides else None
+            sampled, prompt = extension.pop(_SAMPLED, None), extension.pop(_PROMPT, None)
+            if len(choices) == 1 and (sampled is not None or self._waiting):
+                choices[0]["token_ids"] = Raw(msgspec.json.encode(self._with_logprobs(choices[0], sampled)))
+        except (ValueError, KeyError, RecursionError):
+            return StreamChunk(data)
+        if prompt is not None:
+            (choices[0] if len(choices) == 1 and "text" in choices[0] else fields)[_PROMPT] = prompt
+        fields["choices"] = Raw(msgspec.json.encode(choices))
+        if extension:
+            fields[_EXTENSION] = Raw(msgspec.json.encode(extension))
+        return StreamChunk(msgspec.json.encode(fields), counted.prompt_tokens if counted is not None else None)
+
+    def _with_logprobs(self, choice: Mapping[str, Raw], sampled: Raw | None) -> list[int]:
+        """Return the ids to which the log probabilities of a chunk belong; the others wait. The last chunk has all that are left."""
+        found = self._waiting + (msgspec.json.decode(sampled, type=list[int] | None) or [] if sampled is not None else [])
+        logprobs = msgspec.json.decode(choice.get("logprobs", NULL), type=_Logprobs | None)
+        values = len(logprobs.content or ()) if logprobs is not None else 0
+        self._has_logprobs = self._has_logprobs or values > 0
+        if self._has_logprobs and value_of(choice.get("finish_reason", NULL)) is None:
+            self._waiting = found[values:]
+            return found[:values]
+        self._waiting = []
+        return found
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[Raw] | None = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class _Usage(msgspec.Struct):

@@ -6,7 +6,7 @@ The engine's own rendering is the reference for every other renderer. `/tokenize
 import contextlib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, NoReturn, Protocol
 
 import msgspec
 
@@ -14,7 +14,7 @@ from tokencache.core import ids
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.prompt_echo import cut_out, read_long_ids
-from tokencache.engine.upstream import EngineClient
+from tokencache.engine.upstream import EngineClient, EngineResponse
 from tokencache.errors import NOT_NOW, OK, EngineError
 from tokencache.pauses import LARGE, parts_of, pause
 
@@ -63,9 +63,11 @@ class EngineRenderer:
 
     Attributes:
         max_model_len: the limit of prompt and reply together in tokens, from the last answer; 0 if unknown.
+        not_now: statuses with which the engine refuses what it may render later.
     """
 
     route = "/tokenize"
+    not_now: ClassVar[frozenset[int]] = NOT_NOW
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -94,14 +96,25 @@ class EngineRenderer:
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != OK:
-            kind = TemplateRefusedError if answer.status in REFUSALS else RenderError
-            raise kind(f"{self.route} answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+            self.refuse(answer, self.route)
         try:
             tokens, max_model_len = await _tokens_of(answer.body)
         except (ValueError, OverflowError) as why:
             raise RenderError(f"{self.route} returned no token ids: {why}") from why
         self.max_model_len = max_model_len or self.max_model_len
         return tokens
+
+    def refuse(self, answer: EngineResponse, who: str) -> NoReturn:
+        """Raise what the answer of `who` means, which has another status than 200.
+
+        Raises:
+            TemplateRefusedError: the conversation is refused.
+            RenderError: otherwise; if the engine may render it later, the cause is an error that says so (`errors.passing_cause`).
+        """
+        words = f"{who} answered {answer.status}: {answer.body[:300].decode(errors='replace')}"
+        if answer.status in self.not_now:
+            raise RenderError(words) from EngineError(words, status=HTTPStatus.SERVICE_UNAVAILABLE)
+        raise TemplateRefusedError(words) if answer.status in REFUSALS else RenderError(words)
 
     async def encode(self, model: str | Raw, text: str | Raw, headers: Mapping[str, str] | None = None) -> list[int]:
         """Return the ids of a text, without ids that the tokenizer puts before every text; none if the engine does not tokenize it.

@@ -35,11 +35,12 @@ class Frontend:
         self.set_pace(pace)
         self._process = None
 
-    def set_pace(self, seconds):
-        """Set the time between two ids of a scripted worker, from the next one on."""
-        written = self.folder / "pace.new"
-        written.write_text(str(seconds), encoding="ascii")
-        written.replace(self.folder / "pace")
+    def set_pace(self, seconds, most=1):
+        """Set the time between two chunks of a scripted worker, and the most ids of one, from the next one on."""
+        for name, value in (("pace", seconds), ("most", most)):
+            written = self.folder / f"{name}.new"
+            written.write_text(str(value), encoding="ascii")
+            written.replace(self.folder / name)
 
     def heard(self, number=None):
         """What the scripted workers were asked for, or the one of this number: prompt and sampled ids of each request that ended."""
@@ -93,6 +94,7 @@ class Frontend:
             "DYN_TCP_RPC_HOST": "127.0.0.1",  # otherwise workers listen on the machine's own address
             "EPISODES": str(self.folder / "episodes.json"),
             "PACE": str(self.folder / "pace"),
+            "MOST": str(self.folder / "most"),
             "PYTHONPATH": str(HERE),
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",

@@ -1,8 +1,8 @@
 """A worker of NVIDIA's Dynamo. usage: dynamo_worker.py scripted|vllm MODEL_DIR NAMESPACE
 
 `scripted`  no model: it says the turns of `$EPISODES`, each time in another tokenization (`script`), with a log probability for each id.
-            The file `$PACE` has the seconds between two ids; `$HEARD` gets a line for each request: its prompt's ids, and those that were
-            sampled before it was cancelled.
+            The file `$PACE` has the seconds between two chunks, `$MOST` how many ids a chunk has at most. `$HEARD` gets a line for
+            each request: its prompt's ids, and those that were sampled before it was cancelled.
 `vllm`      the engine of a real vLLM on CPU (`vllm.AsyncLLM`), with processed log probabilities
 
 Dynamo's frontend renders, parses tool calls (hermes) and reasoning (qwen3), and sends ids.
@@ -84,23 +84,34 @@ class Scripted(Worker):
         planned = [token for token in allowed for _ in range(limit)] if allowed else self.planned(prompt)
         sampled = []
         try:
-            for at, token in enumerate(planned[:limit], 1):
-                await asyncio.sleep(pace())
+            while len(sampled) < len(planned[:limit]):
+                seconds, most = pace()
+                await asyncio.sleep(seconds)
                 if context.is_stopped():
                     yield {"token_ids": [], "index": 0, "finish_reason": "cancelled"}
                     return
-                sampled.append(token)
-                ended = {"finish_reason": "stop"} if token == self.stop else {"finish_reason": "length"} if at == limit else {}
-                yield {"token_ids": [token], "index": 0, **self.logprobs(token, allowed), **ended}
-                if token == self.stop:
+                chunk = until_stop(planned[len(sampled) : limit][: random.randint(1, most)], self.stop)
+                sampled += chunk
+                ended = (
+                    {"finish_reason": "stop"} if chunk[-1] == self.stop else {"finish_reason": "length"} if len(sampled) == limit else {}
+                )
+                values = [self.logprobs(token, allowed) for token in chunk]
+                yield {"token_ids": chunk, "index": 0, **{name: [value[name][0] for value in values] for name in values[0]}, **ended}
+                if chunk[-1] == self.stop:
                     return
         finally:
             note({"prompt": prompt, "sampled": sampled, "request": {**request, "token_ids": None}})
 
 
+def until_stop(ids, stop):
+    """The ids up to a stop id."""
+    return ids[: ids.index(stop) + 1] if stop in ids else ids
+
+
 def pace():
-    """Seconds between two ids, at present."""
-    return float(Path(os.environ["PACE"]).read_text(encoding="ascii"))
+    """Seconds between two chunks, and the most ids of one, at present."""
+    seconds, most = (Path(os.environ[name]).read_text(encoding="ascii") for name in ("PACE", "MOST"))
+    return float(seconds), int(most)
 
 
 def note(heard):
