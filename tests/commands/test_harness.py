@@ -365,7 +365,8 @@ def test_harnesses_lists_them_all(tmp_path):
     shown = invoke("harnesses", "--adapters", str(tmp_path))
     lines = shown.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:]] == sorted({*SHIPPED, "mine"})
-    assert any(re.fullmatch(r"claude-code +messages +2\.1\.329 +Claude Code", line) for line in lines)
+    (tested,) = SHIPPED["claude-code"].tested
+    assert any(re.fullmatch(rf"claude-code +messages +{re.escape(tested)} +Claude Code", line) for line in lines)
     assert any(re.fullmatch(r"mine +chat responses +1 2 +Mine, all mine", line) for line in lines)
 
 

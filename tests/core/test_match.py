@@ -664,6 +664,15 @@ def test_a_rewritten_reply_known_by_the_message_before_it_may_be_another_turns_t
     assert index.match(S1, U1, _calling("functions.bash:0"), U2)[:2] == ("plain", "ambiguous-reply")
 
 
+def test_a_rewritten_reply_that_followed_the_one_before_it_may_be_that_one_once_more():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    served, result = _calling("functions.bash:0"), Message("tool", "x", answers="functions.bash:0")
+    one = index.add(_turn("a", served), U1)
+    index.add(_turn("b", _calling("functions.bash:0", "Bash")), U1, served, result, parent=one)
+    other = Message("tool", "y", answers="functions.bash:0")
+    assert index.match(S1, U1, served, other, served, other).anchors == ((2, Hit(one)),)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "sent"),
     [

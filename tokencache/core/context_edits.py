@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokencache.core.context import Raw
-from tokencache.core.reasons import Described
+from tokencache.core.reasons import Described, Reason
 
 MOST_EDITS = 256
 """Edits of one request."""
@@ -23,7 +23,7 @@ class EditRefusal(Described):
     NOT_KEPT = "not-kept", "the messages of the turn are not stored, or cannot be read"
     MEDIA = "media", "the request contains images or other media, whose ids cannot be scored"
     REPLY_IN_PARTS = "reply-in-parts", "the client wrote the beginning of the reply, which no template renders as it was sent"
-    TORN_RECORD = "torn-record", "the stored records do not fit together"
+    TORN_RECORD = Reason.TORN_RECORD.value, Reason.TORN_RECORD.meaning
     SAMPLED_REPLY = "sampled-reply", "an edit replaces a reply that the model sampled in this history; every sampled reply keeps its ids"
     NO_PROOF = "no-proof", "nothing can be proven for this turn"
     RENDERED_OTHERWISE = (
@@ -33,7 +33,7 @@ class EditRefusal(Described):
     UNPROVEN = "unproven", "it is not proven where a sampled reply is in the edited history"
     REPLY_CHANGES = "reply-changes", "with the edit, the template shows another part of a sampled reply, or ends it with another stop id"
     PROMPT_CHANGES = "prompt-changes", "with the edit, the template writes another generation prompt directly before the reply"
-    TEMPLATE_REFUSES = "template-refuses", "the chat template, or the engine, refuses the edited messages"
+    TEMPLATE_REFUSES = Reason.TEMPLATE_REFUSES.value, "the chat template, or the engine, refuses the edited messages"
     NOT_SCORED = "not-scored", "the engine returned no log probabilities"
 
 

@@ -298,6 +298,7 @@ def _narrow_claims(
         is_certain = bool(candidates) and claim.place not in given_up and _interchangeable(candidates, in_place=False)
         if is_certain and (claim.in_order or (claim.after_message and not here.led_to(_turns(candidates)))):
             is_certain = not finder.has_rival(claim, here)
+        is_certain = is_certain and not _may_repeat(candidates, claim.candidates)
         last = candidates[0].hit.turn if is_certain and len(candidates) == 1 else None
         narrowed[claim.place] = candidates
         if is_certain:
@@ -305,6 +306,13 @@ def _narrow_claims(
         else:
             reasons.append(claim.reason or Reason.AMBIGUOUS_REPLY)
     return narrowed, certain, reasons
+
+
+def _may_repeat(narrowed: Collection[_Found], candidates: Collection[_Found]) -> bool:
+    """Whether all turns that are left need the harness to have rewritten them, and another candidate said just this: it may be repeated."""
+    tokens = {found.hit.turn.completion_hash for found in narrowed}
+    others = [found for found in candidates if found.hit.turn.completion_hash not in tokens]
+    return all(found.verdict.kind == "rewritten" for found in narrowed) and any(found.verdict.kind != "rewritten" for found in others)
 
 
 class _Surroundings(NamedTuple):

@@ -242,7 +242,7 @@ async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str)
         requests.driver, requests.model = driver, model or supply.model
     ask, renderer, why_unrendered = partial(driver.ask, requests), rendering.renderer, rendering.failure
     kind, kind_seen = await _logprob_kind(ask, model or supply.model, supply.plain)
-    places = driver.names_sessions or await is_router(requests)
+    places = driver.names_sessions or (bool(listed) and await is_router(requests))
     found = Capability(
         model or supply.model,
         supply.level,
