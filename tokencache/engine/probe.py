@@ -148,6 +148,11 @@ class Capability(msgspec.Struct, frozen=True):
     why: str = ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names that its replies may have. A base model with several (`--served-model-name`) replies with the first (vLLM 0.32)."""
+        return (self.model,) if self.adapter else (self.model, *self.served[:1])
+
+    @property
     def image_support(self) -> ImageSupport:
         """How exact prompts with images are supplied."""
         return ImageSupport(self.images, self.images_why, self.placeholder_ids, self.placeholder)
