@@ -208,7 +208,7 @@ class _Planning:
             hits |= {key: self._usable(found, without) for key, found in zip(missing, looked_up, strict=True)}
 
     def _usable(self, hits: Sequence[Hit], without: AbstractSet[str]) -> Sequence[Hit]:
-        """Return hits except those of turns `without`. If the call names no model, only those of the engine's: keys do not tell them apart."""
+        """Return hits except those of turns `without`. Keys of calls that name no model are those of all models: the engine's counts."""
         own = self._context.model.capability
         if not self._context.call.model and own.model:
             hits = [hit for hit in hits if hit.turn.model in own.names]
