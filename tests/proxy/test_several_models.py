@@ -249,6 +249,22 @@ async def test_an_adapter_is_served_by_the_engines_that_list_it():
         assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {1}
 
 
+async def test_an_adapter_of_another_base_model_has_the_name_and_not_the_replies():
+    async with served(POLICY, JUDGE) as (rig, fleet):
+        first, second = (one.weights.adapters for one in fleet.engines)
+        first["tuned"] = "/tuned"
+        history = await play(rig, "s", "tuned")
+        second["tuned"] = first.pop("tuned")
+        await rig.get("/v1/models")  # the engines are asked what they list
+        await play(rig, "s", "tuned", 2, history)
+        found = [(turn["model"], turn["match"], turn["reason"]) for turn in await rig.turns()]
+        assert found == [("tuned", "root", ""), ("tuned", "continue", ""), ("tuned", "plain", "other-model"), ("tuned", "continue", "")]
+        assert fleet.asked("s") == [0, 0, 1, 1]
+        await rig.check()
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/score", json={"edits": []}) as answer:
+            assert [turn["refused"] for turn in (await answer.json())["turns"]] == ["not-scored"] * 2 + [""] * 2
+
+
 async def test_a_session_keeps_to_one_engine_of_each_model():
     async with served(POLICY, POLICY, JUDGE, JUDGE) as (rig, fleet):
         for n in range(6):

@@ -108,6 +108,8 @@ class _ScoreApi:
         name = turn.turn.model
         model = await engine.model(name)
         try:
+            if not model.capability.sampled(turn.turn, named=True):
+                raise ScoringError("an adapter of another base model has the name now")
             prompt, edits = await self._contexts.prompt(turn, asked.edits, model)
             edited = msgspec.structs.replace(recorded, prompt_token_ids=ids.unpack(prompt), edits=edits)
             if not asked.score:

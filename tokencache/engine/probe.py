@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.turn import Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
@@ -146,6 +147,19 @@ class Capability(msgspec.Struct, frozen=True):
     placeholder: tuple[int, ...] = ()
     cautions: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def adapter_of(self) -> str:
+        """The base model of an adapter, which vLLM lists first; `""` if it is none."""
+        return self.served[0] if self.adapter else ""
+
+    def sampled(self, turn: Turn, *, named: bool) -> bool:
+        """Whether this model sampled a turn that was found for a call of it; `named` is whether the call names it, so that the keys do.
+
+        Adapters of two base models may have the same name.
+        """
+        same_base = turn.adapter_of == self.adapter_of or (self.adapter and not turn.adapter_of)
+        return same_base and (named or not self.model or turn.model in self.names)
 
     @property
     def names(self) -> tuple[str, ...]:

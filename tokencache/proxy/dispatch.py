@@ -337,8 +337,9 @@ class Dispatch:
         engine = endpoint.engine
         model = await engine.model(self._chat.model)
         begun = self.planned.model
-        if begun is None or model.capability.model != begun.capability.model:
-            raise ContinuationError(f"the engine serves {model.capability.model}, and another model began the reply")
+        name, base = model.capability.model, model.capability.adapter_of
+        if begun is None or (name, base) != (begun.capability.model, begun.capability.adapter_of):
+            raise ContinuationError(f"the engine serves {name}, and another model began the reply")
         weights = await self._services.versions.begin(engine, model, self._salted())
         at = {"engine": engine, "at": endpoint.key, "rank": endpoint.rank}
         self.planned = planned = msgspec.structs.replace(self.planned, **at, model=model, weights=weights)

@@ -15,7 +15,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.added_text import is_exactly
 from tokencache.core.chain import chain_key, lookup_keys
-from tokencache.core.edited import is_edited_reply, is_of_other_model
+from tokencache.core.edited import is_a_reply_of, is_edited_reply
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
@@ -93,7 +93,8 @@ class Planner:
             return plan
         if call.conversation is None:
             return plan
-        if is_of_other_model(call.conversation, turns, model.capability.names):
+        others = (turn for turn in reversed(turns) if not model.capability.sampled(turn, named=False))
+        if is_a_reply_of(call.conversation, others):
             return msgspec.structs.replace(plan, reason=Reason.OTHER_MODEL)
         edited = is_edited_reply(call.conversation, turns)
         return msgspec.structs.replace(plan, reason=Reason.REWRITTEN_REPLY) if edited else plan
@@ -187,8 +188,11 @@ class _Planning:
 
         Turns beyond `known` that the match needs are read from the store, each key once.
         """
-        unnamed = not self._context.call.model
-        hits = {key: self._usable(found, without) for key, found in known.items()} if without or unnamed else dict(known)
+        mixed = not self._context.call.model or self._context.model.capability.adapter
+        for found_hits in known.values():  # inline, because nearly always all are the model's own
+            for hit in found_hits:
+                mixed |= hit.turn.adapter_of != ""
+        hits = {key: self._usable(found, without) for key, found in known.items()} if without or mixed else dict(known)
         turns = None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._context.call, self._context.conversation
@@ -208,11 +212,9 @@ class _Planning:
             hits |= {key: self._usable(found, without) for key, found in zip(missing, looked_up, strict=True)}
 
     def _usable(self, hits: Sequence[Hit], without: AbstractSet[str]) -> Sequence[Hit]:
-        """Return hits except those of turns `without`. Keys of calls that name no model are those of all models: the engine's counts."""
-        own = self._context.model.capability
-        if not self._context.call.model and own.model:
-            hits = [hit for hit in hits if hit.turn.model in own.names]
-        return [hit for hit in hits if hit.turn.id not in without] if without else hits
+        """Return the hits that the engine's model sampled, except those of turns `without`."""
+        own, named = self._context.model.capability, bool(self._context.call.model)
+        return [hit for hit in hits if hit.turn.id not in without and own.sampled(hit.turn, named=named)]
 
     async def supplied(self, plan: Plan) -> Plan:
         """Return a plan whose prompt can be supplied to this engine: itself, or a plain one with the reason.
