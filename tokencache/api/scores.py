@@ -107,9 +107,10 @@ class _ScoreApi:
         """
         name = turn.turn.model
         model = await engine.model(name)
+        if not model.capability.sampled(turn.turn, named=True):
+            words = f"{EditRefusal.NOT_SCORED.meaning}: an adapter of another base model has the name now"
+            return msgspec.structs.replace(recorded, refused=EditRefusal.NOT_SCORED, error=words)
         try:
-            if not model.capability.sampled(turn.turn, named=True):
-                raise ScoringError("an adapter of another base model has the name now")
             prompt, edits = await self._contexts.prompt(turn, asked.edits, model)
             edited = msgspec.structs.replace(recorded, prompt_token_ids=ids.unpack(prompt), edits=edits)
             if not asked.score:
