@@ -12,6 +12,7 @@ from tests.client.both import KINDS, Wrapped
 from tests.images import image
 from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_exactness import NO_THOUGHT
+from tests.proxy.test_several_models import served as several_models
 from tests.proxy.traffic import Harness
 from tokencache.client import AsyncClient, RefusedError
 from tokencache.core import ids
@@ -192,6 +193,21 @@ async def test_thinking_that_the_template_drops_stays_dropped():
         decode = rig.engine.tokenizer.decode
         assert decode(last["prompt_token_ids"]).count("Thought") == decode(recorded.prompt(last["turn"])).count("Thought") == 0
         assert [len(reply) > 0 for reply in recorded.replies(last["turn"])] == [True, True]
+
+
+async def test_each_turn_is_scored_by_an_engine_of_its_model():
+    async with several_models("policy", "judge", not_trainable="judge") as (rig, fleet):
+        for model in ("policy", "judge"):
+            await rig.say("s", [user("EPISODE:demo")], model=model)
+        scored = {}
+        for one in fleet.engines:
+            one.choose_fault = lambda _, body, one=one: scored.setdefault(one.model, []).append((body.get("model"), body.get("prompt")))
+        turns = await score(rig, insert())
+        assert [turn["refused"] for turn in turns] == ["", ""]
+        for model, turn in zip(("policy", "judge"), turns, strict=True):
+            assert [one for one in scored[model] if one[1]] == [(model, turn["prompt_token_ids"] + turn["token_ids"])]
+        assert [set(turn["loss_mask"]) for turn in turns] == [{1}, {0}]
+        assert [any(turn["logprobs"]) for turn in turns] == [True, False]
 
 
 # --- refused ---

@@ -15,7 +15,8 @@ from tests.support import invariants
 from tokencache.batching.selection import select
 from tokencache.client import AsyncClient
 from tokencache.proxy import dispatch
-from tokencache.testing import SimulatedEngine
+from tokencache.proxy.dispatch import Dispatch
+from tokencache.testing import Fault, SimulatedEngine
 from tokencache.trajectories.values import Trajectory
 from tokencache.trajectories.verify import verify
 
@@ -93,6 +94,66 @@ async def test_a_handle_of_another_model_is_none(member):
             assert status == 200, answer
         assert [(turn["model"], turn["match"]) for turn in await rig.turns()] == [(POLICY, "root"), (JUDGE, "plain"), (POLICY, "continue")]
         await rig.check()
+
+
+async def say_without_model(rig, messages):
+    status, said = await rig.post("s", messages=messages, tools=TOOLS, model=None)
+    assert status == 200, said
+    message = said["choices"][0]["message"]
+    return [*messages, echo(message), *results(message)]
+
+
+async def test_a_call_without_a_model_continues_no_other_models_reply():
+    """The first group serves it; which one that is changes when the first engine comes up last, or is removed."""
+    port = free_port()
+    async with Fleet([engine(JUDGE)]) as fleet, proxied(upstream=f"http://127.0.0.1:{port},{fleet.urls[0]}", hold=30) as rig:
+        await serving(rig, 1)
+        messages = await say_without_model(rig, await say_without_model(rig, ASK))
+        async with engine(POLICY).serve(port=port):
+            await serving(rig, 2)
+            await say_without_model(rig, await say_without_model(rig, messages))
+        assert [(turn["model"], turn["match"], turn["reason"]) for turn in await rig.turns()] == [
+            (JUDGE, "root", ""),
+            (JUDGE, "continue", ""),
+            (POLICY, "plain", "other-model"),
+            (POLICY, "continue", ""),
+        ]
+
+
+async def test_no_other_model_continues_a_broken_reply_of_a_call_without_a_model(monkeypatch):
+    port, first = free_port(), iter([True])
+    judge = engine(JUDGE, derenders=True)
+    judge.choose_fault = lambda _, body: Fault.abort(5) if body.get("messages") == ASK and next(first, False) else None
+    async with judge.serve() as up, proxied(upstream=f"http://127.0.0.1:{port},{up}", hold=30) as rig:
+        await serving(rig, 1)
+        piece, policy = Dispatch.next_piece, engine(POLICY, derenders=True)
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def with_policy(*args):
+                await stack.enter_async_context(policy.serve(port=port))
+                await serving(rig, 2)
+                return await piece(*args)
+
+            monkeypatch.setattr(Dispatch, "next_piece", with_policy)
+            await say_without_model(rig, ASK)
+        (turn,) = await rig.turns()
+        assert (turn["model"], [part["engine"] for part in turn["pieces"]]) == (JUDGE, [up, up])
+
+
+async def test_what_arrived_of_a_reply_is_kept_if_no_engine_of_its_model_is_left(monkeypatch):
+    third, piece = engine("third", derenders=True), Dispatch.next_piece
+    async with served(POLICY, JUDGE) as (rig, _), third.serve() as url:
+        await request(rig, "POST", url=url, status=201)
+        third.choose_fault = lambda _, body: Fault.abort(5) if body.get("messages") == ASK else None
+
+        async def removed(*args):
+            await request(rig, "DELETE", url=url, force="true")
+            return await piece(*args)
+
+        monkeypatch.setattr(Dispatch, "next_piece", removed)
+        assert (await rig.post("s", messages=ASK, model="third"))[0] == 404
+        assert [(turn["model"], turn["completion_tokens"]) for turn in await rig.turns()] == [("third", 5)]
+        assert [incident["kind"] for incident in (await rig.exported())["incidents"]] == ["engine-aborted"]
 
 
 class Wandering(Harness):
@@ -186,6 +247,22 @@ async def test_an_adapter_is_served_by_the_engines_that_list_it():
         for n in range(6):
             await rig.say(f"s{n}", ASK, model="tuned")
         assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {1}
+
+
+async def test_an_adapter_of_another_base_model_has_the_name_and_not_the_replies():
+    async with served(POLICY, JUDGE) as (rig, fleet):
+        first, second = (one.weights.adapters for one in fleet.engines)
+        first["tuned"] = "/tuned"
+        history = await play(rig, "s", "tuned")
+        second["tuned"] = first.pop("tuned")
+        await rig.get("/v1/models")  # the engines are asked what they list
+        await play(rig, "s", "tuned", 2, history)
+        found = [(turn["model"], turn["match"], turn["reason"]) for turn in await rig.turns()]
+        assert found == [("tuned", "root", ""), ("tuned", "continue", ""), ("tuned", "plain", "other-model"), ("tuned", "continue", "")]
+        assert fleet.asked("s") == [0, 0, 1, 1]
+        await rig.check()
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/score", json={"edits": []}) as answer:
+            assert [turn["refused"] for turn in (await answer.json())["turns"]] == ["not-scored"] * 2 + [""] * 2
 
 
 async def test_a_session_keeps_to_one_engine_of_each_model():

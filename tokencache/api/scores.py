@@ -1,12 +1,12 @@
 """Handler of the route that scores the turns of a session under edits of the messages before their replies.
 
-The prompts are rendered and proven by the session's engine (`proxy.edited_context`), which also scores them. Requests are served one at a
-time, so that they slow down no calls. A request that fails returns nothing of what it had found.
+The prompts of a turn are rendered and proven by the session's engine of its model (`proxy.edited_context`), which also scores them.
+Requests are served one at a time, so that they slow down no calls. A request that fails returns nothing of what it had found.
 """
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -22,7 +22,7 @@ from tokencache.core import ids
 from tokencache.core.context import Context, whole_contexts
 from tokencache.core.context_edits import EditRefusal
 from tokencache.core.lineage import lineages
-from tokencache.core.turn import Tokens, Turn
+from tokencache.core.turn import Tokens, Turn, TurnMark
 from tokencache.core.weights import RESERVED
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
@@ -58,28 +58,45 @@ class _ScoreApi:
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         asked = await read_body(request, ScoreEdited, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
-        records = await self._reader.records(await self._reader.info(request), contexts=bool(asked.edits))
-        turns = _chosen(records.turns, asked.turns)
-        check_edits(asked.edits, [turn.messages for turn in turns])
-        async with self._lock:
+        async with self._lock:  # also for reading: a request that waits holds no records
+            records = await self._reader.records(await self._reader.info(request), contexts=bool(asked.edits))
+            turns = _chosen(records.turns, asked.turns)
+            check_edits(asked.edits, [turn.messages for turn in turns])
             found = await self._scores(records, turns, asked)
         return json_response(found)
 
     async def _scores(self, records: Records, turns: Sequence[Turn], asked: ScoreEdited) -> dict[str, Any]:
         """Return an `EditedScores` whose turns are written as JSON, each as soon as it is done: together they may be long."""
-        engine = self._pool.engine_of(records.info.id)
-        before = await _version(engine) if asked.score else ""
+        engine_of = await self._engines(records.info.id, {turn.model for turn in turns})
+        before = await _versions(engine_of.values()) if asked.score else {}
         contexts = await asyncio.to_thread(_contexts, records)
         sequence_of = {turn.id: line[0].id for line in lineages(records.turns) for turn in line}
         found = []
         for turn in turns:
             recorded = _recorded(turn, sequence_of[turn.id], records.tokens[turn.id])
-            scored = await self._turn(engine, RecordedTurn(records.info, turn, contexts.get(turn.id)), recorded, asked)
+            scored = await self._turn(engine_of[turn.model], RecordedTurn(records.info, turn, contexts.get(turn.id)), recorded, asked)
             found.append(msgspec.Raw(msgspec.json.encode(scored)))
-        if asked.score and (after := await _version(engine)) != before:
-            message = f"the engine's weights changed from version {before!r} to {after!r} meanwhile: score again while they stay the same"
-            raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="weights_changed")
-        return {"session": records.info.id, "version": before, "turns": found}
+        for engine, version in before.items():
+            if (after := await _version(engine)) != version:
+                message = (
+                    f"the engine's weights changed from version {version!r} to {after!r} meanwhile: score again while they stay the same"
+                )
+                raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="weights_changed")
+        versions = {*before.values()}
+        return {"session": records.info.id, "version": versions.pop() if len(versions) == 1 else "", "turns": found}
+
+    async def _engines(self, session: str, models: Collection[str]) -> dict[str, Engine]:
+        """Return the engine for each of some models.
+
+        Raises:
+            EngineError: there is no engine, or no engine serves one of the models.
+        """
+        try:
+            for model in models:
+                await self._pool.check_model(model)
+            return {model: self._pool.engine_of(session, model) for model in models}
+        except HarnessError as why:
+            raise EngineError(str(why)) from why
 
     async def _turn(self, engine: Engine, turn: RecordedTurn, recorded: ScoredTurn, asked: ScoreEdited) -> ScoredTurn:
         """Return a turn with its edited prompt, and its score.
@@ -90,6 +107,9 @@ class _ScoreApi:
         """
         name = turn.turn.model
         model = await engine.model(name)
+        if not model.capability.sampled(turn.turn, named=True):
+            words = f"{EditRefusal.NOT_SCORED.meaning}: an adapter of another base model has the name now"
+            return msgspec.structs.replace(recorded, refused=EditRefusal.NOT_SCORED, error=words)
         try:
             prompt, edits = await self._contexts.prompt(turn, asked.edits, model)
             edited = msgspec.structs.replace(recorded, prompt_token_ids=ids.unpack(prompt), edits=edits)
@@ -146,7 +166,7 @@ def _contexts(records: Records) -> Mapping[str, Context]:
 def _recorded(turn: Turn, sequence: str, tokens: Tokens) -> ScoredTurn:
     """Write what was recorded of a turn."""
     logprobs = ids.unpack_logprobs(tokens.logprobs)
-    known = len(logprobs) == turn.completion_tokens
+    known = len(logprobs) == turn.completion_tokens and TurnMark.NOT_TRAINABLE not in turn.marks
     return ScoredTurn(
         turn=turn.id,
         sequence=sequence,
@@ -154,6 +174,11 @@ def _recorded(turn: Turn, sequence: str, tokens: Tokens) -> ScoredTurn:
         loss_mask=turn.chosen_mask() if known else [0] * turn.completion_tokens,
         logprobs=logprobs if known else [0.0] * turn.completion_tokens,
     )
+
+
+async def _versions(engines: Iterable[Engine]) -> dict[Engine, str]:
+    """Return the label of each engine's weights."""
+    return {engine: await _version(engine) for engine in dict.fromkeys(engines)}
 
 
 async def _version(engine: Engine) -> str:

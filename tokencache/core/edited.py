@@ -15,7 +15,7 @@ The numbers of turns, calls and characters that are compared are limited, and ea
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -46,11 +46,10 @@ def is_edited_reply(conversation: Conversation, turns: Sequence[Turn]) -> bool:
     return any(map(here.resembles, candidates))
 
 
-def is_of_other_model(conversation: Conversation, turns: Sequence[Turn], model: str) -> bool:
-    """Whether the last assistant message of a conversation is the reply of a turn of another model than this one."""
+def is_a_reply_of(conversation: Conversation, turns: Iterable[Turn]) -> bool:
+    """Whether the last assistant message of a conversation is the reply of one of the first of these turns."""
     own = conversation.digests[conversation.replies[-1]] if conversation.replies else b""
-    others = (turn for turn in reversed(turns) if turn.model != model)
-    return any(digest(turn.served) == own for turn in islice(others, _CANDIDATES))
+    return any(digest(turn.served) == own for turn in islice(turns, _CANDIDATES))
 
 
 class _Place(NamedTuple):

@@ -140,6 +140,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
         prefix_hash, completion_hash: xxh3-128 of the packed ids (16 bytes); turns with equal hashes are interchangeable.
         logprobs_hash: xxh3-128 of the packed log probabilities (`Tokens.logprobs`); empty if there are none.
         served: the message as the harness received it; of a reply that the client continued, with the beginning that the client sent.
+        adapter_of: the base model, if its model is a LoRA adapter; `""` if it is none, and in turns of older versions.
         begun: the number of characters of its text that the client sent with the request, because it continued the reply (`continued`).
         position_key: the chain of the conversation that it answers (16 bytes); stored as `place`.
         judged, foreign, before: hashes of the history that it answers (`evidence`).
@@ -202,6 +203,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, rename
     stop_reason: int | str | None = None
     stopped: bool = False
     model: str = ""
+    adapter_of: str = ""
     dialect: str = ""
     stream: bool = False
     choice: int = 0

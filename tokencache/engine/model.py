@@ -80,6 +80,7 @@ class Model:
 
     Attributes:
         capability: the findings.
+        adapter_of: its base model, if it is a LoRA adapter; otherwise `""`.
         stop_ids: where a reply ends: the ids at which the engine stopped. If it stopped at none in a test, the template's own ends of turn.
         stops_by_itself: whether one of them is known to be the engine's own, and not only the template's, or that of a request.
     """
@@ -95,6 +96,7 @@ class Model:
     ) -> None:
         """Create a model. `learned` are stop ids that earlier replies of it showed; those of this one are added."""
         self.capability = capability
+        self.adapter_of = capability.adapter_of
         self.driver = driver
         self.stop_ids: set[int] = set(capability.stop_ids or capability.silent_ends)
         self.stops_by_itself = bool(capability.stop_ids)

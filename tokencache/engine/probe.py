@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from tokencache.core import ids
+from tokencache.core.turn import Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import CHAT, Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
@@ -149,6 +150,24 @@ class Capability(msgspec.Struct, frozen=True):
     placeholder: tuple[int, ...] = ()
     cautions: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def adapter_of(self) -> str:
+        """The base model of an adapter, which vLLM lists first; `""` if it is none."""
+        return self.served[0] if self.adapter else ""
+
+    def sampled(self, turn: Turn, *, named: bool) -> bool:
+        """Whether this model sampled a turn that was found for a call of it; `named` is whether the call names it, so that the keys do.
+
+        Adapters of two base models may have the same name.
+        """
+        same_base = turn.adapter_of == self.adapter_of or (self.adapter and not turn.adapter_of)
+        return same_base and (named or not self.model or turn.model in self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that its replies may have. A base model with several (`--served-model-name`) replies with the first (vLLM 0.32)."""
+        return (self.model,) if self.adapter else (self.model, *self.served[:1])
 
     @property
     def image_support(self) -> ImageSupport:

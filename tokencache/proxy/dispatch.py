@@ -42,7 +42,7 @@ from tokencache.engine.pool import Pool
 from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.ranks import is_refused_rank
 from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
-from tokencache.errors import NOT_NOW, OK, EngineError, WeightsUpdatingError, is_error
+from tokencache.errors import NOT_NOW, OK, EngineError, HarnessError, WeightsUpdatingError, is_error
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.call_states import Party, RequestEvent, RequestState
 from tokencache.proxy.client_ids import require_prefix
@@ -182,10 +182,12 @@ class Dispatch:
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
         call, bound = self._call, self._begun.engine if self._begun is not None else None
+        begun = self.planned.model if continuation is not None else None
+        name = begun.capability.model if begun is not None else self._chat.model  # a request may name none
         pauses: Iterator[float] | None = None
         while True:
             change = updates.next
-            for endpoint in self._services.pool.endpoints_of(call.id, call.session, bound, self._chat.raw_messages, self._chat.model):
+            for endpoint in self._services.pool.endpoints_of(call.id, call.session, bound, self._chat.raw_messages, name):
                 engine = endpoint.engine
                 if refused is not None:
                     refused.close()
@@ -314,7 +316,10 @@ class Dispatch:
         model = self.planned.model
         if not continuation.has_room(model.capability.max_model_len if model is not None else 0):
             return None
-        answer = await self.accepted(continuation)
+        try:
+            answer = await self.accepted(continuation)
+        except HarnessError as why:  # no engine serves the model any more
+            raise ContinuationError(str(why)) from why
         if answer.status != OK or answer.content_type != EVENT_STREAM:
             words = (await answer.read())[:300].decode(errors="replace")
             answer.close()
@@ -331,6 +336,10 @@ class Dispatch:
         """
         engine = endpoint.engine
         model = await engine.model(self._chat.model)
+        begun = self.planned.model
+        name, base = model.capability.model, model.capability.adapter_of
+        if begun is None or (name, base) != (begun.capability.model, begun.capability.adapter_of):
+            raise ContinuationError(f"the engine serves {name}, and another model began the reply")
         weights = await self._services.versions.begin(engine, model, self._salted())
         at = {"engine": engine, "at": endpoint.key, "rank": endpoint.rank}
         self.planned = planned = msgspec.structs.replace(self.planned, **at, model=model, weights=weights)

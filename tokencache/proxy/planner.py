@@ -15,7 +15,7 @@ import msgspec
 from tokencache.core import ids
 from tokencache.core.added_text import is_exactly
 from tokencache.core.chain import chain_key, lookup_keys
-from tokencache.core.edited import is_edited_reply, is_of_other_model
+from tokencache.core.edited import is_a_reply_of, is_edited_reply
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
 from tokencache.core.messages import Message
@@ -75,7 +75,7 @@ class Planner:
         try:
             model = await engine.model(call.model)
             plan = await self._plan(session, call, model, keys, begun.hits, first=begun.calls == 1)
-            return (await self._explained(session, call, plan) if plan.reason in _NOT_RECOGNISED else plan), model
+            return (await self._explained(session, call, plan, model) if plan.reason in _NOT_RECOGNISED else plan), model
         except EngineError as why:
             if why.passing:
                 raise
@@ -85,7 +85,7 @@ class Planner:
             log.exception("session %s: a call is not planned; the engine renders it", session)
             return Plan(match="plain", reason=_FAILURES.get(type(why), Reason.INTERNAL_ERROR)), model
 
-    async def _explained(self, session: str, call: ChatCall, plan: Plan) -> Plan:
+    async def _explained(self, session: str, call: ChatCall, plan: Plan, model: Model) -> Plan:
         """Change the reason of a plan if the reply that was not recognized is another model's, or an edited one."""
         try:
             turns = await self._store.turns(session)
@@ -93,7 +93,8 @@ class Planner:
             return plan
         if call.conversation is None:
             return plan
-        if is_of_other_model(call.conversation, turns, call.model):
+        others = (turn for turn in reversed(turns) if not model.capability.sampled(turn, named=False))
+        if is_a_reply_of(call.conversation, others):
             return msgspec.structs.replace(plan, reason=Reason.OTHER_MODEL)
         edited = is_edited_reply(call.conversation, turns)
         return msgspec.structs.replace(plan, reason=Reason.REWRITTEN_REPLY) if edited else plan
@@ -187,7 +188,12 @@ class _Planning:
 
         Turns beyond `known` that the match needs are read from the store, each key once.
         """
-        hits, turns = {key: _except(without, found) for key, found in known.items()} if without else dict(known), None
+        mixed = not self._context.call.model or self._context.model.capability.adapter
+        for found_hits in known.values():  # inline, because nearly always all are the model's own
+            for hit in found_hits:
+                mixed |= hit.turn.adapter_of != ""
+        hits = {key: self._usable(found, without) for key, found in known.items()} if without or mixed else dict(known)
+        turns = None
         echoed = self._returned if self._returned is not None else {}
         call, conversation = self._context.call, self._context.conversation
         while True:
@@ -203,7 +209,12 @@ class _Planning:
             if not missing:
                 return found
             looked_up = await self._context.store.find(self._context.session, missing)
-            hits |= {key: _except(without, found) for key, found in zip(missing, looked_up, strict=True)}
+            hits |= {key: self._usable(found, without) for key, found in zip(missing, looked_up, strict=True)}
+
+    def _usable(self, hits: Sequence[Hit], without: AbstractSet[str]) -> Sequence[Hit]:
+        """Return the hits that the engine's model sampled, except those of turns `without`."""
+        own, named = self._context.model.capability, bool(self._context.call.model)
+        return [hit for hit in hits if hit.turn.id not in without and own.sampled(hit.turn, named=named)]
 
     async def supplied(self, plan: Plan) -> Plan:
         """Return a plan whose prompt can be supplied to this engine: itself, or a plain one with the reason.
@@ -474,11 +485,6 @@ def _placed(found: Match) -> list[tuple[int, str]]:
     """Return the places of a match's turns, and their ids."""
     parent = [(found.at - 1, found.parent.id)] if found.parent is not None else []
     return [*[(place, hit.turn.id) for place, hit in found.anchors], *parent]
-
-
-def _except(names: AbstractSet[str], hits: Sequence[Hit]) -> Sequence[Hit]:
-    """Return hits without those of the turns with these ids."""
-    return [hit for hit in hits if hit.turn.id not in names] if names else hits
 
 
 def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:

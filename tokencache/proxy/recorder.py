@@ -464,6 +464,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         again=facts.again if broken_off else "",
         # the request
         model=facts.reply.model or chat.model,
+        adapter_of=model.adapter_of if model is not None else "",
         dialect=chat.dialect,
         stream=chat.stream,
         harness=chat.harness,

@@ -424,7 +424,8 @@ class ScoredTurn(msgspec.Struct, frozen=True, kw_only=True):
         edits: the indexes of the edits that changed its prompt; empty if none has a place in it: then the prompt is the recorded one.
         prompt_token_ids: the p ids of the edited prompt; empty if the turn is refused.
         token_ids: the m ids that were sampled.
-        loss_mask: m values: 1 where the policy chose the id and its log probability is recorded, otherwise 0.
+        loss_mask: m values: 1 where the policy chose the id and its log probability is recorded, otherwise 0, as for a model that is not
+            trained.
         logprobs: m recorded log probabilities, natural logarithms; 0.0 where `loss_mask` is 0.
         score: m log probabilities of the same ids after the edited prompt, of the model's own distribution; empty without a score.
         top_ids: m lists of the `top` likeliest ids at each place, the likeliest first; empty without `top`.
@@ -450,7 +451,8 @@ class ScoredTurn(msgspec.Struct, frozen=True, kw_only=True):
 class EditedScores(msgspec.Struct, frozen=True, kw_only=True):
     """The turns of a session under edits, in the order in which they were recorded.
 
-    `version` is the engine's own label of the weights that scored (`/weight_info`); `""` if it has none, or nothing was scored.
+    `version` is the engine's own label of the weights that scored (`/weight_info`); `""` if it has none, nothing was scored, or engines of
+    several models scored under different labels.
     """
 
     session: str
