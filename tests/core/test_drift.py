@@ -190,7 +190,8 @@ def test_every_rule_touches_one_member():
     members = {rule.name: rule.part for rule in RULES.values() if rule.kind != "dialect"}
     assert {name for name, member in members.items() if member == "calls"} == {
         *("args-json", "tool-ids", "cd-prefix", "coerced-values", "trailing-blanks", "default-inserted", "unparsed-input"),
-        *("name-lowered", "name-aliased", "name-replaced", "repeated-dropped", "null-dropped", "string-decoded", "value-wrapped", "null-emptied"),
+        *("name-lowered", "name-aliased", "name-replaced", "repeated-dropped", "null-dropped", "string-decoded"),
+        *("value-wrapped", "null-emptied"),
         *("invalid-tool", "args-repaired", "args-emptied", "invalid-json-wrapped", "malformed-wrapped"),
     }
     assert set(members.values()) == set(causes.PARTS)
