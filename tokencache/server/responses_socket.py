@@ -269,7 +269,8 @@ def _text_of(message: WSMessage) -> bytes:
     """
     if message.type is not WSMsgType.TEXT:
         raise EOFError
-    return message.data.encode()
+    text: str = message.data
+    return text.encode()
 
 
 def _is_of_handshake(header: str) -> bool:
