@@ -225,6 +225,13 @@ async def test_a_server_that_stops_finishes_the_response_and_closes_the_connecti
         await rack.ended()
 
 
+async def test_a_connection_that_the_server_closes_gives_its_memory_back(rig):
+    async with connected(rig) as socket:
+        await socket.response(input=[START])
+        rig.proxy.router.sockets.close()
+        assert await socket.closed() == WSCloseCode.GOING_AWAY
+
+
 async def test_messages_and_kept_items_count_as_memory():
     async with proxied(max_body=20_000, request_memory=60_000) as rig:
         async with connected(rig) as socket, connected(rig, "other") as other:

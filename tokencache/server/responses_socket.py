@@ -145,9 +145,11 @@ class _Connection:
         except EOFError:
             return
         finally:
-            await end(stop, receiving, call)
-            self._wire.count_messages(None)
-            self.holding.give_all()
+            try:
+                await end(stop, receiving, call)
+            finally:  # the loss of the connection cancels this task, also here
+                self._wire.count_messages(None)
+                self.holding.give_all()
 
     async def _answer(self, message: bytes) -> None:
         """Serve a message as a request, and keep what the next one may continue."""
