@@ -177,6 +177,26 @@ async def test_requests_are_served_one_after_the_other(rig):
     assert len({event["response"]["id"] for event in ended}) == 3
 
 
+@pytest.mark.parametrize("header", ["x-stainless-retry-count", "Idempotency-Key"])
+async def test_a_repeated_handshake_repeats_no_request(rig, header):
+    async with rig.http.ws_connect(rig.url + ROUTE, headers={HEADER: "s", header: "1"}) as raw:
+        first, second = [await Socket(raw).response(input=[START]) for _ in range(2)]
+    assert first["id"] != second["id"]
+    assert len(rig.ground_truth()) == 2
+
+
+async def test_a_client_that_leaves_ends_its_waiting_requests():
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
+        async with connected(rig) as socket:
+            await socket.send(input=[START])
+            await socket.send(input=[{"role": "user", "content": "EPISODE:talk"}])
+            while (await socket.next())["type"] != "response.reasoning_text.delta":
+                pass
+        await settled(rig)
+        assert [turn["marks"] for turn in await rig.turns()] == [["aborted"]]
+        await until(lambda: not rig.proxy.request_memory.total)
+
+
 @pytest.mark.parametrize("how", ["closes", "is cut off"])
 async def test_a_client_that_leaves_ends_its_call(how):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:
@@ -203,6 +223,13 @@ async def test_a_server_that_stops_finishes_the_response_and_closes_the_connecti
         assert (await client.events())[-1]["type"] == "response.completed"
         assert [await Socket(each).closed() for each in (busy, idle)] == [WSCloseCode.GOING_AWAY] * 2
         await rack.ended()
+
+
+async def test_a_connection_that_the_server_closes_gives_its_memory_back(rig):
+    async with connected(rig) as socket:
+        await socket.response(input=[START])
+        rig.proxy.router.sockets.close()
+        assert await socket.closed() == WSCloseCode.GOING_AWAY
 
 
 async def test_messages_and_kept_items_count_as_memory():

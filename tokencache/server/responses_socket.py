@@ -14,22 +14,23 @@ With `previous_response_id` the client sends only what follows the last response
 (Codex sends `store: false`): the connection keeps its items, and the request is served as if it contained them all. Another response is
 looked up as for a POST request. `generate: false` (Codex warms up its connection) samples nothing; the next request continues its input.
 
-A request has the headers of the handshake, and passes routing, memory limits and the call like any other. A client that closes the
-connection has left its call. The proxy closes a connection that waits for its client when it stops, or when it runs short of files; its
-client opens another one, and sends its whole input.
+A request has the headers of the handshake, except those that mark a retry. It passes routing, memory limits and the call like any other. A
+client that closes the connection has left its call, and the requests that wait. The proxy closes a connection that waits for its client
+when it stops, or when it runs short of files; its client opens another one, and sends its whole input.
 """
 
 import asyncio
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
@@ -37,6 +38,7 @@ from tokencache.dialects.json_io import NULL, TRUE, fields_of, member
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import EventSplitter, data_of, event_of
 from tokencache.errors import HarnessError, MemoryFullError
+from tokencache.proxy.dedup.fingerprint import IDEMPOTENCY_KEY, RETRY_COUNT
 from tokencache.proxy.request_body import KEPT, check_values
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
 from tokencache.server.http_guard import GuardedConnection
@@ -49,7 +51,8 @@ Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
 """How long a connection may be silent before it is checked whether its client is still there."""
-_OF_HANDSHAKE = frozenset({"connection", "upgrade", "content-type", "content-length"})
+_OF_HANDSHAKE = frozenset({"connection", "upgrade", "content-type", "content-length", RETRY_COUNT, IDEMPOTENCY_KEY.lower()})
+"""Headers that requests do not have: a repeated handshake repeats no request."""
 _PREVIOUS = "previous_response_id"
 
 
@@ -118,29 +121,35 @@ class _Connection:
         stop = asyncio.create_task(stopping.wait())
         receiving = asyncio.create_task(self._socket.receive())
         call: asyncio.Task[Any] = receiving
+        waiting: deque[bytes] = deque()
         try:
             while True:
-                await asyncio.wait({receiving, stop}, return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():
-                    await end(receiving)
-                    await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
-                    return
-                message = receiving.result()
-                if message.type is not WSMsgType.TEXT:
-                    return
-                data = message.data.encode()
+                if not waiting:
+                    await asyncio.wait({receiving, stop}, return_when=asyncio.FIRST_COMPLETED)
+                    if not receiving.done():
+                        await end(receiving)
+                        await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
+                        return
+                    waiting.append(_text_of(receiving.result()))
+                    receiving = asyncio.create_task(self._socket.receive())
+                data = waiting.popleft()
                 self._wire.begin_message(len(data))
                 call = asyncio.create_task(self._answer(data))
-                receiving = asyncio.create_task(self._socket.receive())
-                await asyncio.wait({receiving, call}, return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done() and receiving.result().type is not WSMsgType.TEXT:
-                    return
+                while not call.done():
+                    await asyncio.wait({receiving, call}, return_when=asyncio.FIRST_COMPLETED)
+                    if receiving.done():
+                        waiting.append(_text_of(receiving.result()))
+                        receiving = asyncio.create_task(self._socket.receive())
                 await call
                 self._wire.end_message()
+        except EOFError:
+            return
         finally:
-            await end(stop, receiving, call)
-            self._wire.count_messages(None)
-            self.holding.give_all()
+            try:
+                await end(stop, receiving, call)
+            finally:  # the loss of the connection cancels this task, also here
+                self._wire.count_messages(None)
+                self.holding.give_all()
 
     async def _answer(self, message: bytes) -> None:
         """Serve a message as a request, and keep what the next one may continue."""
@@ -252,6 +261,18 @@ class _Frames(AbstractStreamWriter):
 
     def enable_chunking(self) -> None:
         """Do nothing: messages have a length."""
+
+
+def _text_of(message: WSMessage) -> bytes:
+    """Return the text of a message.
+
+    Raises:
+        EOFError: there is none: the client has closed the connection, or the message is binary.
+    """
+    if message.type is not WSMsgType.TEXT:
+        raise EOFError
+    text: str = message.data
+    return text.encode()
 
 
 def _is_of_handshake(header: str) -> bool:
