@@ -197,6 +197,15 @@ async def test_a_client_that_leaves_ends_its_waiting_requests():
         await until(lambda: not rig.proxy.request_memory.total)
 
 
+async def test_a_binary_message_closes_the_connection_with_the_reason():
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
+        async with connected(rig) as socket:
+            await socket.socket.send_bytes(b"{}")
+            assert await socket.closed() == WSCloseCode.UNSUPPORTED_DATA
+        assert rig.ground_truth() == []
+        await until(lambda: not rig.proxy.request_memory.total)
+
+
 @pytest.mark.parametrize("how", ["closes", "is cut off"])
 async def test_a_client_that_leaves_ends_its_call(how):
     async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002)) as rig:

@@ -142,8 +142,8 @@ class _Connection:
                         receiving = asyncio.create_task(self._socket.receive())
                 await call
                 self._wire.end_message()
-        except EOFError:
-            return
+        except EOFError:  # nothing is sent if the connection is closed already
+            await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"send JSON as text")
         finally:
             try:
                 await end(stop, receiving, call)
