@@ -351,6 +351,9 @@ class _Sampler:
         self._rng = random.Random(seed)
         self._word = tokenizer.encode(" and")[0]
 
+    def logprobs_seed(self, prompt_ids, call, index):
+        return f"{call}-{index}"
+
     def reply(self, request, prompt_ids, call, index, choice=()):
         done = 0
         while prompt_ids[len(prompt_ids) - 1 - done] == self._word:

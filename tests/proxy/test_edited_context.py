@@ -172,7 +172,7 @@ async def test_each_edited_prompt_equals_the_rendering_outside_of_the_replies(na
     figures = await edited(ALL_KINDS[name], [*talks])
     assert figures.wrong == []
     assert {*figures.refused} <= {EditRefusal.SAMPLED_REPLY, *ODD.get(name, ())}, figures.refused
-    assert figures.scored >= (0.2 if name in ODD else 0.9) * (figures.scored + figures.refused.total())
+    assert figures.scored >= (0.15 if name in ODD else 0.9) * (figures.scored + figures.refused.total())
     if talks is TALKS:
         assert {*figures.refused} == {EditRefusal.SAMPLED_REPLY, *ODD.get(name, ())}, "a row of the table is out of date"
 

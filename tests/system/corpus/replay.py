@@ -12,16 +12,21 @@ Calls that ran concurrently do so again: each is sent when the calls have ended 
 """
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
+import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from tests.proxy.kit import CHAT, Rig, proxied
 from tests.support.waiting import until
 from tests.system.corpus.format import Call, Recording
 from tests.system.corpus.replies import Reply, read_reply
-from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine, parser, wire
 
 SESSION = "replayed"
 CONTEXT = 1 << 20
@@ -67,13 +72,26 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
     )
     _prepare(engine, recording.calls)
     async with proxied(engine) as rig:
-        await _Session(recording, rig).run()
+        with _ascending_ids():
+            await _Session(recording, rig).run()
         names = {_name(call) for call in recording.calls}
         for entry in engine.ground_truth:
             if _named_in(entry.request_id) in names:
                 entry.session = SESSION  # some harnesses send an X-Session-ID of their own
         left = sum(call.ended == "left" for call in recording.calls)
         return _outcome(recording, rig, await rig.check(SESSION, aborted=left))
+
+
+@contextlib.contextmanager
+def _ascending_ids() -> Iterator[None]:
+    """The ids of the engine's calls ascend, as in the recordings: smolagents writes calls in the order of their ids."""
+    numbers = itertools.count(1)
+
+    def new_call_id() -> str:
+        return f"chatcmpl-tool-{next(numbers):04x}{secrets.token_hex(6)}"
+
+    with mock.patch.object(parser, "new_call_id", new_call_id), mock.patch.object(wire, "new_call_id", new_call_id):
+        yield
 
 
 def _prepare(engine: SimulatedEngine, calls: list[Call]) -> None:
