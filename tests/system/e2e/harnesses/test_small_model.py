@@ -51,7 +51,8 @@ async def test_the_small_models_calls_go_to_the_second_engine(two_models, tmp_pa
     async with proxying(f"{large.url},{small.url}", MemoryStore(), not_trainable=SMALL) as proxied:
 
         async def both_serve():
-            return [one["serves"] for one in (await get_json(proxied.http, f"{proxied.url}/readyz"))["engines"]] == [True, True]
+            async with proxied.http.get(f"{proxied.url}/readyz") as answer:  # 503 at first
+                return [one["serves"] for one in (await answer.json()).get("engines", ())] == [True, True]
 
         await until(both_serve)
         before = len(await read_generations(small))
