@@ -21,8 +21,8 @@ from tokencache.api.requests import ScoreEdited
 from tokencache.core import ids
 from tokencache.core.context import Context, whole_contexts
 from tokencache.core.context_edits import EditRefusal
-from tokencache.core.lineage import lineages
-from tokencache.core.turn import Tokens, Turn, TurnMark
+from tokencache.core.lineage import lineages, training_values
+from tokencache.core.turn import Tokens, Turn
 from tokencache.core.weights import RESERVED
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
@@ -165,15 +165,8 @@ def _contexts(records: Records) -> Mapping[str, Context]:
 
 def _recorded(turn: Turn, sequence: str, tokens: Tokens) -> ScoredTurn:
     """Write what was recorded of a turn."""
-    logprobs = ids.unpack_logprobs(tokens.logprobs)
-    known = len(logprobs) == turn.completion_tokens and TurnMark.NOT_TRAINABLE not in turn.marks
-    return ScoredTurn(
-        turn=turn.id,
-        sequence=sequence,
-        token_ids=ids.unpack(tokens.completion),
-        loss_mask=turn.chosen_mask() if known else [0] * turn.completion_tokens,
-        logprobs=logprobs if known else [0.0] * turn.completion_tokens,
-    )
+    mask, logprobs = training_values(turn, tokens)
+    return ScoredTurn(turn=turn.id, sequence=sequence, token_ids=ids.unpack(tokens.completion), loss_mask=mask, logprobs=logprobs)
 
 
 async def _versions(engines: Iterable[Engine]) -> dict[Engine, str]:

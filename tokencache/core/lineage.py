@@ -145,6 +145,14 @@ def ancestries(lines: Sequence[Sequence[Turn]]) -> list[tuple[str | None, str]]:
     return found
 
 
+def training_values(turn: Turn, tokens: Tokens) -> tuple[list[int], list[float]]:
+    """Return the loss mask and the log probabilities of a turn's completion; zeros if it is not trained."""
+    logprobs = ids.unpack_logprobs(tokens.logprobs)
+    if len(logprobs) == turn.completion_tokens and TurnMark.NOT_TRAINABLE not in turn.marks:
+        return turn.chosen_mask(), logprobs
+    return [0] * turn.completion_tokens, [0.0] * turn.completion_tokens
+
+
 def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: str | None, root: str, *, continued: bool) -> TokenSequence:
     packed = bytearray(rebuild_prefix(lookup, line[0].id).ids)
     mask: list[int] = []
@@ -159,10 +167,9 @@ def _sequence(line: list[Turn], lookup: dict[str, tuple[Turn, Tokens]], parent: 
             if not packed.startswith(unshared, at):
                 raise ValueError(f"turn {turn.id} does not extend turn {turn.parent}")
         before, start = len(mask), turn.prompt_tokens
-        values = ids.unpack_logprobs(sampled.logprobs)
-        trained = len(values) == turn.completion_tokens and TurnMark.NOT_TRAINABLE not in turn.marks
-        mask += [0] * (start - before) + (turn.chosen_mask() if trained else [0] * turn.completion_tokens)
-        logprobs += [0.0] * (start - before) + (values if trained else [0.0] * turn.completion_tokens)
+        completion_mask, values = training_values(turn, sampled)
+        mask += [0] * (start - before) + completion_mask
+        logprobs += [0.0] * (start - before) + values
         spans.append(SequenceTurn(turn, (before, start), (start, len(mask))))
     start_kind = "branch" if line[0].match == "continue" else line[0].match
     return TokenSequence(

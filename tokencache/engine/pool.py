@@ -208,7 +208,7 @@ class Pool:
 
         Keys are separated by a space, which no URL contains. `bound` is what the record names; the result is `""` if that stays.
         """
-        if len(self.groups) < 2 or not bound:  # noqa: PLR2004
+        if not (self.placement.groups and bound):
             return at if at != bound else ""
         keys = bound.split(" ")
         group_of = {key: group.model for group in self.groups.values() for key in _by_key(group.monitors)}
@@ -216,7 +216,7 @@ class Pool:
 
     def place(self, session: str, model: str) -> str:
         """Return the name under which the tokens of a session are counted in the group of a model."""
-        if len(self.groups) < 2:  # noqa: PLR2004
+        if not self.placement.groups:
             return session
         group = group_named(self.groups.values(), model)
         return place_of(session, group.model) if group is not None else session
@@ -229,7 +229,7 @@ class Pool:
         Raises:
             HarnessError: no engine serves it.
         """
-        if len(self.groups) < 2 or group_named(self.groups.values(), name) is not None:  # noqa: PLR2004
+        if not self.placement.groups or group_named(self.groups.values(), name) is not None:
             return
         await asyncio.gather(*[monitor.engine.list_models() for monitor in self.monitors if monitor.ready])
         self._group(name)
@@ -323,7 +323,7 @@ class Pool:
         """
         monitors = self.monitors
         unknown = [monitor for monitor in monitors if monitor.identity is None]
-        if len(self.groups) > 1 or (self.groups and unknown):
+        if self.placement.groups or (self.groups and unknown):
             group = self._group(model)
             monitors = group.serving(model) if group is not None else unknown
         taking = [monitor for monitor in monitors if not monitor.draining]

@@ -11,7 +11,7 @@ This module parses with `json`, as harnesses may: it accepts lone surrogates and
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from operator import attrgetter
 from typing import Any
 
@@ -88,12 +88,9 @@ def _is_json_of(text: str, value: Any, *, strict: bool = True) -> bool:
 # Whole replies.
 
 
-def _empty_marker(served: Message) -> Message | None:
-    return None if served.text or served.calls else msgspec.structs.replace(served, content="(empty)")
-
-
-def _blank_marked(served: Message) -> Message | None:
-    return None if served.text or served.calls else msgspec.structs.replace(served, content="[blank text]")
+def _marker(words: str) -> Callable[[Message], Message | None]:
+    """Write these words in place of a reply without text and calls."""
+    return lambda served: None if served.text or served.calls else msgspec.structs.replace(served, content=words)
 
 
 def _calls_as_text(served: Message) -> Message | None:
@@ -328,7 +325,7 @@ HARNESS: tuple[Rule, ...] = (
         what="a reply without text and calls is returned as `(empty)`; recognized only at its own position",
         source=f"{_CAPTURED}, thinking-only answers",
         part="text",
-        rewrites_reply=_empty_marker,
+        rewrites_reply=_marker("(empty)"),
         order=1,
     ),
     Rule(
@@ -339,7 +336,7 @@ HARNESS: tuple[Rule, ...] = (
         what="a reply whose text is blank, without calls, is returned as `[blank text]`; recognized only at its own position",
         source=f"source: Strands 1.62.0 `event_loop/streaming.py`; {_CAPTURED}",
         part="text",
-        rewrites_reply=_blank_marked,
+        rewrites_reply=_marker("[blank text]"),
         order=1,
     ),
     Rule(

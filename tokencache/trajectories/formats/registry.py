@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit, limit_lag, only_model, without_placeholders, without_training, without_untrained_models
 from tokencache.trajectories.rollout import Records, Rollout, rollout
 from tokencache.trajectories.versions import LagLimit
+
+T = TypeVar("T")
 
 
 class Format(NamedTuple):
@@ -125,9 +127,7 @@ def format_named(name: str) -> Format:
     Raises:
         HarnessError: the name is unknown. The message lists all names.
     """
-    if name not in FORMATS:
-        raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(FORMATS)}", param="format")
-    return FORMATS[name]
+    return _named(FORMATS, name)
 
 
 def file_format_named(name: str) -> Format | TraceFormat:
@@ -136,9 +136,13 @@ def file_format_named(name: str) -> Format | TraceFormat:
     Raises:
         HarnessError: as `format_named`.
     """
-    if name not in FILE_FORMATS:
-        raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(FILE_FORMATS)}", param="format")
-    return FILE_FORMATS[name]
+    return _named(FILE_FORMATS, name)
+
+
+def _named(formats: Mapping[str, T], name: str) -> T:
+    if name not in formats:
+        raise HarnessError(f"format {name[:80]!r} is not one of: {', '.join(formats)}", param="format")
+    return formats[name]
 
 
 def export(
