@@ -25,7 +25,7 @@ _NUMBERS = itertools.count()
 
 def rollout(session="", reward=None, *, state="finished", outcome="ok", complete=True, group="", **more):
     """A session of a run that began at 100, whose last call ended at 110 and that was finished at 115."""
-    name = session or f"s{next(_NUMBERS)}"
+    name = session or f"s{next(_NUMBERS):04}"  # in the order of their names
     given = {"created": 100.0, "used": 110.0, "finished": 115.0 if state != "open" else None, "tags": ("run:r",), "turns": 2, **more}
     return SessionSummary(
         session=name, state=state, sealed=state == "sealed", complete=complete, outcome=outcome, outcome_detail="",
