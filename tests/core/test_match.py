@@ -51,24 +51,25 @@ def _ignoring_ambiguity(echoed, judged):
     return [found for found in judged if found.verdict.supplied][:1]
 
 
-def _ignoring_reasoning(served, echoed, leniency):
-    return judge(served, Message(echoed.role, echoed.text, None, echoed.calls), leniency)
+def _ignoring_reasoning(turn, echoed, leniency):
+    return judge(turn.served, Message(echoed.role, echoed.text, None, echoed.calls), leniency)
 
 
-def _ignoring_ids(served, echoed, leniency):
+def _ignoring_ids(turn, echoed, leniency):
+    served = turn.served
     if len(served.calls) != len(echoed.calls):
         return judge(served, echoed, leniency)
     calls = tuple(msgspec.structs.replace(theirs, id=ours.id) for ours, theirs in zip(served.calls, echoed.calls, strict=True))
     return judge(served, msgspec.structs.replace(echoed, calls=calls), leniency)
 
 
-def _trusting_ids(served, echoed, leniency):
-    known = {call.id for call in served.calls} & {call.id for call in echoed.calls}
-    return Verdict("same") if known else judge(served, echoed, leniency)
+def _trusting_ids(turn, echoed, leniency):
+    known = {call.id for call in turn.served.calls} & {call.id for call in echoed.calls}
+    return Verdict("same") if known else judge(turn.served, echoed, leniency)
 
 
-def _forgiving_without_a_vouch(served, echoed, leniency):
-    return judge(served, echoed, Leniency(harness_rules=HABITS))
+def _forgiving_without_a_vouch(turn, echoed, leniency):
+    return judge(turn.served, echoed, Leniency(harness_rules=HABITS))
 
 
 def _trusting_handles(self, i, hits):
@@ -93,10 +94,10 @@ def _ignoring_white_space_and_ids(conversation, place, hashed=evidence.preceding
     some(
         [
             ("_choose", _ignoring_ambiguity),
-            ("judge", _ignoring_reasoning),
-            ("judge", _ignoring_ids),
-            ("judge", _trusting_ids),
-            ("judge", _forgiving_without_a_vouch),
+            ("judge_reply", _ignoring_reasoning),
+            ("judge_reply", _ignoring_ids),
+            ("judge_reply", _trusting_ids),
+            ("judge_reply", _forgiving_without_a_vouch),
             ("_Finder._judged", _trusting_handles),
             ("delivered_prefix", _taking_the_beginning_for_the_whole),
             ("may_be_delivered", lambda turn, echoed: False),
@@ -671,6 +672,39 @@ def test_a_rewritten_reply_that_followed_the_one_before_it_may_be_that_one_once_
     index.add(_turn("b", _calling("functions.bash:0", "Bash")), U1, served, result, parent=one)
     other = Message("tool", "y", answers="functions.bash:0")
     assert index.match(S1, U1, served, other, served, other).anchors == ((2, Hit(one)),)
+
+
+MORE = Message("assistant", "Yes.", None, (ToolCall("functions.bash:0", "bash", "{ }"), ToolCall("functions.bash:1", "look", "cut off")))
+
+
+def test_a_rewritten_reply_may_be_what_is_left_of_another_ones_calls():
+    """The harness executes the calls that it can read, and keeps only them."""
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    one = index.add(_turn("a", _calling("functions.bash:0", "Bash")), U1)
+    assert index.match(S1, U1, _calling("functions.bash:0"), U2).anchors == ((2, Hit(one)),)
+    index.add(_turn("b", MORE), U3, OK, U1)
+    assert index.match(S1, U1, _calling("functions.bash:0"), U2)[:2] == ("plain", "ambiguous-reply")
+
+
+def test_a_message_edited_into_another_ones_may_precede_what_is_left_of_a_replys_calls():
+    index = _Index(Leniency(harness_rules=frozenset({"name-lowered"}), tools=frozenset({"bash"})))
+    one, before = index.add(_turn("a", _calling("functions.bash:0", "Bash")), S1, U1), index.add(_turn("b", OK), U3)
+    history = (U3, OK, U1, _calling("functions.bash:0"), U2)
+    assert index.match(*history).anchors == ((3, Hit(one)),)
+    index.add(_turn("c", MORE), U3, OK, U2, parent=before)
+    found = index.match(*history)
+    assert (found.parent, found.anchors, found.reason) == (before, (), "ambiguous-reply")
+
+
+@pytest.mark.parametrize(("match_kind", "reasoning", "known"), [("plain", "hm", True), ("plain", None, False), ("continue", None, True)])
+def test_reasoning_that_a_client_wrote_before_the_beginning_of_a_reply_must_still_be_there(match_kind, reasoning, known):
+    """It is in the prompt after which the rest was sampled. Before a recorded reply that the client continued, it is the model's own."""
+    index, whole = _Index(), _turn("a", Message("assistant", "I see. Done.", "hm"))
+    turn = index.add(msgspec.structs.replace(whole, begun=7), U1)
+    for key, hits in index.items():
+        index[key] = [Hit(msgspec.structs.replace(hit.turn, match=match_kind)) for hit in hits]
+    found = index.match(U1, Message("assistant", "I see. Done.", reasoning), U2)
+    assert (found.parent.id if found.parent else found.reason) == (turn.id if known else "rewritten-reply")
 
 
 @pytest.mark.parametrize(

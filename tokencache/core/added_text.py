@@ -16,7 +16,7 @@ import msgspec
 from tokencache.core.messages import BLANK, Message, inline_end
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import CUT_OFF, Verdict, delivered_prefix, judge
+from tokencache.core.verdict import CUT_OFF, Verdict, delivered_prefix, judge_reply
 
 STOP_RESTORED, WORDS_ADDED = "stop-restored", "words-added"
 """The names of the rules for added text."""
@@ -56,7 +56,8 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
     restored = bool(stop) and text.rstrip(BLANK) == stop.rstrip(BLANK)
     if stop and not restored and not text.startswith(stop):
         return None
-    verdict = judge(msgspec.structs.replace(served, content=(served.content or "") + text), echoed, leniency)
+    extended = msgspec.structs.replace(served, content=(served.content or "") + text)
+    verdict = judge_reply(msgspec.structs.replace(turn, served=extended), echoed, leniency)
     needed = {*verdict.rules, *([STOP_RESTORED] if stop else []), *([] if restored else [WORDS_ADDED])}
     if not verdict.supplied or not all(map(leniency.allows, needed)):
         return None
@@ -76,7 +77,7 @@ def text_behind(turn: Turn, echoed: Message) -> str:
 
 def judge_echo(turn: Turn, echoed: Message, leniency: Leniency) -> Verdict:
     """Compare an echo with a turn's reply, also one with added text, and one that is only the beginning of the reply."""
-    verdict = judge(turn.served, echoed, leniency)
+    verdict = judge_reply(turn, echoed, leniency)
     if verdict.kind != "foreign":
         return verdict
     if (added := added_text(turn, echoed, leniency)) is not None:

@@ -41,7 +41,7 @@ from tokencache.core import evidence
 from tokencache.core.added_text import AddedText, added_text, judge_echo, text_behind
 from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
-from tokencache.core.messages import Message, digest
+from tokencache.core.messages import Message, ToolCall, canonical_arguments, digest
 from tokencache.core.reasons import Reason
 from tokencache.core.rules import STRICT, Leniency
 from tokencache.core.turn import MatchKind, Turn, TurnMark
@@ -53,6 +53,7 @@ from tokencache.core.verdict import (
     delivered_prefix,
     is_unique,
     judge,
+    judge_reply,
     keeps_id,
     may_be_delivered,
 )
@@ -312,7 +313,7 @@ def _may_repeat(narrowed: Collection[_Found], candidates: Collection[_Found]) ->
     """Whether all turns that are left need the harness to have rewritten them, and another candidate said just this: it may be repeated."""
     tokens = {found.hit.turn.completion_hash for found in narrowed}
     others = [found for found in candidates if found.hit.turn.completion_hash not in tokens]
-    return all(found.verdict.kind == "rewritten" for found in narrowed) and any(found.verdict.kind != "rewritten" for found in others)
+    return _all_rewritten(narrowed) and any(found.verdict.kind != "rewritten" for found in others)
 
 
 class _Surroundings(NamedTuple):
@@ -539,8 +540,8 @@ class _Finder(msgspec.Struct, frozen=True):
         aborted = () if by_handle else self.hits.get(aborted_key(self.conversation.model_key), ())
         in_doubt = self._may_be_barred(i, judged, known) or any(may_be_delivered(hit.turn, echoed) for hit in aborted)
         in_doubt = in_doubt or any(self._may_have_words(i, found.hit.turn) for found in known if found.added is not None)
-        # a rewritten reply may be that of another turn, which said just this
-        rewritten = all(found.verdict.kind == "rewritten" for found in known) and bool(self._rivals(judged, known))
+        # a rewritten reply may be that of another turn, which said just this, or this and more
+        rewritten = _all_rewritten(known) and (bool(self._rivals(judged, known)) or self._may_be_a_part(i, known))
         in_doubt = in_doubt or (bool(after_same) and (rewritten or self._may_be_unfound(i, judged)))
         if in_doubt and not self._by_tokens(i, known):
             return _Claim(i, (), Reason.AMBIGUOUS_REPLY)
@@ -566,7 +567,20 @@ class _Finder(msgspec.Struct, frozen=True):
         others = [turn for turn in self.turns.values() if turn.id not in known and here.led_to([turn])]
         others = [turn for turn in others if not self._has_other_handle(claim.place, turn)]
         judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
+        if _all_rewritten(claim.candidates) and any(self._is_part_of(claim.place, turn) for turn in others):
+            return True
         return bool(self._rivals(judged, claim.candidates))
+
+    def _may_be_a_part(self, i: int, known: Sequence[_Found]) -> bool:
+        """Whether a harness may have left out the rest of another reply, sampled after the same message."""
+        here, tokens = self.message_before(i), {found.hit.turn.completion_hash for found in known}
+        others = [turn for turn in self.turns.values() if turn.completion_hash not in tokens and _message_before(turn) == here]
+        return any(self._is_part_of(i, turn) for turn in others)
+
+    def _is_part_of(self, i: int, turn: Turn) -> bool:
+        """Whether all calls of a message are calls of a turn as they were issued."""
+        echoed, served = ({_as_issued(call) for call in message.calls} for message in (self.conversation.messages[i], turn.served))
+        return bool(echoed) and echoed <= served
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.
@@ -605,7 +619,7 @@ class _Finder(msgspec.Struct, frozen=True):
         barred = [found.hit.turn for found in judged if found.verdict.rules and not found.verdict.supplied]
         if not barred:  # as in nearly every call: nothing has to be hashed
             return False
-        here, rewritten = self.message_before(i), all(found.verdict.kind == "rewritten" for found in known)
+        here, rewritten = self.message_before(i), _all_rewritten(known)
         tokens = {found.hit.turn.completion_hash for found in known}
         return any((rewritten or _message_before(turn) == here) and turn.completion_hash not in tokens for turn in barred)
 
@@ -650,7 +664,7 @@ class _Finder(msgspec.Struct, frozen=True):
             if handle and self._has_other_handle(i, hit.turn):
                 judged.append(_Found(hit, _OTHER_HANDLE))
                 continue
-            verdict = judge(hit.turn.served, echoed, self.leniency)
+            verdict = judge_reply(hit.turn, echoed, self.leniency)
             added = added_text(hit.turn, echoed, self.leniency) if verdict.kind == "foreign" else None
             if added is not None and added.restored:
                 judged.append(_Found(hit, added.verdict, None, added))
@@ -697,6 +711,14 @@ def _once(hits: Iterable[Hit]) -> list[Hit]:
 
 def _turns(found: Iterable[_Found]) -> list[Turn]:
     return [one.hit.turn for one in found]
+
+
+def _all_rewritten(found: Iterable[_Found]) -> bool:
+    return all(one.verdict.kind == "rewritten" for one in found)
+
+
+def _as_issued(call: ToolCall) -> tuple[str, str, bytes]:
+    return call.id, call.name, canonical_arguments(call.arguments)
 
 
 def _why_not(judged: Sequence[_Found]) -> Reason:

@@ -156,6 +156,14 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
     return Verdict(kind, tuple(sorted(rules)), ids_kept, supplied)
 
 
+def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
+    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there."""
+    verdict = judge(turn.served, echoed, leniency)
+    if turn.begun and turn.match == "plain" and turn.served.thought != echoed.thought:
+        return Verdict("rewritten", ids_kept=verdict.ids_kept, supplied=False)
+    return verdict
+
+
 def _verbatim(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
     """Whether calls came back exactly as they were issued, under ids that look random."""
     return ours == theirs and all(is_unique(call.id) for call in ours)

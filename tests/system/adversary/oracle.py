@@ -294,9 +294,11 @@ class Oracle:
     def _words_after(self, span: Span, entry: Entry) -> str:
         """The harness's words after a turn's reply in the prompt: none if the message as it was written is that reply."""
         given = self.turns[span.turn]
-        if entry.is_kept:
-            return entry.words if self._is_kept(span, entry) or not given.is_said_by(entry) else ""
-        return "" if given.is_said_by(entry) or _is_made_of(entry, given) else _rest(given, entry.message) or ""
+        if entry.is_kept and self._is_kept(span, entry):
+            return entry.words
+        if given.is_said_by(entry) or (not entry.is_kept and _is_made_of(entry, given)):
+            return ""
+        return _rest(given, entry.message) or (entry.words if entry.is_kept else "")
 
     def _judge_span(self, span: Span, entries: Sequence[Entry], scope: str, supplied: dict[int, int]) -> None:
         """Judge one message whose place in the prompt has a turn's tokens."""
@@ -342,7 +344,8 @@ class Oracle:
             return
         ordered = [said for said in indicated if said in in_order]
         since = _since(entries[: span.place])
-        for level in (indicated, ordered, [said for said in ordered if _since(said.entries) == since]):
+        beside = [said for said in indicated if said in levels[-1]]  # the same message directly before decides between these
+        for level in (indicated, beside, ordered, [said for said in ordered if _since(said.entries) == since]):
             if {tuple(said.completion) for said in level} == {tuple(given.completion)} and truth not in {said.number for said in level}:
                 return  # all evidence indicates that turn
         others = [said.number for said in indicated]
@@ -533,11 +536,14 @@ class Oracle:
             self._may_be_cut(entry, [*self.turns.values()], own)
             or self._may_be_understood(entry, after_same, own)
             or self._may_have_words(entry, after_same, own)
+            or self._may_be_a_part(entry, [*after_same, *there], own)
             or (own not in there and self._may_be_understood(entry, there, own))  # an edit may have made one message of the other
             or (own not in there and self._may_have_words(entry, there, own))
             or self._may_be_changed(own, entries, place, scope)
         ):
             return ""
+        if any(said.number >= self._kept and meaning(said.reply) == entry.loose and not said.is_said_by(entry) for said in here):
+            return ""  # a reply in its position with other reasoning: the harness may have changed that one
         if own in beside and self._alone(own, beside):
             return "neighbour"
         # The reply before a turn is unknown where it was not recognised: it may have been this one.
@@ -564,6 +570,12 @@ class Oracle:
         begun = [shown(said.reply) for said in others if not call_ids(said.reply) and text_of(said.reply).strip()]
         now = shown(entry.message)
         return not call_ids(entry.message) and any(now.startswith(text) and now[len(text) :].strip() for text in begun)
+
+    def _may_be_a_part(self, entry: Entry, turns: Sequence[SampledTurn], own: SampledTurn) -> bool:
+        """Whether a message with other words than the reply has only calls of another turn: a harness may have dropped the rest."""
+        calls = _issued_calls(entry.message)
+        others = [said for said in turns if said.number >= self._kept and said.completion != own.completion]
+        return entry.loose != own.words and bool(calls) and any(calls <= _issued_calls(said.reply) for said in others)
 
     def _claimed_elsewhere(self, own: SampledTurn, entries: Sequence[Entry], place: int, scope: str) -> bool:
         """Whether another message of the history may equally be this turn's reply, which can be in one place only."""
@@ -749,6 +761,12 @@ class Oracle:
 
 def _is_made_of(entry: Entry, said: SampledTurn) -> bool:
     return said.number in {entry.turn, *entry.parts}
+
+
+def _issued_calls(message: Message) -> set[tuple[str, ...]]:
+    """The id, name and arguments of each call."""
+    calls = message.get("tool_calls") or ()
+    return {(safe(call["id"]), call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in calls}
 
 
 def _rest(said: SampledTurn, message: Message) -> str | None:
