@@ -439,11 +439,23 @@ async def test_a_message_of_the_harness_s_may_begin_with_a_reply_that_was_sample
     assert found <= await talk.found() <= found | also
 
 
+@pytest.mark.parametrize(("after", "found"), [(f"es.</search> a.txt{END}{NEXT}", set()), (f" a.txt{END}{NEXT}", {"unfaithful"})])
+async def test_a_longer_reply_with_words_may_stand_where_a_shorter_one_was_sampled(after, found):
+    """The words of the harness's begin behind the shorter one, then."""
+    talk = Spliced()
+    shorter = await talk.ask([Entry(ASK)], {"content": "Y"})
+    before = talk.before
+    longer = await talk.ask([Entry(ASK), shorter, Entry(ASK)], {"content": "Yes.</search>"}, stop=["</search>"])
+    talk.before = before
+    await talk.ask([Entry(ASK), written(longer, "</search> a.txt"), Entry(ASK)], {"content": "Done."}, after)
+    assert await talk.found() == found
+
+
 class Judged:
     """A session whose calls are planned by the product, and judged."""
 
-    def __init__(self, *rules, **limits):
-        self.stack, self.tally, self.limits = Stack("Qwen2.5", seed=3), Tally(), limits
+    def __init__(self, *rules, template="Qwen2.5", **limits):
+        self.stack, self.tally, self.limits = Stack(template, seed=3), Tally(), limits
         self.oracle, self.leniency = Oracle(self.stack, 0, self.tally), Leniency(harness_rules=frozenset(rules))
 
     async def ask(self, reply, *entries):
@@ -540,6 +552,38 @@ async def test_a_reply_may_be_another_one_that_followed_the_reply_before_after_a
     talk.tally.counts.clear()
     system = Entry({"role": "system", "content": "Answer."})
     await talk.ask({"content": "Yes."}, system, Entry(ASK), looked, result, hurry, done, Entry(ASK))
+    assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
+
+
+@pytest.mark.parametrize(("is_first", "chosen", "found"), [(True, 1, set()), (False, 1, set()), (False, 0, {"false"})])
+async def test_between_turns_in_one_position_the_message_directly_before_decides(monkeypatch, is_first, chosen, found):
+    """The client renamed a call of its own, asked again, was told the same in other tokens, and changed that call's message."""
+
+    def called(name, **more):
+        own = Entry({"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": name}], **more})
+        return Entry(ASK), own, Entry({"role": "tool", "tool_call_id": name, "content": "a.txt"})
+
+    talk = Judged()
+    first = await talk.ask({"content": "Done."}, *called("own000001"))
+    await talk.ask({"content": "Done.\n"}, *called("n00000002"))
+    said = f"Done.{chr(10) * chosen}"
+    monkeypatch.setattr(
+        match._Finder, "_after_same_message", lambda _, __, found: [one for one in found if one.hit.turn.served.content == said]
+    )
+    reply = first if is_first else Entry(first.message)
+    await talk.ask({"content": "Yes."}, *called("n00000002", reasoning=None), reply, Entry(ASK))
+    assert [span.turn for span in talk.oracle.turns[2].spans] == [chosen]
+    assert {kind for kind in NEVER if talk.tally.counts[kind]} == found
+
+
+@pytest.mark.parametrize(("there", "owed"), [("OK", 0), ("No.", 1)])
+async def test_a_reply_is_not_owed_in_the_position_of_one_with_other_reasoning(there, owed):
+    """The harness may have changed the reasoning of that one."""
+    talk, system = Judged(template="Qwen3.5 nothink"), Entry({"role": "system", "content": "Answer."})
+    done = await talk.ask({"content": "OK", "reasoning": "hm"}, Entry(ASK))
+    await talk.ask({"content": there, "reasoning": "no"}, system, Entry(ASK))
+    talk.tally.counts.clear()
+    await talk.ask({"content": "Yes."}, system, Entry(ASK), done, Entry(ASK))
     assert (talk.tally.counts["owed"], talk.tally.counts["missed"]) == (owed, 0)
 
 
