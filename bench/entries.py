@@ -65,6 +65,11 @@ class Entries:
         return found
 
 
+def ours(found: Entries) -> int:
+    """How many entries are of our own functions."""
+    return sum(times for package, times in found.by_package().items() if package.startswith("tokencache."))
+
+
 def package_of(file: str) -> str:
     """The package of a file of source."""
     if file.startswith(_OURS):
@@ -100,8 +105,7 @@ def main() -> None:
     options = asked.parse_args()
     for title, talk in CASES.items():
         found = measured(talk)
-        ours = sum(times for package, times in found.by_package().items() if package.startswith("tokencache."))
-        print(f"{title}: {found.python.total()} entries, {ours} of them ours; {found.c} calls of C functions", flush=True)
+        print(f"{title}: {found.python.total()} entries, {ours(found)} of them ours; {found.c} calls of C functions", flush=True)
         print("   ", ", ".join(f"{package} {times}" for package, times in found.by_package().most_common(14)))
         for (file, name), times in found.python.most_common(options.functions):
             print(f"    {times:5}  {package_of(file)}: {name}")

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots
+from bench.aims import CHUNKS
 from bench.report import Shown, aim_rows, tables
+from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = HERE / "results.json"
 NAMES = {
+    "Functions that a call enters": "entries",
     "One call at a time": "cost",
     "One session that grows: CPU µs per call": "growth",
     "Closed loop: each rollout asks again as soon as it was answered": "load",
@@ -83,9 +86,29 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
+CASES = {"1 KB", "141 KB", "1 MB", "141 KB, 500 chunks"}
+LOADS = {("1 KB", 64), ("1 KB", 1_024), ("141 KB", 16), ("141 KB", 64), ("1 MB", 16), (CHUNKS, 64)}
+LEFT_OUT = {FLOOR, FLOOR_LOCAL, FLOOR_NAMED}
+"""What the page shows of the cases and loads, and targets that it does not show there. The raw figures have all."""
+
+
+def abridged(found: dict[str, Any]) -> dict[str, Any]:
+    """The run with what the page shows."""
+
+    def shown(row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"targets": {name: seen for name, seen in row["targets"].items() if name not in LEFT_OUT}, "impossible": {}}
+
+    kept: dict[str, Callable[[Any], Any]] = {
+        "cost": lambda rows: [shown(row) for row in rows if row["case"] in CASES],
+        "load": lambda rows: [shown(row) for row in rows if (row["shape"], row["connections"]) in LOADS],
+        "growth": lambda grown: grown | {"marks": list(map(shown, grown["marks"]))},
+    }
+    return found | {part: keep(found[part]) for part, keep in kept.items() if part in found}
+
+
 def _parts(found: dict[str, Any]) -> dict[str, str]:
     own = {"machine": came_from(found), "aims": markdown(aim_rows(found))}
-    return own | {NAMES[shown.title]: markdown(shown) for shown in tables(found)}
+    return own | {NAMES[shown.title]: markdown(shown) for shown in tables(abridged(found))}
 
 
 if __name__ == "__main__":

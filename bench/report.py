@@ -39,6 +39,7 @@ def wrong(runs: Sequence[dict[str, Any]]) -> str:
 def tables(found: dict[str, Any]) -> list[Shown]:
     """All tables of a run; parts that did not run are omitted."""
     makers = (
+        ("entries", entries),
         ("cost", cost),
         ("growth", growth),
         ("load", load),
@@ -48,6 +49,11 @@ def tables(found: dict[str, Any]) -> list[Shown]:
         ("exports", exports),
     )
     return [make(found[part]) for part, make in makers if part in found]
+
+
+def entries(found: dict[str, dict[str, int]]) -> Shown:
+    rows = [[title, *(f"{seen[what]:,}" for what in ("all", "ours", "c"))] for title, seen in found.items()]
+    return Shown("Functions that a call enters", ["call", "Python functions", "ours", "calls of C functions"], rows)
 
 
 def cost(rows: list[dict[str, Any]]) -> Shown:
@@ -76,7 +82,8 @@ def growth(grown: dict[str, Any]) -> Shown:
     marks = grown["marks"]
     for words, what in BEYOND.items():
         cells = [f"{growth_beyond(marks, name, what):.2f}" if _is_shown(marks, name, what) else "" for name in names]
-        rows.append([f"last over first, {words}", "", "", *cells])
+        if any(cells):
+            rows.append([f"last over first, {words}", "", "", *cells])
     return Shown("One session that grows: CPU µs per call", ["", "body KB", "reading it", *names], rows)
 
 

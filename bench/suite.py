@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import loads, targets
+from bench import entries, loads, targets
 from bench.cost import Case, Rig, run_case
 from bench.exports import run_exports
 from bench.growth import MARKS, run_growth
@@ -37,7 +37,8 @@ LOADS = [
     Row("1 KB", 4_096, 2.0, 1),
     Row("1 KB", 16_384, 2.0, 1),
     Row("141 KB", 1, 2.0, 2),
-    Row("141 KB", 64, 2.5, 3),
+    Row("141 KB", 16, 2.5, 3),
+    Row("141 KB", 64, 2.5, 2),
     Row("141 KB", 1_024, 20.0, 1),  # a window several calls long: at 400 at once each takes two seconds and a half
     Row("1 MB", 16, 3.0, 1),
     Row("1 KB, 100 chunks of 50 ms", 1_024, 2.0, 1),
@@ -69,7 +70,7 @@ class Extent:
 
 NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}
 """The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
-PARTS = ("cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start")
+PARTS = ("entries", "cost", "growth", "load", "open", "rollouts", "streams", "exports", "stored", "start")
 FULL = Extent(
     cases=CASES,
     growth_sessions=3,
@@ -164,7 +165,15 @@ class Suite:
                     self.say(f"[yellow]without {name}[/]: {reason}")
             yield able
 
-    def _cost(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002 - all parts are called alike
+    def _entries(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002 - all parts are called alike
+        self.say("entries")
+        self.found["entries"] = {}
+        for title, talk in entries.CASES.items():
+            counted = entries.measured(talk)
+            figures = {"all": counted.python.total(), "ours": entries.ours(counted), "c": counted.c}
+            self.found["entries"][title] = figures
+
+    def _cost(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.found["cost"] = []
         for case in self.extent.cases:
             self.say(f"cost: {case.name}")
