@@ -27,7 +27,6 @@ _NOWHERE = b"", 0, 0
 _PART = 2**16
 """Bytes of a list that are parsed between two pauses: 0.6 ms."""
 FIRST_MARK = Raw(b'"=0"')
-NULL = Raw(b"null")
 _BEGIN = b'"='
 
 

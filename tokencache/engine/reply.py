@@ -31,7 +31,8 @@ import msgspec
 from tokencache.core.ids import ID_BYTES, unpack, unpack_logprobs
 from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.engine.prompt_echo import FIRST_MARK, NULL, PromptEcho, cut_out, mark_number
+from tokencache.dialects.json_io import NULL
+from tokencache.engine.prompt_echo import FIRST_MARK, PromptEcho, cut_out, mark_number
 
 if TYPE_CHECKING:
     from tokencache.core.media import Places
