@@ -87,7 +87,7 @@ def judge(reply: Reply, *, whole: bool = False) -> dict[int, Finding]:
     """Judge all choices of a reply, as far as it arrived; `whole` is whether it is complete, so that its usage must be there."""
     choices = reply.choices
     wrong = _wrong_as_a_whole(reply, choices)
-    if whole and reply.must_count and not reply.counts:
+    if whole and reply.must_count and reply.counted is None and None in map(attrgetter("counted"), choices.values()):
         wrong = wrong or "the engine did not count its tokens"
     return {index: _judge(choice, reply, wrong) for index, choice in choices.items()}
 

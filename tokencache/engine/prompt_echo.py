@@ -26,7 +26,7 @@ _NOT_DIGITS = b" \t\r\n-"
 _NOWHERE = b"", 0, 0
 _PART = 2**16
 """Bytes of a list that are parsed between two pauses: 0.6 ms."""
-FIRST_MARK = b'"=0"'
+FIRST_MARK = Raw(b'"=0"')
 _BEGIN = b'"='
 
 
@@ -157,12 +157,12 @@ class PromptEcho:
         """Note a raw member with the ids. If ids were `cut` out, its value is the mark. The first report counts."""
         if self.known:
             return
-        value = non_null(reported)
-        if cut and value == FIRST_MARK and self.sent:
+        marked = cut and reported == FIRST_MARK
+        if marked and self.sent:
             self.agreed = self.known = True
             return
         raw, packed = self._read
-        self._raw = raw if cut and value == FIRST_MARK else value
+        self._raw = raw if marked else bytes(reported)
         self._packed = packed if self._raw == raw else None  # parsed already
         self.known = bool(self._raw) or self._packed is not None
 
@@ -208,12 +208,6 @@ def read_ids(raw: bytes) -> bytes | None:
 def as_fragment(raw: bytes, packed: bytes) -> ids.Fragment:
     """Return the ids of a raw JSON list as a fragment. The engine's own text is used, unless it contains spaces or signs."""
     return ids.Fragment(written=raw[1:-1]) if raw and packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.Fragment(packed)
-
-
-def non_null(raw: Raw) -> bytes:
-    """Return a raw member's JSON; `b""` for `null`."""
-    value = bytes(raw)
-    return b"" if value == b"null" else value
 
 
 def cut_out(data: bytes, spans: Sequence[tuple[int, int]], first: int = 0) -> bytes:

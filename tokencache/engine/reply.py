@@ -31,7 +31,8 @@ import msgspec
 from tokencache.core.ids import ID_BYTES, unpack, unpack_logprobs
 from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.completion_reader import ReplyMessage
-from tokencache.engine.prompt_echo import FIRST_MARK, PromptEcho, cut_out, mark_number, non_null
+from tokencache.dialects.json_io import NULL
+from tokencache.engine.prompt_echo import FIRST_MARK, PromptEcho, cut_out, mark_number
 
 if TYPE_CHECKING:
     from tokencache.core.media import Places
@@ -43,6 +44,8 @@ _LOGPROBS_NAME = b'"logprobs":'
 _LOGPROBS_BEGIN = _LOGPROBS_NAME + b'{"content":['
 _LOGPROBS_END = b'"top_logprobs":[]}]}'
 _EXPERTS = b'"routed_experts":"'
+_NO_PROMPT = NULL, FIRST_MARK
+"""What a choice has in place of the ids of its own prompt."""
 _AT_ONCE = 32
 """Number of deferred chunks that are parsed together. More would save little, and they wait in memory."""
 
@@ -90,10 +93,10 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: Raw = Raw(b"null")
+    prompt_token_ids: Raw = NULL
     logprobs: Logprobs | Literal["=0"] | None = None  # `FIRST_MARK`
     weight_versions: list[Any] | None = None
-    routed_experts: Raw = Raw(b"null")
+    routed_experts: Raw = NULL
     tokencache: _Packed | None = None
 
 
@@ -104,11 +107,11 @@ class _Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    prompt_token_ids: Raw = Raw(b"null")
+    prompt_token_ids: Raw = NULL
     model: str = ""
-    error: Raw = Raw(b"null")
-    metadata: Raw = Raw(b"null")
-    sglext: Raw = Raw(b"null")
+    error: Raw = NULL
+    metadata: Raw = NULL
+    sglext: Raw = NULL
     tokencache: _PackedPrompt | None = None
     usage: _Usage | None = None
 
@@ -245,15 +248,16 @@ class Choice:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         before = len(self.ids)
         self._add_tokens(choice)
-        if bytes(choice.prompt_token_ids) != FIRST_MARK:
-            self.prompt = self.prompt or non_null(choice.prompt_token_ids)
+        if not self.prompt and choice.prompt_token_ids not in _NO_PROMPT:
+            self.prompt = bytes(choice.prompt_token_ids)
         self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
-        number = mark_number(bytes(choice.routed_experts))
-        found = experts[number] if 0 <= number < len(experts) else non_null(choice.routed_experts)
-        self.experts = found or self.experts
+        if choice.routed_experts != NULL:
+            found = bytes(choice.routed_experts)
+            number = mark_number(found)
+            self.experts = (experts[number] if 0 <= number < len(experts) else found) or self.experts
 
     def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
         """Add the parts of this choice in plain chunks."""
@@ -419,14 +423,14 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        echoes = [chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)]
+        echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
         if short is not data and not self._in_place(chunk, echoes):
             self.prompt.stop_cutting()
             return self.add(data)
         if logprobs is not None and not (_of_chat(chunk) and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
-        self.error = self.error or non_null(chunk.error)
+        self.error = self.error or (bytes(chunk.error) if chunk.error != NULL else b"")
         self._note_prompt(chunk, echoes, cut=short is not data)
         for choice in chunk.choices:
             if choice.logprobs == _LOGPROBS_MARK:
@@ -466,11 +470,6 @@ class Reply:
             if choice.token_ids or choice.tokencache is not None:
                 self._choice(choice.index).doubt_after(0, "ids arrived after the finish reason")
 
-    @property
-    def counts(self) -> bool:
-        """Whether the engine counts the tokens that the last request sampled, each choice's or all."""
-        return self.counted is not None or None not in map(attrgetter("counted"), self.choices.values())
-
     def trust_count(self) -> None:
         """Note that the ids were counted elsewhere: in a continued stream, the usage is the proxy's own."""
         self.counted = sum(choice.sampled for choice in self.choices.values())
@@ -499,8 +498,7 @@ class Reply:
 
         False for ids of a text completion that were not sent: each choice has its own prompt.
         """
-        first = next(filter(None, map(non_null, echoes)), b"")
-        return first == FIRST_MARK and bool(chunk.choices) and (bool(self.prompt.sent) or _of_chat(chunk))
+        return echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (_of_chat(chunk) or bool(self.prompt.sent))
 
     @property
     def refusal(self) -> int:
@@ -564,7 +562,7 @@ class Reply:
 
 
 _finish_reason = attrgetter("finish_reason")
-_LOGPROBS_MARK = FIRST_MARK[1:-1].decode()
+_LOGPROBS_MARK = bytes(FIRST_MARK)[1:-1].decode()
 
 
 def _without_logprobs(data: bytes) -> tuple[bytes, Logprobs | None]:

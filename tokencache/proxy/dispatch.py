@@ -245,7 +245,8 @@ class Dispatch:
         """
         chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.time()
         plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
-        thinking = await self._thinking_marks(model) if model is not None and budget_of(chat.fields) is not None else None
+        budget = budget_of(chat.fields)
+        thinking = await self._thinking_marks(model) if model is not None and budget is not None else None
         metrics.BEFORE.observe(time.time() - started)
         if plan.prefix is not None:
             tokens = (len(plan.prefix) + len(plan.tail)) // ids.ID_BYTES
@@ -267,6 +268,7 @@ class Dispatch:
             frozen=engine.frozen,
             plan=plan,
             weights=weights,
+            budget=budget,
             thinking=thinking,
             whole=whole,
             gathers=continues is not None and not (streams or self._keeps_experts),  # streams have no routed experts

@@ -146,7 +146,8 @@ class Endpoints:
         for name in self._options.affinity_headers:
             headers.setdefault(name, session)
         harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
-        asked = SessionRequest(request, session, origin, settings, route, headers, harness, self._profiles.leniency(harness), holding)
+        path = "".join((route, *origin.path.partition("?")[1:]))
+        asked = SessionRequest(request, session, origin, settings, route, path, headers, harness, self._profiles.leniency(harness), holding)
         if dialect is not None:
             return await self._serve_dialect(asked, dialect)
         if request.method == "POST" and route == TOKENIZE:

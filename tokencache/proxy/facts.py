@@ -70,6 +70,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
         frozen: the names of models that are not trained.
         plan: how it is sent.
         weights: the readings of the engine's policy version.
+        budget: the request's thinking budget, in tokens; `None` if it has none.
         thinking: the ids around a thought; `None` if they are not known, or if the request has no thinking budget.
         whole: whether the request asks for a whole reply although the client requested a stream.
         gathers: whether the request asks for a stream, and a whole reply is made from it.
@@ -84,6 +85,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     at: str = ""
     rank: int | None = None
     frozen: frozenset[str] = frozenset()
+    budget: int | None = None
     thinking: ThinkingMarks | None = None
     whole: bool = False
     gathers: bool = False

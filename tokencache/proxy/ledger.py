@@ -152,6 +152,7 @@ class Ledger:
         prefixes: the cached prefixes of its turns.
         placement: the tokens that sessions hold on each engine.
         replica: the id of this process in the store, random.
+        keeps_experts: whether routed experts are written.
         changed: wakes those who wait for a session to be finished, or for its last call to end.
     """
 
@@ -187,7 +188,7 @@ class Ledger:
         self.replica = secrets.token_hex(8)
         self.changed = Wakeup()
         self._strict = strict
-        self._experts = experts
+        self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
         self._backlog = Backlog(store, self.changed)
@@ -348,11 +349,6 @@ class Ledger:
     def count_over_budget(self, session: str) -> int:
         """Count a call after the session's budget was used up; return its number if it needs an incident, otherwise 0."""
         return self._spent.count(session)
-
-    @property
-    def keeps_experts(self) -> bool:
-        """Whether routed experts are written."""
-        return self._experts is not None
 
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""

@@ -3,6 +3,8 @@
 `planner` decides; `resplice` plans prompts for histories that were edited.
 """
 
+from typing import Self
+
 import msgspec
 
 from tokencache.core import evidence, experts, ids
@@ -26,42 +28,29 @@ class Basis(msgspec.Struct, frozen=True):
     """The recorded turn whose prefix begins like a prompt, so that the beginning is not stored again.
 
     Attributes:
-        turn: the turn; `None` if there is none.
+        id: the turn's id; `None` if there is no turn.
         tokens: the number of tokens that its prefix and the prompt have in common; 0 if it is not known yet.
         messages: the number of the request's messages that are those of the turn's request, whose reply follows them; 0 if it is not known.
+        media: the images and other media of the turn's prompt, with which this prompt begins.
+        routed: the number of tokens at the beginning of the prompt whose routed experts are stored with the turn (`core.experts`).
+        served: the turn's reply, if it follows the common messages.
+        foreign: a hash of the client's own assistant messages among the common messages (`core.evidence`).
     """
 
-    turn: Turn | None = None
+    id: str | None = None
     tokens: int = 0
     messages: int = 0
+    media: tuple[PlacedMedia, ...] = ()
+    routed: int = 0
+    served: Message | None = None
+    foreign: bytes = b""
 
-    @property
-    def id(self) -> str | None:
-        """The turn's id."""
-        return self.turn.id if self.turn is not None else None
-
-    @property
-    def media(self) -> tuple[PlacedMedia, ...]:
-        """The images and other media of the turn's prompt, with which this prompt begins."""
-        return self.turn.media if self.turn is not None and self.tokens else ()
-
-    @property
-    def routed(self) -> int:
-        """The number of tokens at the beginning of the prompt whose routed experts are stored with the turn (`core.experts`)."""
-        turn = self.turn
-        if turn is None or not self.tokens or not (turn.experts or turn.experts_start):
-            return 0
-        return min(self.tokens, experts.covered(turn))
-
-    @property
-    def served(self) -> Message | None:
-        """The turn's reply, if it follows the common messages."""
-        return self.turn.served if self.turn is not None and self.messages else None
-
-    @property
-    def foreign(self) -> bytes:
-        """A hash of the client's own assistant messages among the common messages (`core.evidence`)."""
-        return self.turn.foreign if self.turn is not None and self.messages else b""
+    @classmethod
+    def of(cls, turn: Turn, tokens: int = 0, messages: int = 0) -> Self:
+        """Return what a prompt has in common with a turn; `tokens` and `messages` as in the attributes."""
+        routed = min(tokens, experts.covered(turn)) if turn.experts or turn.experts_start else 0
+        served, foreign = (turn.served, turn.foreign) if messages else (None, b"")
+        return cls(turn.id, tokens, messages, turn.media if tokens else (), routed, served, foreign)
 
 
 NO_BASIS = Basis()
@@ -118,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def rendered(self, reason: str) -> "Plan":
         """Return the plan of a call that the engine renders in place of this one, for a `reason`."""
-        return Plan(match="plain", reason=reason, basis=Basis(self.basis.turn))
+        return Plan(match="plain", reason=reason, basis=Basis(self.basis.id))
 
     @property
     def sent(self) -> ids.Fragment:

@@ -439,7 +439,7 @@ class _Planning:
             last_reply=last_reply,
             parent=parent.id,
             applied_rules=found.applied_rules,
-            basis=Basis(parent, last_reply.end, found.at - 1),
+            basis=Basis.of(parent, last_reply.end, found.at - 1),
             sampled=self._context.sampled(base, parent),
         )
 
@@ -455,7 +455,7 @@ class _Planning:
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._context.placed_replies(parent)], last.anchor),
             applied_rules=found.applied_rules,
-            basis=Basis(parent, last.end),
+            basis=Basis.of(parent, last.end),
             sampled=self._context.sampled(ids.head(prompt, last.end), parent),
         )
 

@@ -5,7 +5,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ from tokencache.core.reasons import Reason
 from tokencache.core.turn import Prefix, ReplyPiece, Tokens, Turn, TurnMark, hash_ids, hash_logprobs
 from tokencache.core.verdict import CUT_OFF, Cut, pack_cuts
 from tokencache.dialects.chat.request import ChatCall
-from tokencache.dialects.chat.sampling import bending, budget_of
+from tokencache.dialects.chat.sampling import bending
 from tokencache.dialects.chat.vocabulary import with_references
 from tokencache.dialects.json_io import value_of
 from tokencache.dialects.members import LIMITS
@@ -238,7 +238,7 @@ def _sampled(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice) -
 
 def _forced(facts: CallFacts, prompt: UsedPrompt, completion: bytes) -> tuple[Span, ...] | None:
     """Return the ranges of a completion that a thinking budget forced; `None` if that is not certain."""
-    budget, marks = budget_of(facts.call.chat.fields), facts.planned.thinking
+    budget, marks = facts.planned.budget, facts.planned.thinking
     if budget is None:
         return ()
     return forced_spans(prompt.ids, completion, budget, marks) if marks is not None else None
@@ -285,12 +285,13 @@ def _base(facts: CallFacts, prompt: UsedPrompt, prefixes: PrefixCache) -> tuple[
 # --- the messages ---
 
 
-def _context_base(facts: CallFacts, plan: Plan, prefixes: PrefixCache) -> tuple[str | None, int]:
-    """Find a turn with a request that began with the same messages, which are stored already; return its id and their number."""
+def _context_base(facts: CallFacts, plan: Plan, chain: Sequence[bytes], prefixes: PrefixCache) -> tuple[str | None, int]:
+    """Find a turn with a request that began with the same messages, which are stored already; return its id and their number.
+
+    `chain` is that of the messages.
+    """
     if plan.basis.messages:
         return plan.parent, plan.basis.messages
-    answered = facts.call.chat.answers
-    chain = answered.chain if answered is not None else ()
     best: tuple[str | None, int] = (None, 0)
     for turn, prefix in prefixes.nearby(facts.epoch, facts.reply.model or facts.call.chat.model, plan.basis.id):
         shared = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(prefix.chain, chain, strict=False)))
@@ -330,15 +331,15 @@ def _evidence(chat: ChatCall, conversation: Conversation | None, plan: Plan) -> 
     }
 
 
-def _keys(facts: CallFacts, prompt: UsedPrompt, choice: Choice, served: Message, received: Message) -> tuple[bytes, ...]:
-    """Return the keys under which later histories find the turn: with the whole reply `served`, of which the engine sent `received`."""
-    chat, answered = facts.call.chat, facts.call.chat.answers
+def _keys(facts: CallFacts, turn: Turn, choice: Choice, answered: Conversation | None, received: Message) -> tuple[bytes, ...]:
+    """Return the keys under which later histories find a turn, which answers a conversation; the engine sent `received` of its reply."""
+    chat, served = facts.call.chat, turn.served
     keys: tuple[bytes, ...] = ()
     may_return = not chat.continues or bool(rest_of(received) or received.calls)  # without them it would be the beginning alone
-    if answered is not None and not chat.plain and may_return and (not chat.media or prompt.media):
+    if answered is not None and not chat.plain and may_return and (not chat.media or turn.media):
         if facts.judged.whole and choice.finish_reason:
             restored = with_stop_string(served, choice.stop_reason) if choice.stop_reason is not None else None
-            keys = turn_keys(answered, served, digest(served), handle=chat.reply_handle, leniency=chat.leniency, restored=restored)
+            keys = turn_keys(answered, served, digest(served), handle=turn.handle, leniency=chat.leniency, restored=restored)
             if chat.has_stop_strings and not served.calls:  # its harness may add words to it
                 keys = (*keys, position_key(answered.chain[-1]))
         elif _cut_short(facts, choice):
@@ -405,7 +406,8 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
     sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
     base, shared = _base(facts, prompt, prefixes)
-    context_base, context_shared = _context_base(facts, plan, prefixes)
+    chain = answered.chain if answered is not None else ()
+    context_base, context_shared = _context_base(facts, plan, chain, prefixes)
     served = received = choice.message(with_reasoning=chat.shows_reasoning)
     if chat.continues:
         begun = plan.begun or chat.messages[-1]
@@ -452,7 +454,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         # its message, and how later histories show it
         served=served,
         begun=len(begun.content or "") if chat.continues else 0,
-        position_key=answered.chain[-1] if answered is not None else b"",
+        position_key=chain[-1] if chain else b"",
         **_evidence(chat, answered, plan),
         handle=chat.reply_handle,
         cuts=pack_cuts(_cuts(choice, with_reasoning=chat.shows_reasoning)) if _cut_short(facts, choice) else b"",
@@ -476,11 +478,10 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         context_base=context_base,
         context_shared=context_shared,
     )
-    chain = answered.chain if answered is not None else ()
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
     context = await _context(chat, plan, context_shared, answered_messages)
-    return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), context), prefix
+    return Entry(turn, tokens, _keys(facts, turn, choice, answered, received), context), prefix
 
 
 _BROKEN_OFF = frozenset({"length", "abort", "error"})

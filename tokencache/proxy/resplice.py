@@ -64,7 +64,7 @@ class Resplice:
             origin=last.turn.id,
             anchors=tuple(reply.anchor for reply in replies),
             applied_rules=found.applied_rules,
-            basis=Basis(parent or found.parent or last.turn),
+            basis=Basis.of(parent or found.parent or last.turn),
             sampled=self._sampled_in(prompt, replies),
         )
         if parent is None:
@@ -76,13 +76,13 @@ class Resplice:
             reason=reason,
             parent=parent.id,
             origin=None,
-            basis=Basis(parent, last.end),
+            basis=Basis.of(parent, last.end),
             sampled=self._context.sampled(ids.head(prompt, last.end), parent),
         )
         if parent is found.parent and not found.anchors and reason == Reason.RENDERED_ALIKE:  # not edited after all
             if not self._context.follows_template:
                 await self._context.model.edited_histories.confirm(parent, laid.request, [reply.place for reply in replies], laid.frame)
-            basis = Basis(parent, last.end, found.at - 1)
+            basis = Basis.of(parent, last.end, found.at - 1)
             return msgspec.structs.replace(follows, match=found.kind, reason="", anchors=(), basis=basis)
         continued = any(hit.continued for _, hit in found.anchors if hit.turn.id == parent.id)
         return msgspec.structs.replace(follows, match="branch") if continued else follows

@@ -78,6 +78,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
         origin: where the session was named, and the path at the engine.
         settings: the settings of the session, as far as this process knows.
         route: its path without session, harness and query, in the spelling in which it is served (`session_url.spellings`).
+        path: the path at the engine, with the query, of a route that the proxy knows.
         headers: the headers for the engine.
         harness: name of the harness, `""` if unknown.
         leniency: the rules that apply to the harness.
@@ -89,16 +90,11 @@ class SessionRequest(msgspec.Struct, frozen=True):
     origin: Origin
     settings: SessionSettings
     route: str
+    path: str
     headers: CIMultiDict[str]
     harness: str
     leniency: Leniency
     holding: Holding
-
-    @property
-    def path(self) -> str:
-        """The path at the engine, with the query, of a route that the proxy knows."""
-        _, question, query = self.origin.path.partition("?")
-        return f"{self.route}{question}{query}"
 
 
 def hash_key(key: str) -> str:

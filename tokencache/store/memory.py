@@ -487,8 +487,7 @@ class MemoryStore(MemoryQueue):
         return self._sessions.renew(session)
 
     def _use_epoch(self, session: str, epoch: str) -> _Session:
-        held = self._sessions.get(session)
+        held = self._use(session)
         if held is None or held.epoch != epoch:
             raise SessionGoneError(session)
-        self._sessions[session] = held
         return held

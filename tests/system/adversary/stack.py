@@ -235,8 +235,9 @@ class Stack:
         return called
 
     def _facts(self, call: BegunCall, begun: BeginResult | None, plan: Plan, model: Model, heard: Reply, *, broken: bool) -> CallFacts:
-        thinking = self.engine.thinking_marks() if budget_of(call.chat.fields) is not None else None
-        planned = PlannedCall(engine=self, model=model, plan=plan, weights=VersionReading(UNREPORTED, NO_SALT), thinking=thinking)  # type: ignore[arg-type]
+        budget, weights = budget_of(call.chat.fields), VersionReading(UNREPORTED, NO_SALT)
+        thinking = self.engine.thinking_marks() if budget is not None else None
+        planned = PlannedCall(engine=self, model=model, plan=plan, weights=weights, budget=budget, thinking=thinking)  # type: ignore[arg-type]
         judged, mark = judge_reply(heard, broken_off=broken), TurnMark.ABORTED if broken else ""
         if judged.whole:
             for choice in heard.choices.values():

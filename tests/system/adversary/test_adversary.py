@@ -325,7 +325,7 @@ class Spliced:
                 fragment=ids.Fragment(prompt),
                 last_reply=reply_at,
                 parent=before.turn.id,
-                basis=Basis(before.turn, ids.count(prefix)),
+                basis=Basis.of(before.turn, ids.count(prefix)),
             )
             plan_next(self.stack, plan)
         called = await self.stack.call("s", dialects.write("chat", entries, [], {}, limits), reply)
@@ -723,7 +723,7 @@ async def test_before_words_that_cannot_be_rendered_no_reply_is_owed_twice(reaso
     oracle = Oracle(stack, 0, tally)
 
     async def ask(reason, text, *entries, after=None):
-        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis(after)))
+        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis.of(after) if after is not None else Basis()))
         called = await stack.call("s", dialects.write("chat", entries, [], {}), {"content": text})
         number = oracle.judge(called, entries, scope="")
         return called.turn, Entry(dialects.served("chat", called.answer)[0], number)
@@ -746,7 +746,7 @@ async def test_before_a_reply_without_its_stop_string_no_reply_is_owed_twice(sai
     oracle = Oracle(stack, 0, tally)
 
     async def ask(reason, text, *entries, after=None):
-        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis(after)))
+        plan_next(stack, Plan(match="plain", reason=reason, basis=Basis.of(after) if after is not None else Basis()))
         called = await stack.call("s", dialects.write("chat", entries, [], {}, {"stop": ["</search>"]}), {"content": text})
         return called.turn, Entry(dialects.served("chat", called.answer)[0], oracle.judge(called, entries, scope=""))
 

@@ -13,6 +13,7 @@ Only the hash of a body, the positions of its messages and the parsed messages a
 import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import overload
 
 import msgspec
@@ -179,7 +180,7 @@ class IncrementalParser:
         self.messages = messages or MessageReader()
         self._secret = b""
         self._seed = secrets.randbits(64)  # as for messages: clients cannot construct two heads with one hash
-        self._cache: RecentBySize[str, _CachedBody] = RecentBySize(memory, lambda cached: cached.size)
+        self._cache: RecentBySize[str, _CachedBody] = RecentBySize(memory, attrgetter("size"))
 
     @property
     def secret(self) -> bytes:
