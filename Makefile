@@ -130,9 +130,12 @@ coverage: ## run `make test COVERAGE=1`, which fails below the level in pyprojec
 fast-tests: $(STAMP)
 	$(PYTEST) $(FAST_TESTS)
 
-usual-tests: $(STAMP)
-	@# pytest compiles each file of tests at its first use: once here, and not in each worker at the same time
+# pytest compiles each file of tests at its first use: once here, and not in each worker at the same time
+$(VENV)/.compiled: $(STAMP)
 	@$(BIN)/pytest --collect-only --numprocesses 0 >/dev/null || true
+	@touch $@
+
+usual-tests: $(VENV)/.compiled
 	$(PYTEST) --figures $(if $(COVERAGE),--cov=tokencache)
 
 e2e: e2e-install ## run the end-to-end tests: a real vLLM on CPU, Claude Code, Codex, OpenClaw and more; 15 minutes, 8 GB the first time

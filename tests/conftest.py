@@ -5,16 +5,20 @@ CPython 3.11 raises `SystemError` ("AST constructor recursion depth mismatch") i
 meanwhile.
 """
 
+import functools
 import gc
 import os
 
+import httpcore2
 import pytest
+from _pytest.unraisableexception import gc_collect_iterations_key
 
 from tests.support import compatibility, forked, whole
 from tests.support.limits import Limits
 from tests.support.report import Figures
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # more threads only cost CPU: each process that runs an engine trains its tokenizer
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)  # each client would read all certificates: 20 ms
 
 try:
     from tests.support import profiles
@@ -33,6 +37,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "no_cover: what it runs is not counted (pytest-cov)")
     config.addinivalue_line("markers", "product: its parameters depend on each other, so each run has every combination of them")
     config.addinivalue_line("markers", "ran_with: a package that the test runs with, for docs/compatibility.json: trainer='verl'")
+    config.stash[gc_collect_iterations_key] = 0  # pytest would search all objects at its end for warnings that are ignored
     config.pluginmanager.register(whole)
     config.pluginmanager.register(compatibility)
     if profiles:

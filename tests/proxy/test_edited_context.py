@@ -101,7 +101,7 @@ async def edit_all(stack, rng, figures):
         info = await stack.store.session(session)
         for called in calls:
             turn, plan = called.turn, called.plan
-            openers[turn.id] = EditedJudge([], stack.kind, called, called.messages, {}, {}).said().opener
+            openers[turn.id] = EditedJudge([], stack, called, called.messages, {}, {}).said().opener
             if plan.parent is not None:
                 parent = by_turn[plan.parent]
                 inside[turn.id] = [*inside[parent.turn.id], (parent.turn.messages, parent.turn.id, parent.completion)]
@@ -124,7 +124,7 @@ async def edit_all(stack, rng, figures):
             messages = edited_messages(called.messages, edit)
             now = dataclasses.replace(called, prompt=ids.unpack(found.ids))
             judged = [
-                EditedJudge(spans, stack.kind, now, messages, said, {}).wrong()
+                EditedJudge(spans, stack, now, messages, said, {}).wrong()
                 for spans in itertools.islice(placements(now.prompt, replies), MOST)
             ]
             if all(judged):

@@ -11,7 +11,9 @@ prints the figures. `--all` plays every shape with every system prompt twice; ot
 
 import argparse
 import asyncio
+import bisect
 import json
+import marshal
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -125,6 +127,8 @@ class KindStack(Stack):
         self.kind = kind
         self.renderer = Renderer.of(kind, shared=shared)
         self.engine = Engine(kind, self.renderer, self.rng)
+        self.heads: dict[bytes, list[str]] = {}
+        """What `Judge` found out about what opens a reply, whatever session it is in."""
 
 
 Spans = list[tuple[int, int, int]]
@@ -203,7 +207,7 @@ async def play(stack: KindStack, session: str, name: str, talk: Talk, figures: F
             figures.by_template += 1
             return
         plan = called.plan
-        judge = Judge(stack.kind, called, messages, said, heads)
+        judge = Judge(stack, called, messages, said, heads)
         if plan.prompt is not None:
             figures.spliced += 1
             if wrong := judge.wrong():
@@ -256,9 +260,12 @@ class Judge:
     `said` are the replies before it, by place. `heads` remembers what was found out for other calls of the same session.
     """
 
-    def __init__(self, kind: Kind, called: Called, messages: Sequence[Message], said: dict[int, Said], heads: Heads) -> None:
-        self._kind, self._called, self._messages, self._said, self._cache = kind, called, list(messages), said, heads
+    def __init__(self, stack: KindStack, called: Called, messages: Sequence[Message], said: dict[int, Said], heads: Heads) -> None:
+        self._kind, self._called, self._messages, self._said, self._cache = stack.kind, called, list(messages), said, heads
+        self._heads_of_stack = stack.heads
         self._decode = called.renderer.words.decode
+        tools = called.call.fields.get("tools")
+        self._tools = None if tools is None else json.loads(bytes(tools))
 
     def said(self) -> Said:
         """What is kept of this call for those behind it."""
@@ -331,6 +338,12 @@ class Judge:
         return self._cache[named]
 
     def _head(self, front: list[Message], places: list[int], reply: Message, behind: list[Message]) -> list[str]:
+        asked = marshal.dumps([front, places, reply, behind, self._tools], 2)
+        if (found := self._heads_of_stack.get(asked)) is None:
+            found = self._heads_of_stack[asked] = self._rendered_head(front, places, reply, behind)
+        return found
+
+    def _rendered_head(self, front: list[Message], places: list[int], reply: Message, behind: list[Message]) -> list[str]:
         try:
             (*_, shown), (*_, closed) = (self._marked(front, places, generation=on) for on in (True, False))
             *_, opened, _ = self._marked([*front, reply, *behind], [*places, len(front)])
@@ -344,9 +357,7 @@ class Judge:
         return _behind(self._kind, lambda marked: self._render(marked, generation=generation), messages, places)
 
     def _render(self, messages: list[Message], *, generation: bool = True) -> str:
-        fields = self._called.call.fields
-        tools = json.loads(bytes(fields["tools"])) if "tools" in fields else None
-        return self._called.renderer.prompt(messages, tools, {}, generation=generation)
+        return self._called.renderer.prompt(messages, self._tools, {}, generation=generation)
 
 
 def _behind(kind: Kind, render: Callable[[list[Message]], str], messages: list[Message], places: list[int]) -> list[str]:
@@ -392,7 +403,7 @@ def _ends(kind: Kind, shown: str, at: int, *, called: bool, hidden: bool) -> int
 
 def _alike(one: str, other: str) -> int:
     """How many characters two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return bisect.bisect_left(range(min(len(one), len(other))), True, key=lambda last: one[: last + 1] != other[: last + 1])
 
 
 def _difference(found: str, expected: str) -> str:

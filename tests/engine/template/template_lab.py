@@ -15,6 +15,7 @@ recognised wherever they are spelled out, in a user's words too.
 import base64
 import functools
 import json
+import marshal
 import random
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -293,7 +294,7 @@ def qwen_vocabulary(added: tuple[str, ...]) -> Vocabulary | None:
     return None if backend is None else Vocabulary(added, backend)
 
 
-_RENDERINGS: Recent[tuple[type, str, str], str] = Recent(2000)
+_RENDERINGS: Recent[tuple[type, str, bytes], str] = Recent(5000)
 
 
 # --- the renderer ------------------------------------------------------------------------------------------------------
@@ -332,7 +333,7 @@ class Lab:
         Prompts are remembered, because the product, the engine and the judges ask for the same ones.
         """
         values = {**self._kwargs, **kwargs, "add_generation_prompt": generation}
-        asked = (type(self), self.template, json.dumps([messages, tools, self._how, values]))
+        asked = (type(self), self.template, marshal.dumps([messages, tools, self._how, values], 2))  # version 2: equal values, equal bytes
         if (text := _RENDERINGS.get(asked)) is None:
             given = prepared(messages, **self._how)
             text = _RENDERINGS[asked] = str(self.compiled().render(messages=given, tools=tools, documents=None, **values))

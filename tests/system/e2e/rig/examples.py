@@ -1,5 +1,6 @@
 """Runs programs of `examples/`, as a reader would."""
 
+import os
 import signal
 import subprocess
 
@@ -10,7 +11,11 @@ TRAINING_S = 3 * LIMIT_S
 
 
 def run_example(python, *arguments, env=None):
-    """Run Python in the repository; returns its output. On timeout it gets SIGINT, so that it stops its engine itself."""
+    """Run Python in the repository; returns its output. On timeout it gets SIGINT, so that it stops its engine itself.
+
+    Torch has one thread: other tests use the other cores, and threads that wait for each other use a core, too.
+    """
+    env = (env or os.environ) | {"OMP_NUM_THREADS": "1"}
     command = [str(python), *map(str, arguments)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as child:
         try:
