@@ -21,7 +21,7 @@ counts:
 A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,7 +43,7 @@ _LOGPROBS_NAME = b'"logprobs":'
 _LOGPROBS_BEGIN = _LOGPROBS_NAME + b'{"content":['
 _LOGPROBS_END = b'"top_logprobs":[]}]}'
 _EXPERTS = b'"routed_experts":"'
-_AT_ONCE = 32
+_AT_ONCE = 16
 """Number of deferred chunks that are parsed together. More would save little, and they wait in memory."""
 
 
@@ -243,11 +243,9 @@ class Choice:
 
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
-        before = len(self.ids)
-        self._add_tokens(choice)
+        self._add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
         if bytes(choice.prompt_token_ids) != FIRST_MARK:
             self.prompt = self.prompt or non_null(choice.prompt_token_ids)
-        self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
@@ -257,30 +255,29 @@ class Choice:
 
     def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
         """Add the parts of this choice in plain chunks."""
-        for part in parts:
-            before = len(self.ids)
-            self._add_tokens(part)
-            self.add_message(part.delta, before)
+        self._add_parts(parts, map(attrgetter("delta"), parts))
 
-    def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
-        """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
-        ids, logprobs = len(self.ids), len(self.logprobs)
-        if choice.tokencache is not None:
-            self.ids += unpack(choice.tokencache.ids)
-            self.logprobs += unpack_logprobs(choice.tokencache.logprobs)
-        else:
-            self.ids += choice.token_ids or ()
-            if isinstance(choice.logprobs, Logprobs):
-                for item in choice.logprobs.content or ():
-                    if item.logprob is not None:
-                        self.logprobs.append(item.logprob)
-                if choice.logprobs.token_logprobs:
-                    self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
-        more = len(self.ids) - ids
-        if more and self.finish_reason:
-            self.doubt_after(self._before, "ids arrived after the finish reason")
-        if len(self.logprobs) - logprobs != more:
-            self.aligned = False
+    def _add_parts(self, parts: Sequence[_Choice | _PlainChoice], messages: Iterable[ReplyMessage]) -> None:
+        """Add parts of this choice: ids and log probabilities, packed or as vLLM writes them, and the message of each."""
+        for choice, message in zip(parts, messages, strict=True):
+            ids, logprobs = len(self.ids), len(self.logprobs)
+            if choice.tokencache is not None:
+                self.ids += unpack(choice.tokencache.ids)
+                self.logprobs += unpack_logprobs(choice.tokencache.logprobs)
+            else:
+                self.ids += choice.token_ids or ()
+                if isinstance(choice.logprobs, Logprobs):
+                    for item in choice.logprobs.content or ():
+                        if item.logprob is not None:
+                            self.logprobs.append(item.logprob)
+                    if choice.logprobs.token_logprobs:
+                        self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
+            more = len(self.ids) - ids
+            if more and self.finish_reason:
+                self.doubt_after(self._before, "ids arrived after the finish reason")
+            if len(self.logprobs) - logprobs != more:
+                self.aligned = False
+            self.add_message(message, ids)
 
     def add_message(self, message: ReplyMessage, before: int = 0) -> None:
         """Add a message, or a delta; `before` is the number of ids before it."""

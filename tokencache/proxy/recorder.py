@@ -405,7 +405,8 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
     sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
     base, shared = _base(facts, prompt, prefixes)
-    context_base, context_shared = _context_base(facts, plan, prefixes)
+    stored_with = facts.planned.plan if chat.released else plan  # the messages of that plan's basis are all that was released
+    context_base, context_shared = _context_base(facts, stored_with, prefixes)
     served = received = choice.message(with_reasoning=chat.shows_reasoning)
     if chat.continues:
         begun = plan.begun or chat.messages[-1]
@@ -479,7 +480,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     chain = answered.chain if answered is not None else ()
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
-    context = await _context(chat, plan, context_shared, answered_messages)
+    context = await _context(chat, stored_with, context_shared, answered_messages)
     return Entry(turn, tokens, _keys(facts, prompt, choice, served, received), context), prefix
 
 
