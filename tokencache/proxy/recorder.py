@@ -224,7 +224,7 @@ def _sampled(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice) -
     """Return what is certain of a choice."""
     finding = facts.judged.found[index]
     tokens = choice.ids[: finding.tokens]
-    logprobs = [] if finding.no_logprobs else choice.logprobs[: finding.tokens]
+    logprobs = [] if finding.no_logprobs else choice.logprobs[: finding.tokens].tolist()
     packed, known = ids.pack(tokens), b""
     forced = _forced(facts, prompt, packed)
     if len(logprobs) == len(tokens):
@@ -364,7 +364,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
         return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
     cuts: list[Cut] = []
     content = reasoning = 0
-    for before, after, more_content, more_reasoning in choice.steps:
+    for before, after, more_content, more_reasoning in zip(*[iter(choice.steps)] * 4, strict=True):
         content += more_content
         reasoning += more_reasoning if with_reasoning else 0
         cuts.append(Cut(before, after, content, reasoning))
