@@ -18,6 +18,8 @@ from bench.client import Client, reply_text
 from bench.processes import Process
 from bench.talk import Talk
 from bench.targets import mock
+from tests.support.waiting import until
+from tokencache import metrics
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 
@@ -80,10 +82,14 @@ def held(size: int, *, places: int = 0) -> Held:
 async def _held(engine: Process, size: int, places: int) -> Held:
     async with serving(Settings(upstream=f"http://127.0.0.1:{engine.port}", port=0)) as (url, proxy):
         await proxy.engine.model()
+        tracemalloc.start()
         rollouts = [await asyncio.to_thread(_Rollout, number, size, int(url.rpartition(":")[2])) for number in range(_STREAMS + 1)]
         try:
-            await asyncio.to_thread(rollouts.pop().begin)  # what the first stream imports and makes once
-            tracemalloc.start()
+            first = rollouts.pop()  # for what the first stream imports and makes once
+            await asyncio.to_thread(first.begin)
+            first.close()
+            await until(lambda: not metrics.REGISTRY.get_sample_value("tokencache_calls_in_flight"))
+            await proxy.ledger.settled()
             before, idle = _settled(), _coroutines()
             for rollout in rollouts:
                 await asyncio.to_thread(rollout.begin)
@@ -104,7 +110,7 @@ def _settled() -> tracemalloc.Snapshot:
 
 
 def _coroutines() -> int:
-    return sum(isinstance(one, CoroutineType) for one in gc.get_objects())
+    return sum(isinstance(one, CoroutineType) and one.cr_frame is not None for one in gc.get_objects())
 
 
 def main() -> None:

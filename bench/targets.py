@@ -125,6 +125,14 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
 
 
 @contextlib.contextmanager
+def proxies_of(engine: Process, store: Process, number: int) -> Iterator[list[Process]]:
+    """Processes of `tokencache serve` that share a Redis, each with a port of its own."""
+    with contextlib.ExitStack() as stack:
+        command = _serve(engine, f"redis://127.0.0.1:{store.port}/0")
+        yield [stack.enter_context(running("proxy", command, "/readyz")) for _ in range(number)]
+
+
+@contextlib.contextmanager
 def proxy_with_plugin(engine: Process) -> Iterator[Target]:
     """`tokencache serve` in front of a mock engine of its own, which takes prompts by hash; it does not stream."""
     del engine

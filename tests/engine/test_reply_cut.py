@@ -118,7 +118,7 @@ def test_a_usual_reply_becomes_short(sent):
     brief = reply.add(written(usual()), hide_logprobs=True)
     left = json.loads(brief)
     assert (left["prompt_token_ids"], left["choices"][0]["logprobs"]) == ("=0", "=0")
-    assert reply.choices[0].logprobs == [-0.5, -1.25]
+    assert list(reply.choices[0].logprobs) == [-0.5, -1.25]
 
 
 def test_log_probabilities_that_the_harness_gets_stay():

@@ -67,6 +67,13 @@ def framed(payload, size="%x"):
     return (size % len(payload)).encode() + b"\r\n" + payload + b"\r\n"
 
 
+async def following(stream):
+    """The next bytes of a stream, as `Stream` reads them."""
+    if (arrival := stream.arrival()) is not None:
+        await arrival
+    return await stream.next()
+
+
 async def came(pieces, head=CHUNKED, protocol=StreamProtocol):
     """What comes out if these pieces arrive one after the other: everything in order, and the events that were settled."""
     transport, answer = await opened(head)
@@ -81,7 +88,7 @@ async def came(pieces, head=CHUNKED, protocol=StreamProtocol):
 
     async def read():
         with protocol(answer, settle) as stream:
-            while data := await stream.next():
+            while data := await following(stream):
                 everything.append(data)
 
     reader = asyncio.create_task(read())
@@ -151,9 +158,9 @@ def test_a_body_without_chunks_is_left_alone(payloads, ends, waits, counted):
 class Careless(StreamProtocol):
     """Assumes that the parser is between two chunks."""
 
-    async def next(self):
+    def arrival(self):
         self._after_event, self._tail = True, b"\n\n\r\n"
-        return await super().next()
+        return super().arrival()
 
 
 def test_the_checker_finds_a_protocol_that_does_not_know_where_the_parser_is():
@@ -174,7 +181,7 @@ async def test_a_settled_event_wakes_no_task():
     assert out == b"data: first\n\n" + b"".join(plain) + b"data: [DONE]\n\n"
 
 
-async def test_an_error_while_settling_is_raised_by_next_and_the_event_is_not_lost():
+async def test_an_error_while_settling_is_raised_and_the_event_is_not_lost():
     transport, answer = await opened(CHUNKED)
 
     def settle(event):
@@ -182,34 +189,34 @@ async def test_an_error_while_settling_is_raised_by_next_and_the_event_is_not_lo
 
     with StreamProtocol(answer, settle) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        assert await stream.next() == b"data: first\n\n"
-        waiting = asyncio.create_task(stream.next())
+        assert await following(stream) == b"data: first\n\n"
+        waiting = asyncio.create_task(following(stream))
         await asyncio.sleep(0)
         transport.protocol.data_received(framed(b"data: plain\n\n"))
         with pytest.raises(ZeroDivisionError):
             await waiting
-        assert await stream.next() == b"data: plain\n\n"
+        assert await following(stream) == b"data: plain\n\n"
 
 
 async def test_without_a_waiting_task_nothing_is_settled():
     transport, answer = await opened(CHUNKED)
     with StreamProtocol(answer, lambda _: pytest.fail("no task waits")) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        await stream.next()
-        waiting = asyncio.create_task(stream.next())
+        await following(stream)
+        waiting = asyncio.create_task(following(stream))
         await asyncio.sleep(0)
         waiting.cancel()
         transport.protocol.data_received(framed(b"data: plain\n\n"))
         await asyncio.gather(waiting, return_exceptions=True)
-        assert await stream.next() == b"data: plain\n\n"
+        assert await following(stream) == b"data: plain\n\n"
 
 
 async def test_a_broken_connection_is_raised():
     transport, answer = await opened(CHUNKED)
     with StreamProtocol(answer, lambda _: True) as stream:
         transport.protocol.data_received(framed(b"data: first\n\n"))
-        await stream.next()
-        waiting = asyncio.create_task(stream.next())
+        await following(stream)
+        waiting = asyncio.create_task(following(stream))
         await asyncio.sleep(0)
         transport.protocol.connection_lost(ConnectionResetError("gone"))
         with pytest.raises(aiohttp.ClientPayloadError):
@@ -231,7 +238,7 @@ async def test_bytes_that_are_not_http_are_an_error(whole):
 
     async def read():
         with StreamProtocol(answer, lambda _: True) as stream:
-            while await stream.next():
+            while await following(stream):
                 garbles.set()
 
     garbles = asyncio.Event()
@@ -264,7 +271,7 @@ async def test_a_connection_that_serves_another_call_is_left_alone():
         transport.protocol.data_received(framed(large) + LAST)
         assert not answer.content.is_eof()
         read = b""
-        while data := await stream.next():
+        while data := await following(stream):
             read += data
         assert read == large
         transport.set_protocol(other := asyncio.Protocol())
@@ -277,7 +284,7 @@ async def test_the_connection_of_a_complete_answer_is_left_alone():
     own, answer.connection = transport.protocol, None
     with StreamProtocol(answer, lambda _: True) as stream:
         assert transport.protocol is own
-        assert [await stream.next(), await stream.next()] == [b"data: all\n\n", b""]
+        assert [await following(stream), await following(stream)] == [b"data: all\n\n", b""]
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "TLS"])
@@ -311,7 +318,7 @@ def test_real_connections(loop, secured):
 
         async with http.get(url) as answer:
             with StreamProtocol(answer, settle) as stream:
-                while data := await stream.next():
+                while data := await following(stream):
                     got.append(data)
                     asked.put_nowait(None)
         assert b"".join(got) == b"data: first\n\n" + b"".join(plain) + b"data: [DONE]\n\n"

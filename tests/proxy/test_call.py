@@ -149,8 +149,8 @@ class Store:
 
 def a_call(store):
     chat = read_chat(CHAT, IncrementalParser())
-    exchange = Exchange("", CIMultiDict(), None, None, None, 0.0, "", token_ids=False, body=b"")
-    response = Response(None, chat, exchange, None)
+    exchange = Exchange("", CIMultiDict(), None, None, 0.0, "", token_ids=False, body=b"")
+    response = Response(None, chat, exchange, None, None)
     services = Services(None, store, None, None, 0, "continue", None, None)
     return CallAttempt(CallRequest("s", chat, response, b"", b""), services, Budget(), may_resample=False)
 

@@ -21,7 +21,8 @@ counts:
 A single version for a whole reply is stored as one span. It cannot show a change in the middle of the reply.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,7 +47,10 @@ _LOGPROBS_END = b'"top_logprobs":[]}]}'
 _EXPERTS = b'"routed_experts":"'
 _NO_PROMPT = NULL, FIRST_MARK
 """What a choice has in place of the ids of its own prompt."""
-_AT_ONCE = 32
+_STEP = 4
+_MOST_PIECES = 128
+"""Pieces of a text before they are joined. A Python string takes 50 bytes more than its text, and a token has four letters."""
+_AT_ONCE = 16
 """Number of deferred chunks that are parsed together. More would save little, and they wait in memory."""
 
 
@@ -164,7 +168,8 @@ class Choice:
     """One choice of a reply: sampled ids, their log probabilities, and the message.
 
     Attributes:
-        steps: for each delta with text: the numbers of ids before and after it, and of characters of content and reasoning that it added.
+        content, reasoning: the text in pieces. That of the last delta is one of them.
+        steps: for each delta with text four numbers: of ids before and after it, and of characters of content and reasoning that it added.
         call_steps: for each call: the numbers of ids before and after the delta with which it began.
         experts: routed experts, as the engine reported them (base64 or JSON); `b""` if none.
         prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
@@ -176,11 +181,11 @@ class Choice:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.logprobs = array("d")
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: dict[int, CallPieces] = {}
-        self.steps: list[tuple[int, int, int, int]] = []
+        self.steps = array("I")
         self.call_steps: list[tuple[int, int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -221,7 +226,7 @@ class Choice:
 
     def keep(self, tokens: int, *, logprobs: bool) -> None:
         """Drop all but the first ids, and the log probabilities of the others, or of all."""
-        self.logprobs = self.logprobs[:tokens] if logprobs else []
+        self.logprobs = self.logprobs[:tokens] if logprobs else array("d")
         self.ids = self.ids[:tokens]
 
     def reopen(self) -> None:
@@ -246,11 +251,9 @@ class Choice:
 
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
-        before = len(self.ids)
-        self._add_tokens(choice)
+        self._add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
         if not self.prompt and choice.prompt_token_ids not in _NO_PROMPT:
             self.prompt = bytes(choice.prompt_token_ids)
-        self.add_message(choice.delta or choice.message or ReplyMessage(content=choice.text), before)
         self.finish_reason = choice.finish_reason or self.finish_reason
         self.stop_reason = choice.stop_reason if choice.stop_reason is not None else self.stop_reason
         self.versions = choice.weight_versions or self.versions
@@ -261,30 +264,35 @@ class Choice:
 
     def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
         """Add the parts of this choice in plain chunks."""
-        for part in parts:
-            before = len(self.ids)
-            self._add_tokens(part)
-            self.add_message(part.delta, before)
+        self._add_parts(parts, map(attrgetter("delta"), parts))
 
-    def _add_tokens(self, choice: _Choice | _PlainChoice) -> None:
-        """Add ids and log probabilities of a part of this choice, packed or as vLLM writes them."""
-        ids, logprobs = len(self.ids), len(self.logprobs)
-        if choice.tokencache is not None:
-            self.ids += unpack(choice.tokencache.ids)
-            self.logprobs += unpack_logprobs(choice.tokencache.logprobs)
-        else:
-            self.ids += choice.token_ids or ()
-            if isinstance(choice.logprobs, Logprobs):
-                for item in choice.logprobs.content or ():
-                    if item.logprob is not None:
-                        self.logprobs.append(item.logprob)
-                if choice.logprobs.token_logprobs:
-                    self.logprobs += [value for value in choice.logprobs.token_logprobs if value is not None]
-        more = len(self.ids) - ids
-        if more and self.finish_reason:
-            self.doubt_after(self._before, "ids arrived after the finish reason")
-        if len(self.logprobs) - logprobs != more:
-            self.aligned = False
+    def _add_parts(self, parts: Sequence[_Choice | _PlainChoice], messages: Iterable[ReplyMessage]) -> None:
+        """Add parts of this choice: ids and log probabilities, packed or as vLLM writes them, and the message of each."""
+        self._join_pieces()
+        for choice, message in zip(parts, messages, strict=True):
+            ids, logprobs = len(self.ids), len(self.logprobs)
+            if choice.tokencache is not None:
+                self.ids += unpack(choice.tokencache.ids)
+                self.logprobs.extend(unpack_logprobs(choice.tokencache.logprobs))
+            else:
+                self.ids += choice.token_ids or ()
+                if isinstance(choice.logprobs, Logprobs):
+                    for item in choice.logprobs.content or ():
+                        if item.logprob is not None:
+                            self.logprobs.append(item.logprob)
+                    if choice.logprobs.token_logprobs:
+                        self.logprobs.extend([value for value in choice.logprobs.token_logprobs if value is not None])
+            more = len(self.ids) - ids
+            if more and self.finish_reason:
+                self.doubt_after(self._before, "ids arrived after the finish reason")
+            if len(self.logprobs) - logprobs != more:
+                self.aligned = False
+            self.add_message(message, ids)
+
+    def _join_pieces(self) -> None:
+        for pieces in (self.content, self.reasoning, *[call.arguments for call in self.calls.values()]):
+            if len(pieces) > _MOST_PIECES:
+                pieces[:] = ["".join(pieces)]
 
     def add_message(self, message: ReplyMessage, before: int = 0) -> None:
         """Add a message, or a delta; `before` is the number of ids before it."""
@@ -294,7 +302,7 @@ class Choice:
         if thought:
             self.reasoning.append(thought)
         if content or thought:
-            self.steps.append((before, len(self.ids), len(content or ""), len(thought or "")))
+            self.steps.extend((before, len(self.ids), len(content or ""), len(thought or "")))
         if message.tool_calls:
             for index, call in message.calls():
                 if index not in self.calls:
@@ -312,7 +320,7 @@ class Choice:
         if thought:
             self.reasoning.pop()
         if content or thought:
-            self.steps.pop()
+            del self.steps[-_STEP:]
         for index, call in reversed([*message.calls()]):  # one delta may have several parts of a call
             pieces = self.calls[index]
             pieces.names.pop()

@@ -31,14 +31,16 @@ _CHUNK_END = b"\n\n\r\n"
 class StreamProtocol(asyncio.Protocol):
     """Receives one streamed answer while the context is open.
 
-    `settle` is called from the event loop with each event that arrives as a chunk of its own while a task waits in `next`. It returns
-    whether the event needs no further processing. `next` raises any exception that it raises.
+    Before each `next`, a task awaits the future that `arrival` returns, if there is one. In the meantime `settle` is called from the event
+    loop with each event that arrives as a chunk of its own. It returns whether the event needs no further processing. The future raises any
+    exception that it raises. A coroutine in its place would be kept in memory for as long as the stream, and resumed with each event.
     """
 
     def __init__(self, answer: Answer, settle: Callable[[bytes], bool]) -> None:
         self._content, self._settle = answer.content, settle
         self._tail = b""  # the end of the last bytes for the own protocol
         self._after_event = False  # the last bytes that were read ended with an event
+        self._arrived = b""  # the bytes that the next `next` returns
         self._waiter: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._own: asyncio.Protocol
@@ -56,20 +58,25 @@ class StreamProtocol(asyncio.Protocol):
         """Restore the connection's own protocol, unless the end of the stream did so."""
         self._restore()
 
-    async def next(self) -> bytes:
-        """Wait for bytes of the stream that were not settled; `b""` at its end.
+    def arrival(self) -> "asyncio.Future[None] | None":
+        """Return a future that is done when bytes have arrived that were not settled; `None` if `next` must be called at once.
 
         Raises:
             aiohttp.ClientError: the connection broke.
         """
-        data = self._content.read_nowait()
-        if not data and self._after_event and self._tail == _CHUNK_END and self._transport is not None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        data = data or await self._content.readany()
+        self._arrived = self._arrived or self._content.read_nowait()
+        if self._arrived or not self._after_event or self._tail != _CHUNK_END or self._transport is None:
+            return None
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+    async def next(self) -> bytes:
+        """Wait for bytes of the stream; `b""` at its end.
+
+        Raises:
+            aiohttp.ClientError: the connection broke.
+        """
+        data, self._arrived = self._arrived or await self._content.readany(), b""
         self._after_event = data.endswith(b"\n\n")
         return data
 

@@ -351,7 +351,7 @@ class CallAttempt:
             self._source = delivery.source
             if self._call.chat.echoes:
                 await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
-            end = await delivery.receive()
+            end = delivery.decided(await delivery.receive())
             await self._response.keep_alive(self._conclude(end))
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)

@@ -11,7 +11,8 @@ import contextlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +87,11 @@ class ReplyDelivery(ABC):
 
     @abstractmethod
     async def receive(self) -> End:
-        """Take the reply from its source. The client receives what need not wait for the store.
+        """Take the reply from its source. The client receives what need not wait for the store. Returns how the reply ended."""
 
-        Returns:
-            How the reply ended; `ABORTED` only if the call must be made again.
-        """
+    @abstractmethod
+    def decided(self, end: End) -> End:
+        """Return the end of the call for the end of its reply; `ABORTED` only if the call must be made again."""
 
     async def answer(self, end: End) -> web.StreamResponse:
         """Send the rest, after the turn is stored.
@@ -130,13 +131,18 @@ class WholeDelivery(ReplyDelivery):
         """
         super().__init__(source, *prepared, may_resample=may_resample)
         self._source, self._streams = source, streams
+        self._body = b""
         self._written: bytes | None = None
         self._as_events = False
 
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`."""
-        body = await self._response.keep_alive(self._source.read())
-        end = self._source.end
+        self._body = await self._response.keep_alive(self._source.read())
+        return self._source.end
+
+    def decided(self, end: End) -> End:
+        """See `ReplyDelivery.decided`."""
+        body, self._body = self._body, b""
         if end.kind is EndKind.ABORTED and self._may_resample:
             return end
         if end.kind is EndKind.REFUSED and self._is_overflow(end.status, end.body):
@@ -188,10 +194,17 @@ class WholeDelivery(ReplyDelivery):
 class StreamDelivery(ReplyDelivery):
     """Forwards a stream."""
 
-    def __init__(self, source: Stream, *prepared: Any, may_resample: bool) -> None:
-        """Prepare to deliver: the reply, and what `ReplyDelivery` needs."""
+    def __init__(self, source: Stream, *prepared: Any, release: Callable[[], None], may_resample: bool) -> None:
+        """Prepare to deliver.
+
+        Args:
+            source: the reply.
+            prepared: see `ReplyDelivery`.
+            release: called once the client receives the reply, so that the call is not made again.
+            may_resample: see `ReplyDelivery`.
+        """
         super().__init__(source, *prepared, may_resample=may_resample)
-        self._source = source
+        self._source, self._release_request = source, release
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
         self._as_is = self._encoder.verbatim
@@ -203,9 +216,8 @@ class StreamDelivery(ReplyDelivery):
         self._unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
-    async def receive(self) -> End:
-        """See `ReplyDelivery.receive`."""
-        end = await self._forward()
+    def decided(self, end: End) -> End:
+        """See `ReplyDelivery.decided`."""
         status, error = self._reply.refusal, self._reply.error
         if self._shown.state is ShownState.WITHHELD and self._is_overflow(status, error):
             return _as_overflow(refusal(status, error))
@@ -218,8 +230,8 @@ class StreamDelivery(ReplyDelivery):
         self._held += self._release() + self._rest()
         return end
 
-    async def _forward(self) -> End:
-        """Forward the stream as it arrives, up to what must wait for the store."""
+    async def receive(self) -> End:
+        """See `ReplyDelivery.receive`: forwards the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
         keep_alive = KeepAlive(self._exchange.keep_alive, lambda: self._break_silence(response))
@@ -332,6 +344,7 @@ class StreamDelivery(ReplyDelivery):
         """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
         if self._shown.state is ShownState.NOTHING:
             self._shown.advance(ShownEvent.SHOW)
+            self._release_request()
             pending, self._pending = self._pending, []  # the echo of the prompt is in one
             return b"".join([self._encode(*chunk) for chunk in pending])
         return b""
@@ -380,5 +393,7 @@ def delivery_of(
         source = stream if words else Gathered(stream, call, dispatch, response.holding)
     deliver = response, answer, planned.engine.driver, shown
     if isinstance(source, Stream):
-        return StreamDelivery(source, *deliver, may_resample=may_resample)
+        continues = isinstance(source, Continued) or bool(chat.media)  # their next piece, or their record, needs the whole request
+        release = (lambda: None) if continues else partial(response.release_body, planned.plan.basis.messages)
+        return StreamDelivery(source, *deliver, release=release, may_resample=may_resample)
     return WholeDelivery(source, *deliver, streams=streams, may_resample=may_resample)

@@ -39,7 +39,7 @@ from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.call_states import may_answer_with_status
 from tokencache.proxy.client_ids import require_prefix
-from tokencache.proxy.dedup.fingerprint import Policy, fingerprint_of
+from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy, fingerprint_of
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.harness_profile import HarnessProfiles, ModelAliases
@@ -85,6 +85,19 @@ class EndpointOptions(NamedTuple):
     history: History
 
 
+class _Call(NamedTuple):
+    """A model call that was read, and can run."""
+
+    request: CallRequest
+    fingerprint: Fingerprint
+    route: str
+
+    @property
+    def response(self) -> Response:
+        """The response to the client."""
+        return self.request.response
+
+
 class Endpoints:
     """Serves the requests of all sessions."""
 
@@ -117,26 +130,29 @@ class Endpoints:
             StoreError: the store failed and the policy is strict.
         """
         for _ in range(_MOST_SETTINGS):
-            settings = self._settings.of(session, origin)
+            settings, call = self._settings.of(session, origin), None
             try:
-                return await self._serve(request, session, origin, settings, route, dialect)
+                asked = self._session_request(request, session, origin, settings, route)
+                ready = await (self._serve_route(asked) if dialect is None else self._prepare(asked, dialect))
+                if not isinstance(ready, _Call):
+                    return ready
+                call = ready
+                return await self._calls.serve(call.request, call.fingerprint, settings.budget.over(self._options.budget))
             except SettingsChangedError as changed:
+                if call is not None and not may_answer_with_status(call.response.client.state):
+                    message = "the call was given up: this replica did not know its session's settings; repeat it"
+                    return await call.response.fail(HTTPStatus.SERVICE_UNAVAILABLE, message)
                 await self._settings.learn(session, origin, changed.settings)
+            except TokencacheError as why:
+                if call is None:
+                    raise
+                return await self._give_up(call, why)
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
-    async def _serve(  # noqa: PLR0917 - as `serve`
-        self,
-        request: web.Request,
-        session: str,
-        origin: Origin,
-        settings: SessionSettings,
-        route: str,
-        dialect: Dialect | None,
-    ) -> web.StreamResponse:
-        """Serve a request by the given settings.
+    def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
+        """Return a request as it is served by the given settings.
 
         Raises:
-            SettingsChangedError: the session has other settings; nothing was done.
             MemoryFullError: requests hold as much memory as they may; nothing was done.
         """
         holding = holding_of(request)
@@ -147,9 +163,15 @@ class Endpoints:
             headers.setdefault(name, session)
         harness = settings.harness or origin.harness or self._profiles.recognise(request.headers.get("User-Agent", ""))
         path = "".join((route, *origin.path.partition("?")[1:]))
-        asked = SessionRequest(request, session, origin, settings, route, path, headers, harness, self._profiles.leniency(harness), holding)
-        if dialect is not None:
-            return await self._serve_dialect(asked, dialect)
+        return SessionRequest(request, session, origin, settings, route, path, headers, harness, self._profiles.leniency(harness), holding)
+
+    async def _serve_route(self, asked: SessionRequest) -> web.StreamResponse:
+        """Serve a request in no dialect.
+
+        Raises:
+            SettingsChangedError: the session has other settings; nothing was done.
+        """
+        request, settings, route = asked.request, asked.settings, asked.route
         if request.method == "POST" and route == TOKENIZE:
             return await self._tokenize(asked)
         await self._settings.check(asked.session, asked.settings)
@@ -161,10 +183,16 @@ class Endpoints:
             return await self._list_models(asked)
         if samples_nothing(*method_and_route):
             return await self._relay(asked)
-        return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=origin.path)
+        return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=asked.origin.path)
 
-    async def _serve_dialect(self, asked: SessionRequest, dialect: Dialect) -> web.StreamResponse:
-        """Serve a request in a dialect. A call that cannot be recorded truthfully is only relayed."""
+    async def _prepare(self, asked: SessionRequest, dialect: Dialect) -> _Call | web.StreamResponse:
+        """Read a request in a dialect. Serve it if it is no call, or if it is one that cannot be recorded truthfully: it is only relayed.
+
+        A call runs after this coroutine has ended, so that none of its names keeps the body for as long as a stream.
+
+        Raises:
+            SettingsChangedError: the session has other settings; nothing was done.
+        """
         request = self._dialect_request(asked, await self._bodies.read(asked))
         if request.method != "POST":  # it may have an effect, so it is not served again
             await self._settings.check(asked.session, asked.settings)
@@ -195,13 +223,16 @@ class Endpoints:
             headers=asked.headers,
             dialect=dialect,
             encoder=encoder,
-            encoder_for=encoder_for,
             keep_alive=self._options.keep_alive,
             media_type=parsed.media_type,
             token_ids=self._options.token_ids and dialect.carries_ids,
             body=parsed.engine_body(call),
         )
-        return await self._run(asked, call, exchange, request.body)
+        if own := asked.request.headers.get(REQUEST_ID):
+            asked.request[RETURNED_ID] = own
+        response = Response(asked.request, call, exchange, asked.holding, encoder_for)
+        fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, request.body, asked.harness)
+        return _Call(CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest), fingerprint, asked.route)
 
     async def _read(self, asked: SessionRequest, request: DialectRequest, parsed: ParsedCall | TokenCount, known_as: str) -> ChatCall:
         """Read a call. If the template accepts no later system messages, they may become reminders.
@@ -249,33 +280,15 @@ class Endpoints:
             return await self._relay(asked)
         return web.Response(body=model_list(_models_of(engine)), content_type="application/json")
 
-    async def _run(self, asked: SessionRequest, call: ChatCall, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        if own := asked.request.headers.get(REQUEST_ID):
-            asked.request[RETURNED_ID] = own
-        response = Response(asked.request, call, exchange, asked.holding)
-        fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, body, asked.harness)
-        run = CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest)
-        metrics.IN_FLIGHT.add(1)
-        began = time.monotonic()
-        try:
-            return await self._calls.serve(run, fingerprint, asked.settings.budget.over(self._options.budget))
-        except SettingsChangedError:
-            if may_answer_with_status(response.client.state):
-                raise
-            return await response.fail(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the call was given up: this replica did not know its session's settings; repeat it"
-            )
-        except TokencacheError as why:
-            why.reported = True
-            if isinstance(why, SessionFinishedError | SessionSealedError):
-                await self._ledger.note_late_call(asked.session, f"{call.dialect}, {asked.route}")
-            if may_answer_with_status(response.client.state):
-                raise
-            status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
-            return await response.fail(status, f"the call was given up: {why.client_message}")
-        finally:
-            metrics.IN_FLIGHT.add(-1)
-            metrics.CALL_SECONDS.observe(time.monotonic() - began)
+    async def _give_up(self, call: _Call, why: TokencacheError) -> web.StreamResponse:
+        """End a call that failed: raise the error, or send it in the stream that has begun."""
+        why.reported = True
+        if isinstance(why, SessionFinishedError | SessionSealedError):
+            await self._ledger.note_late_call(call.request.session, f"{call.request.chat.dialect}, {call.route}")
+        if may_answer_with_status(call.response.client.state):
+            raise why
+        status = why.status if isinstance(why, EngineError | HarnessError) else HTTPStatus.SERVICE_UNAVAILABLE
+        return await call.response.fail(status, f"the call was given up: {why.client_message}")
 
     async def _relay(self, asked: SessionRequest, *, body: bytes | None = None) -> web.StreamResponse:
         """Relay a request that samples nothing. Raises the errors of `relay_to` and `RequestBodies.with_media`."""

@@ -107,7 +107,7 @@ class Gathered(WholeSource):
             entries = _ENTRIES.decode(choice.get("logprobs", NULL))
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
-            known.steps.clear()  # the client has received nothing of it
+            del known.steps[:]  # the client has received nothing of it
             known.call_steps.clear()
 
     async def _body(self) -> bytes:

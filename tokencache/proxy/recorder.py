@@ -224,7 +224,7 @@ def _sampled(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice) -
     """Return what is certain of a choice."""
     finding = facts.judged.found[index]
     tokens = choice.ids[: finding.tokens]
-    logprobs = [] if finding.no_logprobs else choice.logprobs[: finding.tokens]
+    logprobs = [] if finding.no_logprobs else choice.logprobs[: finding.tokens].tolist()
     packed, known = ids.pack(tokens), b""
     forced = _forced(facts, prompt, packed)
     if len(logprobs) == len(tokens):
@@ -365,7 +365,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
         return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
     cuts: list[Cut] = []
     content = reasoning = 0
-    for before, after, more_content, more_reasoning in choice.steps:
+    for before, after, more_content, more_reasoning in zip(*[iter(choice.steps)] * 4, strict=True):
         content += more_content
         reasoning += more_reasoning if with_reasoning else 0
         cuts.append(Cut(before, after, content, reasoning))
@@ -407,7 +407,8 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
     base, shared = _base(facts, prompt, prefixes)
     chain = answered.chain if answered is not None else ()
-    context_base, context_shared = _context_base(facts, plan, chain, prefixes)
+    stored_with = facts.planned.plan if chat.released else plan  # the messages of that plan's basis are all that was released
+    context_base, context_shared = _context_base(facts, stored_with, chain, prefixes)
     served = received = choice.message(with_reasoning=chat.shows_reasoning)
     if chat.continues:
         begun = plan.begun or chat.messages[-1]
@@ -480,7 +481,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     )
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
     tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
-    context = await _context(chat, plan, context_shared, answered_messages)
+    context = await _context(chat, stored_with, context_shared, answered_messages)
     return Entry(turn, tokens, _keys(facts, turn, choice, answered, received), context), prefix
 
 

@@ -225,7 +225,12 @@ class Stream(ReplySource):
         lost = ""
         try:
             with StreamProtocol(self._answer, self.settle) as stream:
-                while data := await stream.next():
+                while True:
+                    if (arrival := stream.arrival()) is not None:
+                        await arrival
+                        del arrival
+                    if not (data := await stream.next()):
+                        break
                     arrived = self._splitter.feed(data)
                     for event in arrived:
                         if len(event) > LARGE:

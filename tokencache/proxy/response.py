@@ -31,6 +31,7 @@ from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.net import end_to_end_headers, without_address
 from tokencache.proxy.call_states import CLIENT, ClientEvent, ClientState, Party
+from tokencache.proxy.request_body import KEPT
 from tokencache.request_memory import Holding
 from tokencache.wakeup import end
 
@@ -52,7 +53,6 @@ class Exchange(msgspec.Struct, frozen=True):
         headers: headers for the engine.
         dialect: the client's dialect.
         encoder: writes the reply in it.
-        encoder_for: makes such an encoder for another handle.
         keep_alive: seconds for which a stream may be silent.
         media_type: content type of a streamed reply.
         token_ids: whether messages of the reply contain their token ids (`dialects.gym`).
@@ -63,7 +63,6 @@ class Exchange(msgspec.Struct, frozen=True):
     headers: CIMultiDict[str]
     dialect: Dialect
     encoder: ReplyEncoder
-    encoder_for: Callable[[str], Awaitable[ReplyEncoder]]
     keep_alive: float
     media_type: str
     token_ids: bool
@@ -161,10 +160,19 @@ class Response:
         opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
         client: the state of the connection.
         holding: what the request holds in memory.
+        encoder_for: makes an encoder like that of the exchange for another handle; `None` after `release_body`.
     """
 
-    def __init__(self, request: web.Request, chat: ChatCall, exchange: Exchange, holding: Holding) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        chat: ChatCall,
+        exchange: Exchange,
+        holding: Holding,
+        encoder_for: Callable[[str], Awaitable[ReplyEncoder]],
+    ) -> None:
         self.request, self.chat, self.exchange, self.holding = request, chat, exchange, holding
+        self.encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None = encoder_for
         self.opened: web.StreamResponse | None = None
         self.client = Party(CLIENT, ClientState.WAITING)
         self._keep_alive: KeepAlive | None = None
@@ -179,6 +187,11 @@ class Response:
     def gone(self) -> bool:
         """Whether the client has left and nobody else waits for the reply, so that the call must end."""
         return self.disconnected and self.client.state is not ClientState.ORPHANED
+
+    def release_body(self, until: int) -> None:
+        """Release the request's body, which neither an engine nor a retry needs any more, but for its messages from `until` on."""
+        left, self.encoder_for = self.chat.release(until), None
+        self.holding.give("body", max(0, len(self.request.pop(KEPT, b"")) - left))
 
     def keep_alive(self, work: Awaitable[T]) -> Awaitable[T]:
         """Return some work, which sends keep-alive events until it is done if the client requested a stream."""

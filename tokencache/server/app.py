@@ -62,7 +62,7 @@ from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
 from tokencache.request_memory import MEMORY_PART, REQUEST_MEMORY, RequestMemory, machine_memory
-from tokencache.server.routing import RequestRouter, send_errors
+from tokencache.server.routing import RequestRouter
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import SECRET_BYTES, Store, StoreError
 from tokencache.wakeup import end
@@ -187,7 +187,7 @@ class Proxy:
 
     def application(self) -> web.Application:
         """Make the aiohttp application."""
-        app = web.Application(client_max_size=self.settings.max_body, middlewares=[send_errors])
+        app = web.Application(client_max_size=self.settings.max_body)
         app[REQUEST_MEMORY] = self.request_memory
         app.on_response_prepare.append(finish_headers)
         app.cleanup_ctx.append(self._running)

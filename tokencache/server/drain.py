@@ -9,7 +9,7 @@ remaining requests are cancelled. The parts of their replies that were received 
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from aiohttp import web
@@ -47,21 +47,25 @@ class Drain:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
-        app.middlewares.insert(0, self._track)
         app.on_response_prepare.append(self._close_connection)
 
-    @web.middleware
-    async def _track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - aiohttp runs each request in one
-        self._requests.add(task)
-        self._idle.clear()
-        try:
-            return await handler(request)
-        finally:
-            self._requests.discard(task)
-            if not self._requests:
-                self._idle.set()
+    def tracked(self, handler: Handler) -> Handler:
+        """Return a handler that tracks the requests which it gives to another one."""
+
+        def track(request: web.Request) -> Awaitable[web.StreamResponse]:
+            task = asyncio.current_task()
+            assert task is not None  # noqa: S101 - aiohttp runs each request in one
+            self._requests.add(task)
+            self._idle.clear()
+            task.add_done_callback(self._end)
+            return handler(request)
+
+        return track
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._requests.discard(task)
+        if not self._requests:
+            self._idle.set()
 
     async def _close_connection(self, _request: web.Request, response: web.StreamResponse) -> None:
         if self._closing:

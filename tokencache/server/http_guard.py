@@ -15,12 +15,13 @@ heads that are too long (`tests/system/fuzz/test_framing.py` checks this). This 
 import asyncio
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.typedefs import Handler
 
 from tokencache.dialects.registry import credential_headers
 from tokencache.errors import HarnessError, MemoryFullError
@@ -85,12 +86,19 @@ def _climbs(segments: list[str]) -> bool:
 
 
 class GuardedRunner(web.AppRunner):
-    """Runs an application on guarded connections."""
+    """Runs an application on guarded connections.
+
+    `wrap` adds to the application's handler what a middleware would: two coroutines fewer, which a long stream would keep in memory.
+    """
+
+    def __init__(self, app: web.Application, wrap: Callable[[Handler], Handler], **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self._wrap = wrap
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         server = _Server(
-            made.request_handler,
+            self._wrap(made.request_handler),  # type: ignore[arg-type]
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),

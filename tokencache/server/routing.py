@@ -75,6 +75,8 @@ class RequestRouter:
             if dialect is not None and request.method == "POST":
                 _log_refusal(request, session, route, why)
             raise
+        finally:
+            request.pop(KEPT, None)  # aiohttp keeps the request until the next one arrives on its connection
 
     async def _read_session_in_body(self, request: web.Request) -> SessionInBody | None:
         """Read a body that may name the session. Returns `None` if it is compressed: only the engine can read it then."""
@@ -121,7 +123,6 @@ def _find_route(method: str, route: str, headers: Mapping[str, str]) -> tuple[st
     return spelling, None
 
 
-@web.middleware
 async def send_errors(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Send every error in the form of the request's dialect, or in OpenAI's if that is unknown."""
     try:

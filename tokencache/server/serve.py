@@ -9,12 +9,14 @@ import contextlib
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from tokencache.config import Settings
 from tokencache.server.app import Proxy
 from tokencache.server.drain import CANCEL_SECONDS, Drain, StopSignal, run_until
 from tokencache.server.http_guard import GuardedRunner
 from tokencache.server.listener import Listener, bind, raise_file_limit
+from tokencache.server.routing import send_errors
 from tokencache.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ async def serving(
     # auto_decompress: a compressed body is forwarded as it was received.
     runner = GuardedRunner(
         app,
+        lambda handler: drain.tracked(partial(send_errors, handler=handler)),
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=CANCEL_SECONDS,

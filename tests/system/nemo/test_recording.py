@@ -56,7 +56,7 @@ def test_the_ids_are_read_from_the_messages(messages):
     for place, reply in replies(messages):
         choice, message = reply.choices[0], messages[place]
         assert json.loads(reply.prompt.raw) == message["prompt_token_ids"]
-        assert (choice.ids, choice.logprobs) == (message["generation_token_ids"], message["generation_log_probs"])
+        assert (choice.ids, list(choice.logprobs)) == (message["generation_token_ids"], message["generation_log_probs"])
         assert choice.message(with_reasoning=True).content == message["content"]
 
 

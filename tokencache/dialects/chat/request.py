@@ -5,7 +5,7 @@ replaces, and those whose odd spelling another reader might read differently (`s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 
@@ -44,6 +44,31 @@ _LINKED = 256
 """Messages whose chain is computed between two pauses."""
 
 
+class LastMessages(Sequence[bytes]):
+    """The raw messages of a request, of which those before `first` were released."""
+
+    __slots__ = ("_first", "_kept")
+
+    def __init__(self, first: int, kept: Sequence[bytes]) -> None:
+        self._first, self._kept = first, kept
+
+    def __len__(self) -> int:
+        return self._first + len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        places = range(-self._first, len(self._kept))[index]
+        if isinstance(places, int):
+            if places >= 0:
+                return self._kept[places]
+        elif not places or min(places) >= 0:
+            return [*map(self._kept.__getitem__, places)]
+        raise IndexError("this message was released")
+
+
 class ChatCall(msgspec.Struct):
     """A chat completions request.
 
@@ -68,6 +93,7 @@ class ChatCall(msgspec.Struct):
         leniency: the rules of that adapter.
         continues: whether the reply continues the last message, which is the assistant's and has only text.
         history: whether earlier replies keep their thinking (`supply`), or only what the template shows of them (`follow`).
+        released: the number of messages at the beginning that `release` has released.
     """
 
     fields: dict[str, Raw]
@@ -95,6 +121,19 @@ class ChatCall(msgspec.Struct):
     continues: bool = False
     leniency: Leniency = Leniency()
     history: History = "supply"
+    released: int = 0
+
+    def release(self, until: int) -> int:
+        """Release the body and the messages before `until`: the request can be recorded, but not sent again.
+
+        Returns:
+            The size of the messages that are left, in bytes.
+        """
+        kept = self.raw_messages[until:]
+        self.raw_messages, self.released = LastMessages(until, kept), until
+        self.fields = self.fields.copy()  # a driver may still need its own
+        self.fields.pop("messages", None)
+        return sum(map(len, kept))
 
     @property
     def sampling(self) -> dict[str, Any]:

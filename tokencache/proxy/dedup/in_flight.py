@@ -18,8 +18,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -83,23 +83,33 @@ class CallsInFlight:
         """
         replayable = bool(fingerprint.digest) and _can_be_replayed(asked.response)
         join: Join = fingerprint.join if replayable else "never"
-        resamples = 0
-        while True:
-            may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
-            call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
-            result = await self._outlive_client(asked, call, self._attempt(call, asked, fingerprint, join, replayable=replayable))
-            if isinstance(result, Opening):
-                ended = await self._end_of_duplicate(asked, call, result)
-                if turns := whole_reply_of(ended.turns, asked.chat.n):
-                    call.report(IncidentKind.RETRY_JOINED)
-                    return await self._join(asked, turns)
-                join = join if ended.died else "never"
-            elif result is not None:
-                return result
-            else:
-                budget = Budget()  # a call that was within the budget may be made again
-                resamples += 1
-                await asked.response.keep_alive(pause_before_resample())
+        resamples, began = 0, time.monotonic()
+        metrics.IN_FLIGHT.add(1)
+        try:
+            while True:
+                may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
+                call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
+                task = asyncio.create_task(self._attempt(call, asked, fingerprint, join, replayable=replayable))
+                try:  # in a separate task, which may continue after the client has left
+                    result = await asyncio.shield(task)
+                except asyncio.CancelledError:
+                    self._leave(asked, call, task)
+                    raise
+                if isinstance(result, Opening):
+                    ended = await self._end_of_duplicate(asked, call, result)
+                    if turns := whole_reply_of(ended.turns, asked.chat.n):
+                        call.report(IncidentKind.RETRY_JOINED)
+                        return await self._join(asked, turns)
+                    join = join if ended.died else "never"
+                elif result is not None:
+                    return result
+                else:
+                    budget = Budget()  # a call that was within the budget may be made again
+                    resamples += 1
+                    await asked.response.keep_alive(pause_before_resample())
+        finally:
+            metrics.IN_FLIGHT.add(-1)
+            metrics.CALL_SECONDS.observe(time.monotonic() - began)
 
     async def _attempt(
         self, call: CallAttempt, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
@@ -234,26 +244,19 @@ class CallsInFlight:
 
     # Orphaned generations
 
-    async def _outlive_client(
-        self, asked: CallRequest, call: CallAttempt, attempt: Coroutine[Any, Any, web.StreamResponse | Opening | None]
-    ) -> web.StreamResponse | Opening | None:
-        """Run an attempt in a separate task, which may continue after the client has left."""
-        task = asyncio.create_task(attempt)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.done():
-                task.cancelled() or task.exception()  # marks the exception as retrieved
-                raise
-            asked.response.holding.keep(task)
-            if self._grace and call.may_be_orphaned:
-                call.orphan()
-                self._orphans[task] = call
-                self._ledger.detach(asyncio.create_task(self._wait_for_orphan(asked.session, call, task)))
-            else:
-                call.cancel(task)
-                self._ledger.detach(asyncio.create_task(_log_failure(task)))
-            raise
+    def _leave(self, asked: CallRequest, call: CallAttempt, task: _Task) -> None:
+        """End an attempt whose client has left, or let it continue as an orphaned generation."""
+        if task.done():
+            task.cancelled() or task.exception()  # marks the exception as retrieved
+            return
+        asked.response.holding.keep(task)
+        if self._grace and call.may_be_orphaned:
+            call.orphan()
+            self._orphans[task] = call
+            self._ledger.detach(asyncio.create_task(self._wait_for_orphan(asked.session, call, task)))
+        else:
+            call.cancel(task)
+            self._ledger.detach(asyncio.create_task(_log_failure(task)))
 
     async def _wait_for_orphan(self, session: str, call: CallAttempt, task: _Task) -> None:
         """Let an orphaned generation continue for the grace period, and for as long as a retry waits for it."""

@@ -70,7 +70,8 @@ async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:
     """Send a recorded reply in the form that the client requested; `turns` are its choices."""
     first, chat, exchange = turns[0], response.chat, response.exchange
-    response.exchange = msgspec.structs.replace(exchange, encoder=await exchange.encoder_for(first.handle))
+    assert response.encoder_for is not None  # noqa: S101 - nothing was sent, so the body was not released
+    response.exchange = msgspec.structs.replace(exchange, encoder=await response.encoder_for(first.handle))
     per_prompt = max(1, member(chat.fields, "n", (int,), 1))
     prompt = sum(turn.prompt_tokens for turn in turns if turn.choice % per_prompt == 0)  # a text completion may have several prompts
     reply = WrittenReply(

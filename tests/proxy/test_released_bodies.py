@@ -1,0 +1,85 @@
+"""A stream whose client receives the reply holds no more of the request than its record needs; how much in bytes, `tests/bench` counts."""
+
+import contextlib
+import gc
+import json
+
+import pytest
+from aiohttp import web
+
+from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, proxied, user
+from tests.proxy.test_contexts import contexts
+from tests.support.waiting import until
+from tokencache.dialects.chat.request import LastMessages
+from tokencache.proxy.request_body import KEPT
+from tokencache.testing import Fault, SimulatedEngine
+
+FIRST, NEXT = [user("EPISODE:talk " + "go on " * 500)], user("and then?")
+LINE = len(json.dumps(NEXT))
+
+
+@contextlib.asynccontextmanager
+async def stalled(rig, messages):
+    """A stream of which the client has received some text, and that does not end."""
+    rig.engine.faults.append(Fault.stall())
+    body = json.dumps({"model": "sim", "messages": messages, "stream": True}).encode()
+    async with rig.http.post(rig.url + CHAT, data=body, headers={HEADER: "s", "Content-Type": "application/json"}) as answer:
+        assert await answer.content.readany()
+        yield body
+
+
+async def test_only_the_new_messages_are_held():
+    async with proxied() as rig:
+        messages = [*FIRST, echo(await rig.say("s", FIRST)), NEXT]
+        async with stalled(rig, messages):
+            assert LINE < rig.proxy.request_memory.total < len(json.dumps(messages[1:]))
+        await until(lambda: not rig.proxy.request_memory.total)
+
+
+async def test_a_first_call_holds_its_messages():
+    """They are recorded when it ends."""
+    async with proxied() as rig, stalled(rig, FIRST) as body:
+        assert rig.proxy.request_memory.total == len(json.dumps(FIRST[0])) < len(body)
+
+
+async def test_a_reply_that_may_be_continued_holds_the_whole_request():
+    async with proxied(SimulatedEngine(episodes=EPISODES, derenders=True)) as rig, stalled(rig, FIRST) as body:
+        assert rig.proxy.request_memory.total == len(body)
+
+
+@pytest.mark.parametrize("agrees", [True, False], ids=["the engine agrees", "the engine uses other ids"])
+async def test_the_record_is_complete(agrees, monkeypatch):
+    async with proxied(of_its_own_kind=True) as rig:
+        monkeypatch.setattr(rig.proxy.ledger.prefixes, "nearby", lambda *_: ())  # as if other sessions had replaced its own
+        first = [*FIRST, echo(await rig.say("s", FIRST, stream=True)), NEXT]
+        rig.engine.honours_ids = agrees
+        second = [*first, echo(await rig.say("s", first, stream=True)), NEXT]
+        rig.engine.honours_ids = True
+        await rig.say("s", second)
+        turns = await rig.store.turns("s")
+        assert [whole for whole, _ in await contexts(rig.store)] == [FIRST, first, second]
+        assert ["engine-disagrees" in turn.marks for turn in turns] == [False, not agrees, False]
+
+
+async def test_a_connection_without_a_request_holds_no_body():
+    async with proxied() as rig:
+        for stream in (False, True):
+            await rig.say("s", FIRST, stream=stream)
+        assert not [one for one in gc.get_objects() if isinstance(one, web.Request) and KEPT in one]
+
+
+def test_messages_that_were_released_cannot_be_read():
+    messages = LastMessages(2, [b"c", b"d"])
+    assert (len(messages), messages[2], messages[-1], messages[2:], messages[3:9], messages[1:1]) == (
+        4,
+        b"c",
+        b"d",
+        [b"c", b"d"],
+        [b"d"],
+        [],
+    )
+    for index in (0, -3, slice(1, 3), slice(None)):
+        with pytest.raises(IndexError, match="released"):
+            messages[index]
+    with pytest.raises(IndexError):
+        messages[4]
