@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 from tests.system.adversary import dialects
 from tests.system.adversary.observed import Entry, Tally
 from tests.system.adversary.oracle import Oracle
-from tests.system.adversary.words import BY_THEMSELVES, HARMLESS, UNDERSTOOD, Message, bare, call_ids, meaning, safe, says, text_of
+from tests.system.adversary.words import (
+    BY_THEMSELVES,
+    HARMLESS,
+    UNDERSTOOD,
+    Message,
+    bare,
+    call_ids,
+    meaning,
+    safe,
+    says,
+    text_of,
+    with_mended_names,
+)
 from tokencache.adapters.load import load_all
 from tokencache.errors import HarnessError
 from tokencache.proxy.harness_profile import HarnessProfiles
@@ -275,8 +287,12 @@ class Session:
     def understood(self, thread: Thread, message: Message) -> Message:
         """What this harness makes of a reply."""
         for change in UNDERSTOOD.get(self.does, ()):
-            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
+            message = change(message, self.tool_names(thread))
         return message
+
+    @staticmethod
+    def tool_names(thread: Thread) -> list[str]:
+        return [tool["function"]["name"] for tool in TOOLS[thread.tools]]
 
     @property
     def is_vouched(self) -> bool:
@@ -456,10 +472,15 @@ class Session:
         thread.entries[place] = replace(entry, message={**entry.message, "content": content})
 
     def edit(self, thread: Thread, place: int, message: Message) -> None:
-        """Replace the words of an entry; with other ids it need not be recognised."""
+        """Replace the words of an entry; with other ids it need not be recognised.
+
+        All adapters that are played have the rule `name-lowered`: such a change is a reply as its harness may keep it.
+        """
         entry = thread.entries[place]
         same_ids = call_ids(message) == call_ids(entry.message)
-        thread.entries[place] = replace(entry, message=message, owed=entry.owed and same_ids)
+        mended = self.does and self.is_named and says(message, with_mended_names(entry.message, self.tool_names(thread)))
+        kept = message if mended and not says(message, entry.message) else entry.kept
+        thread.entries[place] = replace(entry, message=message, kept=kept, owed=entry.owed and same_ids and kept is entry.kept)
 
     def one_character(self, thread: Thread) -> None:
         """Change one character anywhere."""
