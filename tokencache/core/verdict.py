@@ -157,10 +157,13 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
 
 
 def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
-    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there."""
+    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there.
+
+    Without it, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
+    """
     verdict = judge(turn.served, echoed, leniency)
-    if turn.begun and turn.match == "plain" and turn.served.thought != echoed.thought:
-        return Verdict("rewritten", ids_kept=verdict.ids_kept, supplied=False)
+    if turn.begun and turn.match == "plain" and turn.served.thought != echoed.thought and verdict.kind != "foreign":
+        return verdict._replace(kind="rewritten", supplied=False)
     return verdict
 
 
