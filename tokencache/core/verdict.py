@@ -162,9 +162,14 @@ def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Ver
     Without it, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
     """
     verdict = judge(turn.served, echoed, leniency)
-    if turn.begun and turn.match == "plain" and turn.served.thought != echoed.thought and verdict.kind != "foreign":
+    if has_own_reasoning(turn) and turn.served.thought != echoed.thought and verdict.kind != "foreign":
         return verdict._replace(kind="rewritten", supplied=False)
     return verdict
+
+
+def has_own_reasoning(turn: Turn) -> bool:
+    """Whether the client wrote the reasoning of a turn's reply itself, before a beginning that is no recorded reply."""
+    return bool(turn.begun and turn.match == "plain" and turn.served.thought)
 
 
 def _verbatim(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
