@@ -162,9 +162,14 @@ def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Ver
     Without it, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
     """
     verdict = judge(turn.served, echoed, leniency)
-    if has_own_reasoning(turn) and turn.served.thought != echoed.thought and verdict.kind != "foreign":
+    if verdict.kind != "foreign" and lacks_own_reasoning(turn, echoed):
         return verdict._replace(kind="rewritten", supplied=False)
     return verdict
+
+
+def lacks_own_reasoning(turn: Turn, echoed: Message) -> bool:
+    """Whether an echo has not the reasoning that the client itself wrote before the beginning of a turn's reply."""
+    return has_own_reasoning(turn) and turn.served.thought != echoed.thought
 
 
 def has_own_reasoning(turn: Turn) -> bool:
