@@ -707,6 +707,20 @@ def test_reasoning_that_a_client_wrote_before_the_beginning_of_a_reply_must_stil
     assert (found.parent.id if found.parent else found.reason) == (turn.id if known else "rewritten-reply")
 
 
+@pytest.mark.parametrize("added", ["", " And more."])
+def test_a_reply_without_the_clients_own_reasoning_may_still_be_that_one_and_not_another_with_its_text(added):
+    index, said = _Index(), Message("assistant", f"I see. Done.{added}")
+    index.add(_turn("a", said), U1)
+    assert (index.match(U1, said, U2).kind, len(index.match(S1, U1, said, U2).anchors)) == ("continue", 1)
+    begun = index.add(msgspec.structs.replace(_turn("b", Message("assistant", "I see. Done.", "hm")), begun=7), U1)
+    plain = index.turns["b"] = msgspec.structs.replace(begun, match="plain")
+    for key, hits in index.items():
+        index[key] = [Hit(plain) if hit.turn.id == "b" else hit for hit in hits]
+    assert index.match(S1, U1, said, U2)[:2] == ("plain", "ambiguous-reply")
+    if not added:  # words are added to a reply in its position only if it had stop strings
+        assert index.match(U1, said, U2)[:2] == ("plain", "ambiguous-reply")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "sent"),
     [

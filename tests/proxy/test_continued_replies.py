@@ -60,6 +60,21 @@ async def test_a_reply_is_continued_again():
         assert (turn["served"]["content"], turn["begun"]) == (third["content"], len(second["content"]))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+async def test_own_reasoning_that_a_client_drops_is_not_in_the_prompt_though_it_continued_the_reply_again(kept):
+    async with proxied(engine(LONG, LONG, FINE)) as rig:
+        first = {"role": "assistant", "content": "I see: ", "reasoning": "mine"}
+        second = {**first, "content": first["content"] + text_of(await continued(rig, first, max_tokens=5))}
+        third = {**second, "content": second["content"] + text_of(await continued(rig, second))}
+        if not kept:
+            del third["reasoning"]
+        await rig.say("s", [user("write EPISODE:e"), third, user("next")])
+        assert ("mine" in rig.engine.tokenizer.decode(rig.ground_truth()[-1].prompt_ids)) is kept
+        plain = ("plain", "continue-final-message")
+        assert matches(await rig.turns()) == [plain, plain, ("continue", "") if kept else ("plain", "rewritten-reply")]
+        await rig.check()
+
+
 async def test_a_reply_that_the_model_had_ended_goes_on_without_its_end_of_turn():
     async with proxied(engine(FINE, FINE)) as rig:
         first = await begun(rig)

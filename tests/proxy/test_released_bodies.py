@@ -1,15 +1,19 @@
 """A stream whose client receives the reply holds no more of the request than its record needs; how much in bytes, `tests/bench` counts."""
 
 import contextlib
+import dataclasses
 import gc
 import json
+import sys
 
 import pytest
 from aiohttp import web
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, echo, proxied, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, user
 from tests.proxy.test_contexts import contexts
+from tests.support.reading import read_chat
 from tests.support.waiting import until
+from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import LastMessages
 from tokencache.proxy.request_body import KEPT
 from tokencache.testing import Fault, SimulatedEngine
@@ -19,11 +23,11 @@ LINE = len(json.dumps(NEXT))
 
 
 @contextlib.asynccontextmanager
-async def stalled(rig, messages):
+async def stalled(rig, messages, path=CHAT, **more):
     """A stream of which the client has received some text, and that does not end."""
-    rig.engine.faults.append(Fault.stall())
-    body = json.dumps({"model": "sim", "messages": messages, "stream": True}).encode()
-    async with rig.http.post(rig.url + CHAT, data=body, headers={HEADER: "s", "Content-Type": "application/json"}) as answer:
+    rig.engine.faults.append(dataclasses.replace(Fault.stall(), path=path))
+    body = json.dumps({"model": "sim", "messages": messages, "stream": True, **more}).encode()
+    async with rig.http.post(rig.url + path, data=body, headers={HEADER: "s", "Content-Type": "application/json"}) as answer:
         assert await answer.content.readany()
         yield body
 
@@ -45,6 +49,20 @@ async def test_a_first_call_holds_its_messages():
 async def test_a_reply_that_may_be_continued_holds_the_whole_request():
     async with proxied(SimulatedEngine(episodes=EPISODES, derenders=True)) as rig, stalled(rig, FIRST) as body:
         assert rig.proxy.request_memory.total == len(body)
+
+
+async def test_a_text_completion_holds_its_prompt():
+    async with proxied() as rig, stalled(rig, [], "/v1/completions", prompt="go on " * 500) as body:
+        assert rig.proxy.request_memory.total == len(body)
+
+
+def test_no_part_of_a_released_request_keeps_the_body():
+    asked = {"messages": [*FIRST, NEXT], "model": "sim", "tools": TOOLS, "chat_template_kwargs": {"a": 1}, "stop": ["x"]}
+    body = json.dumps(asked).encode()
+    before = sys.getrefcount(body)
+    chat = read_chat(body, IncrementalParser())
+    chat.release(1)
+    assert (sys.getrefcount(body), chat.tool_count, chat.has_stop_strings) == (before, 1, True)
 
 
 @pytest.mark.parametrize("agrees", [True, False], ids=["the engine agrees", "the engine uses other ids"])
@@ -79,7 +97,9 @@ def test_messages_that_were_released_cannot_be_read():
         [],
     )
     for index in (0, -3, slice(1, 3), slice(None)):
-        with pytest.raises(IndexError, match="released"):
+        with pytest.raises(LookupError, match="released"):
             messages[index]
+    with pytest.raises(LookupError, match="released"):
+        list(messages)
     with pytest.raises(IndexError):
         messages[4]

@@ -16,7 +16,7 @@ import msgspec
 from tokencache.core.messages import BLANK, Message, inline_end
 from tokencache.core.rules import Leniency
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import CUT_OFF, Verdict, delivered_prefix, judge_reply
+from tokencache.core.verdict import CUT_OFF, Verdict, delivered_prefix, judge, judge_reply, lacks_own_reasoning
 
 STOP_RESTORED, WORDS_ADDED = "stop-restored", "words-added"
 """The names of the rules for added text."""
@@ -56,13 +56,12 @@ def added_text(turn: Turn, echoed: Message, leniency: Leniency) -> AddedText | N
     restored = bool(stop) and text.rstrip(BLANK) == stop.rstrip(BLANK)
     if stop and not restored and not text.startswith(stop):
         return None
-    extended = msgspec.structs.replace(served, content=(served.content or "") + text)
-    verdict = judge_reply(msgspec.structs.replace(turn, served=extended), echoed, leniency)
+    verdict = judge(msgspec.structs.replace(served, content=(served.content or "") + text), echoed, leniency)
     needed = {*verdict.rules, *([STOP_RESTORED] if stop else []), *([] if restored else [WORDS_ADDED])}
     if not verdict.supplied or not all(map(leniency.allows, needed)):
         return None
     kind = verdict.kind if restored and verdict.kind == "rewritten" else "equivalent" if restored else "rewritten"
-    return AddedText(turn, text, Verdict(kind, tuple(sorted(needed))), restored)
+    return AddedText(turn, text, Verdict(kind, tuple(sorted(needed)), supplied=not lacks_own_reasoning(turn, echoed)), restored)
 
 
 def text_behind(turn: Turn, echoed: Message) -> str:

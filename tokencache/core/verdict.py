@@ -157,11 +157,24 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
 
 
 def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
-    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there."""
+    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there.
+
+    Without it, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
+    """
     verdict = judge(turn.served, echoed, leniency)
-    if turn.begun and turn.match == "plain" and turn.served.thought != echoed.thought:
-        return Verdict("rewritten", ids_kept=verdict.ids_kept, supplied=False)
+    if verdict.kind != "foreign" and lacks_own_reasoning(turn, echoed):
+        return verdict._replace(kind="rewritten", supplied=False)
     return verdict
+
+
+def lacks_own_reasoning(turn: Turn, echoed: Message) -> bool:
+    """Whether an echo has not the reasoning that the client itself wrote before the beginning of a turn's reply."""
+    return has_own_reasoning(turn) and turn.served.thought != echoed.thought
+
+
+def has_own_reasoning(turn: Turn) -> bool:
+    """Whether the client wrote the reasoning of a turn's reply itself, before a beginning that is no recorded reply."""
+    return bool(turn.begun and turn.match == "plain" and turn.served.thought)
 
 
 def _verbatim(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:

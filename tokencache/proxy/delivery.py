@@ -393,7 +393,8 @@ def delivery_of(
         source = stream if words else Gathered(stream, call, dispatch, response.holding)
     deliver = response, answer, planned.engine.driver, shown
     if isinstance(source, Stream):
-        continues = isinstance(source, Continued) or bool(chat.media)  # their next piece, or their record, needs the whole request
-        release = (lambda: None) if continues else partial(response.release_body, planned.plan.basis.messages)
+        # the next piece or the record needs the whole request, or it is a text completion's, which has no messages
+        stays = isinstance(source, Continued) or bool(chat.media) or not chat.raw_messages
+        release = (lambda: None) if stays else partial(response.release_body, planned.plan.basis.messages)
         return StreamDelivery(source, *deliver, release=release, may_resample=may_resample)
     return WholeDelivery(source, *deliver, streams=streams, may_resample=may_resample)

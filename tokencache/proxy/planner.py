@@ -22,7 +22,7 @@ from tokencache.core.messages import Message
 from tokencache.core.reasons import Reason
 from tokencache.core.splice import OPEN, REPLACED, join, junction, without_stop_id
 from tokencache.core.turn import Turn
-from tokencache.core.verdict import DeliveredPrefix, is_unique
+from tokencache.core.verdict import DeliveredPrefix, has_own_reasoning, is_unique
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.engine.drivers.base import LastReply
 from tokencache.engine.model import Engine, Model
@@ -290,7 +290,8 @@ class _Planning:
         """
         parent, last = found.parent, self._context.conversation.messages[-1]
         is_last = found.at == len(self._context.conversation.messages) and not found.anchors and found.delivered is None
-        if parent is not None and is_last and not self._context.model.driver.adds_tail:
+        # of a turn that continues another one, `judge_reply` takes the reasoning for the model's
+        if parent is not None and is_last and not (self._context.model.driver.adds_tail or has_own_reasoning(parent)):
             sampled = await sampled_after(self._context, parent)
             if sampled is not None and is_exactly(parent, sampled, last):
                 plan = await self._continue(parent, found, None)

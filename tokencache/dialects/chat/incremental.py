@@ -126,6 +126,7 @@ async def split_whole(body: bytes) -> SplitBody:
     raw = fields.get("messages")
     if raw is None:
         raise HarnessError("'messages' is missing", param="messages")
+    fields = {name: value if value is raw else value.copy() for name, value in fields.items()}  # otherwise each would keep the body
     if large:
         await pause()
     try:

@@ -66,7 +66,7 @@ class LastMessages(Sequence[bytes]):
                 return self._kept[places]
         elif not places or min(places) >= 0:
             return [*map(self._kept.__getitem__, places)]
-        raise IndexError("this message was released")
+        raise LookupError("this message was released")  # an `IndexError` would end a loop as if there were no more messages
 
 
 class ChatCall(msgspec.Struct):
