@@ -287,12 +287,8 @@ class Session:
     def understood(self, thread: Thread, message: Message) -> Message:
         """What this harness makes of a reply."""
         for change in UNDERSTOOD.get(self.does, ()):
-            message = change(message, self.tool_names(thread))
+            message = change(message, [tool["function"]["name"] for tool in TOOLS[thread.tools]])
         return message
-
-    @staticmethod
-    def tool_names(thread: Thread) -> list[str]:
-        return [tool["function"]["name"] for tool in TOOLS[thread.tools]]
 
     @property
     def is_vouched(self) -> bool:
@@ -474,11 +470,12 @@ class Session:
     def edit(self, thread: Thread, place: int, message: Message) -> None:
         """Replace the words of an entry; with other ids it need not be recognised.
 
-        All adapters that are played have the rule `name-lowered`: such a change is a reply as its harness may keep it.
+        All adapters that are played have the rule `name-lowered`: such a change is a reply as its harness may keep it, with any tools.
         """
         entry = thread.entries[place]
         same_ids = call_ids(message) == call_ids(entry.message)
-        mended = self.does and self.is_named and says(message, with_mended_names(entry.message, self.tool_names(thread)))
+        names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        mended = self.does and self.is_named and says(message, with_mended_names(entry.message, names))
         kept = message if mended and not says(message, entry.message) else entry.kept
         thread.entries[place] = replace(entry, message=message, kept=kept, owed=entry.owed and same_ids and kept is entry.kept)
 
