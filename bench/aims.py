@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.figures import counts, growth_beyond
-from bench.targets import FLOOR, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN
+from bench.targets import FLOOR, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, PROXY, PROXY_REDIS
 
 Aim = dict[str, Any]
 
@@ -62,12 +62,11 @@ def _over(values: dict[str, float], base: str) -> dict[str, float]:
     return {name: value / values[base] for name, value in values.items()} if base in values else {}
 
 
-PROXY, REDIS = "proxy memory", "proxy redis"
 CHUNKS = "141 KB, 500 chunks of 10 ms"
 OVER_RELAY = {
-    ("1 KB", 64): {PROXY: 3.8, REDIS: 4.6},
+    ("1 KB", 64): {PROXY: 3.8, PROXY_REDIS: 4.6},
     ("141 KB", 16): {PROXY: 5.5, PLUGIN: 4.5},
-    (CHUNKS, 64): {PROXY: 1.25, REDIS: 1.25},
+    (CHUNKS, 64): {PROXY: 1.25, PROXY_REDIS: 1.25},
 }
 """The most that CPU a call may be over the bare relay's: shape and rollouts at once → target → ratio."""
 OVER_LITELLM = {("1 KB", 64): 14.0, ("141 KB", 16): 9.0}

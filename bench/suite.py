@@ -17,9 +17,18 @@ from bench.exports import run_exports
 from bench.growth import MARKS, run_growth
 from bench.loads import Row
 from bench.processes import ROOT, Process
-from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, Target
-
-PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
+from bench.targets import (
+    FLOOR,
+    FLOOR_LOCAL,
+    FLOOR_NAMED,
+    FLOOR_PROVEN,
+    PLUGIN,
+    PROXY,
+    PROXY_REDIS,
+    TWO,
+    TWO_REDIS,
+    Target,
+)
 
 CASES = [
     Case("1 KB", 1_000, 4, 200, tokens=16, tail=64, per_session=2),
@@ -170,8 +179,7 @@ class Suite:
         self.found["entries"] = {}
         for title, talk in entries.CASES.items():
             counted = entries.measured(talk)
-            figures = {"all": counted.python.total(), "ours": entries.ours(counted), "c": counted.c}
-            self.found["entries"][title] = figures
+            self.found["entries"][title] = {"all": counted.python.total(), "ours": entries.ours(counted), "c": counted.c}
 
     def _cost(self, engine: Process, able: dict[str, Target], rig: Rig) -> None:  # noqa: ARG002
         self.found["cost"] = []

@@ -20,6 +20,7 @@ from tokencache.config import Settings
 
 OTHERS = ROOT / ".bench-venvs"
 FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED = "floor", "floor local", "floor proven", "floor named"
+PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 PLUGIN = "proxy memory, plugin"
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 

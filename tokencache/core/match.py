@@ -566,9 +566,9 @@ class _Finder(msgspec.Struct, frozen=True):
         }
         others = [turn for turn in self.turns.values() if turn.id not in known and here.led_to([turn])]
         others = [turn for turn in others if not self._has_other_handle(claim.place, turn)]
-        judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
         if _all_rewritten(claim.candidates) and any(self._is_part_of(claim.place, turn) for turn in others):
             return True
+        judged = [_Found(Hit(turn), judge_echo(turn, self.conversation.messages[claim.place], self.any_rule)) for turn in others]
         return bool(self._rivals(judged, claim.candidates))
 
     def _may_be_a_part(self, i: int, known: Sequence[_Found]) -> bool:
@@ -579,8 +579,8 @@ class _Finder(msgspec.Struct, frozen=True):
 
     def _is_part_of(self, i: int, turn: Turn) -> bool:
         """Whether all calls of a message are calls of a turn as they were issued."""
-        echoed, served = ({_as_issued(call) for call in message.calls} for message in (self.conversation.messages[i], turn.served))
-        return bool(echoed) and echoed <= served
+        echoed = set(map(_as_issued, self.conversation.messages[i].calls))
+        return bool(echoed) and echoed <= set(map(_as_issued, turn.served.calls))
 
     def _may_be_unfound(self, i: int, judged: Sequence[_Found]) -> bool:
         """Whether a harness may have made this reply of another turn, sampled after the same message, that no key finds.

@@ -157,9 +157,9 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
 
 
 def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
-    """Compare an echo with a turn's reply. If the client wrote the beginning itself, its reasoning is no reply: it must still be there.
+    """Compare an echo with a turn's reply. Reasoning that the client itself wrote must come back: the reply was sampled after it.
 
-    Without it, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
+    If it is missing, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
     """
     verdict = judge(turn.served, echoed, leniency)
     if verdict.kind != "foreign" and lacks_own_reasoning(turn, echoed):
@@ -168,12 +168,12 @@ def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Ver
 
 
 def lacks_own_reasoning(turn: Turn, echoed: Message) -> bool:
-    """Whether an echo has not the reasoning that the client itself wrote before the beginning of a turn's reply."""
+    """Whether an echo lacks the reasoning that the client itself wrote before the beginning of a turn's reply."""
     return has_own_reasoning(turn) and turn.served.thought != echoed.thought
 
 
 def has_own_reasoning(turn: Turn) -> bool:
-    """Whether the client wrote the reasoning of a turn's reply itself, before a beginning that is no recorded reply."""
+    """Whether the client itself wrote the reasoning of a turn's reply: it sent a beginning that is not a recorded reply."""
     return bool(turn.begun and turn.match == "plain" and turn.served.thought)
 
 

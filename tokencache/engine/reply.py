@@ -47,7 +47,8 @@ _LOGPROBS_END = b'"top_logprobs":[]}]}'
 _EXPERTS = b'"routed_experts":"'
 _NO_PROMPT = NULL, FIRST_MARK
 """What a choice has in place of the ids of its own prompt."""
-_STEP = 4
+STEP = 4
+"""Numbers that each step has in `Choice.steps`."""
 _MOST_PIECES = 128
 """Pieces of a text before they are joined. A Python string takes 50 bytes more than its text, and a token has four letters."""
 _AT_ONCE = 16
@@ -169,7 +170,7 @@ class Choice:
 
     Attributes:
         content, reasoning: the text in pieces. That of the last delta is one of them.
-        steps: for each delta with text four numbers: of ids before and after it, and of characters of content and reasoning that it added.
+        steps: `STEP` numbers for each delta with text: of ids before and after it, of characters of content and reasoning that it added.
         call_steps: for each call: the numbers of ids before and after the delta with which it began.
         experts: routed experts, as the engine reported them (base64 or JSON); `b""` if none.
         prompt: the raw JSON list of its own prompt's ids, if the engine reports them with each choice (text completions).
@@ -320,7 +321,7 @@ class Choice:
         if thought:
             self.reasoning.pop()
         if content or thought:
-            del self.steps[-_STEP:]
+            del self.steps[-STEP:]
         for index, call in reversed([*message.calls()]):  # one delta may have several parts of a call
             pieces = self.calls[index]
             pieces.names.pop()

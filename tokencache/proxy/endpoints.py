@@ -186,7 +186,7 @@ class Endpoints:
         return await self._relay_unrecorded(asked, f"{request.method} {route[:80]}", path=asked.origin.path)
 
     async def _prepare(self, asked: SessionRequest, dialect: Dialect) -> _Call | web.StreamResponse:
-        """Read a request in a dialect. Serve it if it is no call, or if it is one that cannot be recorded truthfully: it is only relayed.
+        """Read a request in a dialect, and return its call. A request that is not a call, or cannot be recorded truthfully, is served here.
 
         A call runs after this coroutine has ended, so that none of its names keeps the body for as long as a stream.
 

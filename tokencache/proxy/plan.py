@@ -28,7 +28,7 @@ class Basis(msgspec.Struct, frozen=True):
     """The recorded turn whose prefix begins like a prompt, so that the beginning is not stored again.
 
     Attributes:
-        id: the turn's id; `None` if there is no turn.
+        id: the id of the turn; `None` if there is none.
         tokens: the number of tokens that its prefix and the prompt have in common; 0 if it is not known yet.
         messages: the number of the request's messages that are those of the turn's request, whose reply follows them; 0 if it is not known.
         media: the images and other media of the turn's prompt, with which this prompt begins.

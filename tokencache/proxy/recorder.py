@@ -34,7 +34,7 @@ from tokencache.dialects.members import LIMITS
 from tokencache.engine.logprob_kind import LogprobKind
 from tokencache.engine.model import Model
 from tokencache.engine.prompt_echo import as_fragment, read_ids
-from tokencache.engine.reply import Choice
+from tokencache.engine.reply import STEP, Choice
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import CallFacts
 from tokencache.proxy.plan import Plan
@@ -365,7 +365,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
         return [Cut(before, after, 0, 0) for before, after in choice.call_steps]
     cuts: list[Cut] = []
     content = reasoning = 0
-    for before, after, more_content, more_reasoning in zip(*[iter(choice.steps)] * 4, strict=True):
+    for before, after, more_content, more_reasoning in zip(*[iter(choice.steps)] * STEP, strict=True):
         content += more_content
         reasoning += more_reasoning if with_reasoning else 0
         cuts.append(Cut(before, after, content, reasoning))

@@ -45,7 +45,7 @@ _LINKED = 256
 
 
 class LastMessages(Sequence[bytes]):
-    """The raw messages of a request, of which those before `first` were released."""
+    """The raw messages of a request without those before `first`, which were released. Their places stay as they were."""
 
     __slots__ = ("_first", "_kept")
 
