@@ -1,20 +1,27 @@
-"""Measures whether a call costs more CPU if several proxy processes share one Redis: `python -m bench.spread [--processes 1,2,4]`.
+"""Measures what several proxy processes that share one Redis do: `python -m bench.spread [--processes 1,2,4] [--load]`.
 
 One process after the other serves some calls, one at a time, and only the CPU of the proxies counts (and, beside it, that of Redis). So
 neither the number of cores, nor the engine and the generator, which share them in `bench.load`, have an effect on the figures. All numbers
 of processes take turns, so disturbances of the machine affect them alike.
+
+With `--load` all of them serve at once, each with an engine of its own, as many rollouts as keep them busy, and calls per second count.
+This needs three cores for two processes, and three for the others.
 """
 
 import argparse
 import contextlib
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bench.client import Client, reply_text
+from bench.drive import drive
 from bench.held import SIZES
+from bench.loads import Row
 from bench.processes import Process
 from bench.talk import Talk
-from bench.targets import mock, proxies_of, redis
+from bench.targets import Target, mock, proxies_of, redis
 
 _SESSIONS, _TURNS, _ROUNDS, _TAIL = 4, 4, 8, 200
 
@@ -62,10 +69,37 @@ def spread(numbers: Sequence[int], size: int) -> dict[int, tuple[float, float]]:
     return {number: (statistics.median(p for p, _ in costs), statistics.median(s for _, s in costs)) for number, costs in found.items()}
 
 
+def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], seconds: float) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield a shape, a number of processes, and what `bench.drive` found with so many rollouts of the shape for each process.
+
+    Args:
+        numbers: the numbers of processes.
+        shapes: names of shapes in `bench.loads`, each with the rollouts at once for one process.
+        seconds: how long each runs.
+    """
+    with contextlib.ExitStack() as opened:
+        store = opened.enter_context(redis())
+        engines = [opened.enter_context(mock()) for _ in range(max(numbers))]
+        processes = [one for engine in engines for one in opened.enter_context(proxies_of(engine, store, 1))]
+        for shape, each in shapes:
+            for number in numbers:
+                target = Target("proxies", (*processes[:number],), (store,), sessions=True, records=True, workers=number, engine=engines[0])
+                yield shape, number, drive(engines[0], target, Row(shape, each * number, seconds, 1).spec(), alone=False)
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench.spread", description=__doc__.partition("\n")[0])
     asked.add_argument("--processes", default="1,2,4", metavar="N,…", help="numbers of proxy processes")
-    numbers = [*map(int, asked.parse_args().processes.split(","))]
+    asked.add_argument("--load", action="store_true", help="calls per second of all at once: three cores for two processes, and three more")
+    options = asked.parse_args()
+    numbers = [*map(int, options.processes.split(","))]
+    if options.load:
+        if (cores := len(os.sched_getaffinity(0))) < (needed := 3 * max(numbers) // 2 + 3):
+            asked.error(f"--load with {max(numbers)} processes needs {needed} cores, this machine has {cores}")
+        for shape, number, found in throughput(numbers, [("1 KB", 32), ("141 KB", 16)], 8.0):
+            costs = f"{found['cpu_us']:,.0f} µs of the proxies, {found['store_cpu_us']:,.0f} µs of Redis, limited by {found['limited_by']}"
+            print(f"{shape}, {number} processes: {found['calls_per_s']:,.0f} calls/s, {costs}", *found["torn"], flush=True)
+        return
     for title, size in SIZES.items():
         for number, (proxies, store) in spread(numbers, size).items():
             print(f"{title}, {number} processes: {proxies * 1e6:,.0f} µs of the proxies, {store * 1e6:,.0f} µs of Redis", flush=True)

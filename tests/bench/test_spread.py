@@ -1,4 +1,4 @@
-"""The CPU of a call is measured for each number of processes."""
+"""The CPU of a call, and calls per second, are measured for each number of processes."""
 
 import pytest
 
@@ -14,3 +14,11 @@ def test_each_number_of_processes_has_a_figure(monkeypatch):
     found = spread.spread([1, 2], 1_000)
     assert [*found] == [1, 2]
     assert all(proxies > store > 0 for proxies, store in found.values())
+
+
+@pytest.mark.redis
+@needs("redis-server", find_binary())
+def test_processes_with_an_engine_each_serve_at_once():
+    found = [*spread.throughput([1, 2], [("1 KB", 2)], 0.5)]
+    assert [(shape, number) for shape, number, _ in found] == [("1 KB", 1), ("1 KB", 2)]
+    assert [figures["torn"] for _, _, figures in found] == [[], []]
