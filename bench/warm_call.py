@@ -1,5 +1,6 @@
 """Makes calls of one session against the simulated engine in this process, and follows what the proxy's thread runs for the last one.
 
+The proxy logs as `tokencache serve` does by default, a line for each call, but into nothing.
 Engine and client run in threads of their own, so that only the proxy is followed. The client is asked through a queue, and answers through
 a future. Both are C code, so what passes a question on is not counted.
 """
@@ -8,14 +9,18 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from tokencache import logs
 from tokencache.config import Settings
 from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
@@ -60,6 +65,27 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
     Raises:
         RuntimeError: a turn did not continue the one before.
     """
+    with _logging():
+        await _follow_last_call(talk, follow)
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    log = logging.getLogger("tokencache")
+    handlers, level, propagate = log.handlers, log.level, log.propagate
+    with Path(os.devnull).open("w") as nothing:
+        handler = logging.StreamHandler(nothing)
+        handler.setFormatter(logs.LineFormatter(messages=False))
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.handlers, log.propagate = handlers, propagate
+            log.setLevel(level)
+
+
+async def _follow_last_call(talk: Talk, follow: Follower) -> None:
     found = asyncio.Queue[str]()
     loop, done = asyncio.get_running_loop(), threading.Event()
 
