@@ -1,7 +1,7 @@
 """Counts the Python functions that one call enters, by package: `python -m bench.entries [--functions N]`.
 
-An entry is a call of a Python function, or a coroutine or generator that is resumed. Each costs 0.7 to 0.8 microseconds, and nearly all of
-a call's CPU follows from their number. So a change of the call's path is judged by them: they are the same in each run, however busy the
+An entry is a call of a Python function, or a coroutine or generator that is resumed. Each costs about a microsecond, and most of a call's
+CPU follows from their number. So a change of the call's path is judged by them: they are the same in each run, however busy the
 machine is. Calls of C functions are shown beside them. Only the thread of the proxy's event loop is counted (`bench.warm_call`), on uvloop,
 as in `tokencache serve`.
 """
