@@ -50,14 +50,20 @@ WITH_REDIS = [pytest.mark.redis, needs("redis-server", find_binary())]
 SLACK = 1.02  # chunks may arrive in other parts, and other patch releases of Python call a function more or less
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=WITH_REDIS if "Redis" in case else []) for case in ENTRIES])
-def test_a_call_enters_no_more_functions(case):
+def least_entries(case, enough):
+    """Count until a run enters no more than `enough`: work in the background may add to a figure."""
     least = entries.measured(entries.CASES[case], runs=1).python.total()
-    for _ in range(20):  # work in the background may add to a figure
-        if least <= SLACK * ENTRIES[case]:
+    for _ in range(20):
+        if least <= enough:
             break
         least = min(least, entries.measured(entries.CASES[case], runs=1).python.total())
-    assert least <= SLACK * ENTRIES[case]
+    return least
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=WITH_REDIS if "Redis" in case else []) for case in ENTRIES])
+def test_a_call_enters_no_more_functions(case):
+    limit = SLACK * ENTRIES[case]
+    assert least_entries(case, limit) <= limit
 
 
 PLACEMENT = 13
@@ -66,8 +72,8 @@ PLACEMENT = 13
 
 def test_placement_by_load_costs_ten_microseconds():
     by_load, by_hash = "four engines, 1 KB", "four engines by the hash, 1 KB"
-    least = {case: entries.measured(entries.CASES[case], runs=3).python.total() for case in (by_load, by_hash)}
-    assert least[by_load] - least[by_hash] <= PLACEMENT
+    by_the_hash = entries.measured(entries.CASES[by_hash]).python.total()
+    assert least_entries(by_load, by_the_hash + PLACEMENT) - by_the_hash <= PLACEMENT
 
 
 # --- Classes.

@@ -29,17 +29,20 @@ class Harness:
         self.rig, self.record = rig, record
 
     async def call(self, system, messages, *, leave_at=None):
-        """Makes one call; with `leave_at` it disconnects after this many words. Returns the blocks of the reply."""
+        """Makes one call; with `leave_at` it keeps this many words, and disconnects when more arrived. Returns the blocks of the reply."""
         body = {"model": "sim", "max_tokens": 9999, "system": PROMPT + system, "messages": messages, "tools": [BASH], "stream": True}
         path, got = "/s/s/h/claude-code/v1/messages?beta=true", b""
         headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "authorization": "Bearer secret"}
+        self.rig.engine.token_delay = 0.02 if leave_at else 0
         async with self.rig.http.post(self.rig.url + path, json=body, headers=headers) as answer:
             async for piece in answer.content.iter_any():
                 got += piece
-                if leave_at and got.count(b"text_delta") >= leave_at:
+                if leave_at and got.count(b"text_delta") > leave_at:
                     answer.close()
                     break
-        told = got.decode()[: got.decode().rindex("\n\n") + 2]
+        events = got.decode().split("\n\n")[:-1]
+        words = [place for place, event in enumerate(events) if "text_delta" in event]
+        told = "".join(f"{event}\n\n" for event in (events[: words[leave_at]] if leave_at else events))
         call = {"method": "POST", "path": path, "request_headers": list(headers.items()), "request_body": json.dumps(body)}
         reply = {"status": 200, "response_headers": [["Content-Type", "text/event-stream"]], "response_body": told, "left": bool(leave_at)}
         self.record.append({**call, **reply})
@@ -70,7 +73,7 @@ async def recorded(tmp_path):
     """The folder of a run: a main line that is interrupted, and two concurrent agents."""
     folder, record = tmp_path / "claude-code", []
     folder.mkdir()
-    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.0005)) as rig:
+    async with proxied(SimulatedEngine(episodes=EPISODES)) as rig:
         harness = Harness(rig, record)
         main = [{"role": "user", "content": "EPISODE:claude-code Create hello.txt in the current directory."}]
         first = blocks(await harness.call("Lead.", main))
@@ -100,7 +103,7 @@ async def test_it_replays_as_recorded(recorded, tmp_path):
     calls = recording.calls
     assert [call.after for call in calls if call.expected["match"] == "root"] == [[], [1], [1]]
     assert [call.ended for call in calls] == ["whole"] * 5 + ["left", "whole"]
-    assert calls[-1].expected == {"match": "continue", "reason": "", "forgiven": ["interrupted"]}
+    assert calls[-1].expected == {"match": "resplice", "reason": "interrupted", "forgiven": ["interrupted"]}
     assert not differences(recording, await replay(recording))
 
 
