@@ -44,7 +44,7 @@ def pytest_configure(config):
         profiles.load()
     config.pluginmanager.register(Limits(config))
     if config.getoption("figures") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Figures())
+        config.pluginmanager.register(Figures(config))
     if compatibility.VARIABLE in os.environ and not hasattr(config, "workerinput"):
         config.pluginmanager.register(compatibility.Compatibility(os.environ[compatibility.VARIABLE]))
 

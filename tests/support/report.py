@@ -1,4 +1,4 @@
-"""The last lines of a run, with `--figures`: what was skipped and why, the slowest tests, and where the time went."""
+"""With `--figures`: what fails, at once; in the last lines what was skipped and why, the slowest tests, and where the time went."""
 
 from collections import Counter
 from pathlib import PurePosixPath
@@ -13,7 +13,8 @@ SLOWEST = 10
 class Figures:
     """Sums up a run. `limits` ends it, `whole` chooses its tests."""
 
-    def __init__(self):
+    def __init__(self, config):
+        self.config = config
         self.seconds = Counter()
         self.skipped = Counter()
         self.left_out = 0
@@ -21,6 +22,9 @@ class Figures:
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
         self._count_skipped(report)
+        if report.failed:  # a run takes up to an hour
+            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", f"{report.longrepr}").partition("\n")[0]
+            self.config.get_terminal_writer().line(f"\n{report.when} of {report.nodeid} failed: {why}")
 
     def pytest_collectreport(self, report):
         self._count_skipped(report)  # a module that is skipped as a whole counts once

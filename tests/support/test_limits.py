@@ -31,6 +31,12 @@ def test_skips(n): pytest.skip("there is no moon")
 @pytest.mark.whole
 def test_whole(): pass
 """
+FAILS = """
+import pytest
+def test_fails(): assert 1 + 1 == 3, "sums"
+@pytest.mark.parametrize("n", range(3))
+def test_skips(n): pytest.skip("there is no moon")
+"""
 COMBINES = """
 import pytest
 @pytest.fixture(params="xy")
@@ -104,6 +110,13 @@ def test_the_last_lines_name_what_did_not_run(run):
     assert code == pytest.ExitCode.OK
     assert "3 skipped: there is no moon" in output
     assert "1 not run" in output
+
+
+def test_a_failure_is_shown_at_once(run):
+    code, output = run(FAILS, "--figures")
+    assert code == pytest.ExitCode.TESTS_FAILED
+    shown = output.index("\ncall of test_it.py::test_fails failed: AssertionError: sums")
+    assert shown < output.index("100%")
 
 
 def test_whole_folders(run):
