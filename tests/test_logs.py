@@ -241,6 +241,12 @@ def test_a_record_is_an_object_a_line():
     assert CANARY not in line["exception"]
 
 
+def test_the_time_of_a_line_is_written_as_logging_does():
+    made = record("one")
+    made.created, made.msecs = 1764260402.0625, 62.0
+    assert LineFormatter(messages=False).formatTime(made) == logging.Formatter().formatTime(made)
+
+
 def test_a_line_stays_one_line():
     line = LineFormatter(messages=False).format(record("session %s", "a\n2026 ERROR forged\x1b[2J\u2028x"))
     assert len(line.splitlines()) == 1

@@ -42,6 +42,11 @@ class LineFormatter(logging.Formatter):
             return message.partition("\n")[0]
         return message
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's own name
+        """Format the time of a record as logging does by default, in half the time."""
+        del datefmt
+        return datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds").replace(".", ",")  # noqa: DTZ006 - local time
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """Format the line of a record, without its traceback."""
         record.message = self.shown(record.message, record.name)
@@ -100,3 +105,5 @@ def set_up(level: str, form: LogFormat = "text", *, several: bool = False) -> No
     formatter = JsonFormatter if form == "json" else LineFormatter
     handler.setFormatter(formatter(messages=level == "debug", several=several))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    # No line shows them (https://docs.python.org/3/howto/logging.html#optimization).
+    logging._srcfile, logging.logThreads, logging.logMultiprocessing = None, False, False  # noqa: SLF001

@@ -123,7 +123,8 @@ def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dic
     Returns:
         All entries, the same object if nothing was removed; and the removed ids, by index.
     """
-    bare, echoes = list[bytes](), dict[int, ReturnedIdFragments]()
+    bare: list[bytes] = []
+    echoes: dict[int, ReturnedIdFragments] = {}
     for index, entry in enumerate(entries[start:], start):
         if _MARK not in entry and _ESCAPED not in entry:
             continue  # nearly always

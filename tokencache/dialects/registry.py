@@ -55,12 +55,13 @@ def credential_parameters() -> tuple[str, ...]:
 
 
 def keys_in(headers: Mapping[str, str]) -> list[str]:
-    """The API keys in the headers of a request, `""` for a header without one; a bearer token without its scheme."""
+    """The API keys in the headers of a request; a bearer token without its scheme."""
     keys = []
     for name in credential_headers():
         value = headers.get(name, "")
-        if name == AUTHORIZATION:
+        if value and name == AUTHORIZATION:
             scheme, _, token = value.partition(" ")
             value = token.strip() if scheme.lower() == "bearer" else ""
-        keys.append(value)
+        if value:
+            keys.append(value)
     return keys

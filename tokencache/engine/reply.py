@@ -278,9 +278,8 @@ class Choice:
             else:
                 self.ids += choice.token_ids or ()
                 if isinstance(choice.logprobs, Logprobs):
-                    for item in choice.logprobs.content or ():
-                        if item.logprob is not None:
-                            self.logprobs.append(item.logprob)
+                    if choice.logprobs.content:
+                        self.logprobs.extend([item.logprob for item in choice.logprobs.content if item.logprob is not None])
                     if choice.logprobs.token_logprobs:
                         self.logprobs.extend([value for value in choice.logprobs.token_logprobs if value is not None])
             more = len(self.ids) - ids

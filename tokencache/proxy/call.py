@@ -122,7 +122,8 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
-        self._second, self._documents = "", dict[str, bytes]()
+        self._second = ""
+        self._documents: Mapping[str, bytes] = MappingProxyType({})
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -335,7 +336,7 @@ class CallAttempt:
             HarnessError: the prompt would not begin with the ids that the client requires.
             StoreError: the store failed and the policy is strict.
         """
-        self._second, self._documents = second, dict(documents)
+        self._second, self._documents = second, documents
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
@@ -444,23 +445,34 @@ def log_call(facts: CallFacts, recorded: Recorded) -> None:
     turns = [entry.turn for entry in recorded.entries]
     call, first = facts.call, turns[0] if turns else None
     own, sent, _ = facts.request.partition(f"-{call.id}")
+    request_id = own if sent and _PLAIN.fullmatch(own) else ""
+    match, reason, prompt_tokens = (first.match, first.reason, first.prompt_tokens) if first is not None else ("no turn", "", 0)
+    completion_tokens, ms = sum([turn.completion_tokens for turn in turns]), round(1000 * (facts.ended - call.started))
+    ended = facts.mark or (first.finish_reason if first is not None else "") or ""
     fields = {
         "session": call.session,
         "call": call.id,
-        "match": f"{first.match}" if first is not None else "no turn",
-        "reason": first.reason if first is not None else "",
-        "prompt_tokens": first.prompt_tokens if first is not None else 0,
-        "completion_tokens": sum(turn.completion_tokens for turn in turns),
-        "ms": round(1000 * (facts.ended - call.started)),
-        "ended": facts.mark or (first.finish_reason if first is not None else "") or "",
-        "request_id": own if sent and _PLAIN.fullmatch(own) else "",
+        "match": match,
+        "reason": reason,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "ms": ms,
+        "ended": ended,
+        "request_id": request_id,
     }
-    words = "session {session} call {call}: {match}{why}, {prompt_tokens} + {completion_tokens} tokens, {ms} ms, {ended}{request}".format(
-        why=f" ({fields['reason']})" if fields["reason"] else "",
-        request=f", request {fields['request_id']}" if fields["request_id"] else "",
-        **fields,
+    log.info(
+        "session %s call %s: %s%s, %d + %d tokens, %d ms, %s%s",
+        call.session,
+        call.id,
+        match,
+        f" ({reason})" if reason else "",
+        prompt_tokens,
+        completion_tokens,
+        ms,
+        ended,
+        f", request {request_id}" if request_id else "",
+        extra={"fields": {name: value for name, value in fields.items() if value != ""}},
     )
-    log.info("%s", words, extra={"fields": {name: value for name, value in fields.items() if value != ""}})
 
 
 def undelivered(call: str) -> str:

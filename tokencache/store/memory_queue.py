@@ -1,7 +1,9 @@
 """Keeps the queue of finished sessions, and the times of watched ones, in this process's memory. `memory.MemoryStore` contains it."""
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 from msgspec.structs import replace
 
@@ -19,18 +21,26 @@ class MemoryQueue:
         self._deliveries: dict[str, tuple[str, ...]] = {}
         self._demands: dict[str, bytes] = {}
         self._watched: dict[str, float] = {}  # when the time of a session has passed
+        self._due: list[tuple[float, str]] = []  # the same, in the order of these times
         self._removed: Expiring[str, bool] = Expiring(REMEMBER_SECONDS, monotonic)
 
     async def watch(self, session: str, seconds: float) -> None:
-        self._watched[session] = self._clock.now() + seconds
+        self._forget(session)
+        self._watched[session] = due = self._clock.now() + seconds
+        insort(self._due, (due, session))
 
     async def overdue(self) -> Overdue:
         now = self._clock.now()
-        return Overdue(now, [session for session, due in self._watched.items() if due <= now][:MOST_OVERDUE])
+        return Overdue(now, [session for _, session in takewhile(lambda due: due[0] <= now, islice(self._due, MOST_OVERDUE))])
 
     async def unwatch(self, session: str) -> None:
         if self._watched.get(session, math.inf) <= self._clock.now():
-            del self._watched[session]
+            self._forget(session)
+
+    def _forget(self, session: str) -> None:
+        due = self._watched.pop(session, None)
+        if due is not None:
+            del self._due[bisect_left(self._due, (due, session))]
 
     async def offer(self, session: str, epoch: str, at: float) -> None:
         held = self._entries.get(session)

@@ -63,11 +63,11 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     if offered is not None and value_of(fields.get("tool_choice", NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
-        template = exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}])
+        template = _hash(exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}]))
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
-    digest = _hash(b"%d%d" % (offered is not None, "tool_choice" in chat) + template)
-    return RenderArgs(digest, _hash(template), both, chat, kwargs, offered)
+    digest = template + b"%d%d" % (offered is not None, "tool_choice" in chat)
+    return RenderArgs(digest, template, both, chat, kwargs, offered)
 
 
 def scope_of(model: str, fields: dict[str, Raw]) -> bytes:

@@ -306,7 +306,8 @@ async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistor
 
 async def _read_new(parser: IncrementalParser, entries: Sequence[bytes]) -> list[ReadMessage]:
     """Parse messages; raises the errors of `MessageReader.read`."""
-    new, parts = list[ReadMessage](), parts_of(entries)
+    new: list[ReadMessage] = []
+    parts = parts_of(entries)
     for part in parts:
         new += map(parser.messages.read, part)
         if part is not parts[-1]:

@@ -75,7 +75,8 @@ class EngineRenderer:
 
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
-        written, parts = list[bytes](), parts_of(messages)
+        written: list[bytes] = []
+        parts = parts_of(messages)
         for part in parts:
             written += map(with_reasoning, part)
             if len(parts) > 1:
