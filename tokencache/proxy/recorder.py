@@ -302,15 +302,13 @@ def _context_base(facts: CallFacts, plan: Plan, chain: Sequence[bytes], prefixes
 
 async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes:
     """Pack the messages up to `until` that are not stored with another turn, with references in place of images and other media."""
-    messages, size = [], 0
-    for index, raw in enumerate(chat.raw_messages[shared:until], shared):
-        messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
-        size += len(raw)
+    new = chat.raw_messages[shared:until]
+    messages = [msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)) for index, raw in enumerate(new, shared)]
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
     context = Context(messages, args.tools, args.members, args.kwargs)
-    if size <= LARGE:
+    if sum(map(len, new)) <= LARGE:
         return pack_context(context)
     packed = await asyncio.to_thread(pack_context, context)
     await pause()

@@ -308,7 +308,7 @@ async def _read_new(parser: IncrementalParser, entries: Sequence[bytes]) -> list
     """Parse messages; raises the errors of `MessageReader.read`."""
     new, parts = list[ReadMessage](), parts_of(entries)
     for part in parts:
-        new += map(parser.messages.read, part)
+        new += parser.messages.read(part)
         if part is not parts[-1]:
             await pause()
     return new
