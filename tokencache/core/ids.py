@@ -158,10 +158,10 @@ def common_head(a: bytes, b: bytes) -> int:
     """Count the tokens that two packed sequences have in common at their beginning."""
     if a == b:
         return count(a)
-    low, high = 0, min(len(a), len(b)) // ID_BYTES
+    low, high, view = 0, min(len(a), len(b)) // ID_BYTES, memoryview(a)
     while low < high:  # bisection: each step is one memcmp of what is not known yet to be equal
         middle = (low + high + 1) // 2
-        if a[low * ID_BYTES : middle * ID_BYTES] == b[low * ID_BYTES : middle * ID_BYTES]:
+        if b.startswith(view[low * ID_BYTES : middle * ID_BYTES], low * ID_BYTES):
             low = middle
         else:
             high = middle - 1

@@ -95,6 +95,8 @@ async def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
     prompt = used_prompt(facts)
     if prompt is None:
         return Recorded([], [], [*incidents, *_no_prompt(facts)])
+    if large:
+        await pause()
     if prompt.difference:
         detail = f"{prompt.difference}; recorded with the ids that it used"
         incidents.append(_incident(facts, IncidentKind.ENGINE_DISAGREES, detail))
@@ -310,6 +312,7 @@ async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes
     context = Context(messages, args.tools, args.members, args.kwargs)
     if sum(map(len, new)) <= LARGE:
         return pack_context(context)
+    await pause()
     packed = await asyncio.to_thread(pack_context, context)
     await pause()
     return packed
