@@ -76,7 +76,7 @@ class _Members(msgspec.Struct):
     name: Any = None
 
 
-class ReadMessage(msgspec.Struct, frozen=True):
+class ReadMessage(msgspec.Struct, frozen=True, gc=False):
     """A parsed message.
 
     Attributes:

@@ -92,7 +92,10 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await self._engine.query(self.route, body)
+            written_body = msgspec.json.encode(body)
+            if len(parts) > 1:
+                await pause()
+            answer = await self._engine.query(self.route, written_body)
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != OK:
