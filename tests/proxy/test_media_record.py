@@ -87,7 +87,7 @@ async def test_audio_is_stored_and_a_url_is_not(store):
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
     ]
     raw = msgspec.json.encode({"role": "user", "content": parts})
-    read = MessageReader().read(raw)
+    [read] = MessageReader().read([raw])
     call = SimpleNamespace(media={0: read.media}, raw_messages=[raw], media_parts=lambda: list(read.media))
     epoch = (await store.begin("s", "k", [])).epoch
     assert await MediaRecord(store, 100).keep("s", epoch, call)
@@ -96,7 +96,7 @@ async def test_audio_is_stored_and_a_url_is_not(store):
 
 async def test_a_session_that_is_gone_gets_nothing(store):
     raw = msgspec.json.encode(shown("hi", image(1)))
-    read = MessageReader().read(raw)
+    [read] = MessageReader().read([raw])
     call = SimpleNamespace(media={0: read.media}, raw_messages=[raw], media_parts=lambda: list(read.media))
     assert not await MediaRecord(store, 10**6).keep("gone", "epoch", call)
     assert await store.session("gone") is None

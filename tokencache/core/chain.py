@@ -120,7 +120,7 @@ def build_conversation(
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
-    answered = _places(known.messages[known.replies[-1]].calls) if known.replies else _NO_CALLS
+    answered = _places(known.messages[known.replies[-1]].calls) if known.replies else {}
     first_places, replies = dict(known.first_places), list(known.replies)
     call_count, system_count = known.call_count, known.system_count
     for place, (message, own, exact) in enumerate(zip(messages, digests, exacts, strict=True), len(known.messages)):
@@ -135,11 +135,12 @@ def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[b
                 first_places.setdefault(FIRST_CALL, place)
             if "user" in first_places:
                 first_places.setdefault(FIRST_ANSWER, place)
-            answered = _places(message.calls)
-            chain.append(_link(chain[-1], message, own))
+            answered = _places(message.calls) if message.calls else {}
+            chain.append(xxhash.xxh3_128_digest(chain[-1] + own))
             written_chain.append(xxhash.xxh3_128_digest(written_chain[-1] + exact))
         else:
-            chain.append(_link(chain[-1], message, exact, answered))
+            link = exact + _answered_call(message, answered) if message.role == "tool" else exact
+            chain.append(xxhash.xxh3_128_digest(chain[-1] + link))
             written_chain.append(written_chain[-1])
     return Conversation(
         messages=(*known.messages, *messages),
@@ -179,21 +180,15 @@ def keyed_hash(secret: bytes, data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16, key=secret).digest()
 
 
-_NO_CALLS: Mapping[str, int] = MappingProxyType({})
-
-
-def _places(calls: Sequence[ToolCall]) -> Mapping[str, int]:
+def _places(calls: Sequence[ToolCall]) -> dict[str, int]:
     """Map the ids of a reply's calls to their numbers, an id that is there twice to the first."""
-    return {call.id: n for n, call in reversed([*enumerate(calls)])} if calls else _NO_CALLS
+    return {call.id: n for n, call in reversed([*enumerate(calls)])}
 
 
-def _link(previous: bytes, message: Message, own: bytes, answered: Mapping[str, int] = _NO_CALLS) -> bytes:
-    """Extend a chain by one message with the digest `own`; `answered` are the calls of the last assistant message before it (`_places`)."""
-    if message.role != "tool":
-        return xxhash.xxh3_128_digest(previous + own)
-    name = message.answers or ""
-    call = b"call:%d" % answered[name] if name in answered else b"id:" + name.encode("utf-8", "surrogatepass")
-    return xxhash.xxh3_128_digest(previous + own + call)
+def _answered_call(result: Message, calls: Mapping[str, int]) -> bytes:
+    """Say which call a tool's result answers; `calls` are those of the last assistant message before it (`_places`)."""
+    name = result.answers or ""
+    return b"call:%d" % calls[name] if name in calls else b"id:" + name.encode("utf-8", "surrogatepass")
 
 
 # Look-up keys: one byte for the kind (the table above), and a hash of 16 bytes.
@@ -254,10 +249,10 @@ def turn_keys(
     `own` is the digest of `served`. `restored` is the reply with its stop string (`added_text.with_stop_string`).
     """
     before, model = conversation.chain[-1], conversation.model_key
-    chains, replies = {chain_key(_link(before, served, own)): None}, {reply_key(own, model): None}
+    chains, replies = {chain_key(xxhash.xxh3_128_digest(before + own)): None}, {reply_key(own, model): None}
     for other in (*expected_rewritings(served, leniency), *([restored] if restored is not None else [])):
         form = digest(other)
-        chains[chain_key(_link(before, other, form))] = replies[reply_key(form, model)] = None
+        chains[chain_key(xxhash.xxh3_128_digest(before + form))] = replies[reply_key(form, model)] = None
     names = [handle_key(handle, model)] if handle else []
     if served.calls:
         names = [*filter(None, (_call_key(served, model),)), *names, position_key(before)]

@@ -134,9 +134,10 @@ class Fragment:
 
 def find(haystack: bytes, needle: bytes, start: int = 0) -> int:
     """Return the first position from `start` on, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
-    at = haystack.find(needle, start * ID_BYTES)
-    while at != -1 and at % ID_BYTES:  # skip matches that are not aligned to tokens
-        at = haystack.find(needle, at + 1)
+    sought = needle[:-2] if len(needle) > ID_BYTES else needle  # a search that ends with the high bytes, equal in most ids, is slow
+    at = haystack.find(sought, start * ID_BYTES)
+    while at != -1 and (at % ID_BYTES or not haystack.startswith(needle, at)):  # skip matches that are not aligned to tokens
+        at = haystack.find(sought, at + 1)
     return at // ID_BYTES if at != -1 else -1
 
 
@@ -158,10 +159,10 @@ def common_head(a: bytes, b: bytes) -> int:
     """Count the tokens that two packed sequences have in common at their beginning."""
     if a == b:
         return count(a)
-    low, high = 0, min(len(a), len(b)) // ID_BYTES
+    low, high, view = 0, min(len(a), len(b)) // ID_BYTES, memoryview(a)
     while low < high:  # bisection: each step is one memcmp of what is not known yet to be equal
         middle = (low + high + 1) // 2
-        if a[low * ID_BYTES : middle * ID_BYTES] == b[low * ID_BYTES : middle * ID_BYTES]:
+        if b.startswith(view[low * ID_BYTES : middle * ID_BYTES], low * ID_BYTES):
             low = middle
         else:
             high = middle - 1

@@ -42,7 +42,8 @@ _INLINE_THINK = re.compile(r"\s*+<think>(.*?)</think>", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RESULT = frozenset({"role", "content", "tool_call_id", "task"})
 """The members of a tool's result that a template may show, without the tool's name."""
-_SORTED = msgspec.json.Encoder(order="sorted")
+SORTED_JSON = msgspec.json.Encoder(order="sorted")
+"""Writes JSON with sorted keys, and each number as it is: a template shows whether it is 1 or 1.0."""
 _VERSION = b"tc1"
 _MAX_VALUES = 200_000
 
@@ -82,7 +83,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def text(self) -> str:
         """The text without surrounding whitespace and, for an assistant, without inline reasoning."""
-        return split_think(self.content)[1] if self.role == "assistant" else (self.content or "").strip(BLANK)
+        content = self.content or ""
+        start = inline_end(content) if self.role == "assistant" and "<think>" in content else 0
+        return content[start:].strip(BLANK)
 
     @property
     def thought(self) -> str:
@@ -141,15 +144,7 @@ def exact_digest_of_json(entry: dict[str, Any]) -> bytes:
     if isinstance(content := visible.get("content"), list):
         parts = [_unmarked(part) if isinstance(part, dict) else part for part in content]
         visible = {**visible, "content": parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts}
-    return hashlib.sha256(_VERSION + exact_json(visible)).digest()[:16]
-
-
-def exact_json(value: Any) -> bytes:
-    """Encode a JSON value with sorted keys, and each number as it is: a template shows whether it is 1 or 1.0."""
-    try:
-        return _SORTED.encode(value)
-    except UnicodeEncodeError:  # a lone surrogate
-        return json.dumps(value, sort_keys=True).encode()
+    return hashlib.sha256(_VERSION + SORTED_JSON.encode(visible)).digest()[:16]
 
 
 def context_digest(message: Message) -> bytes:
@@ -198,7 +193,7 @@ def canonical_arguments(arguments: str) -> bytes:
 
 def canonical_json(value: Any) -> bytes:
     """Encode a JSON value with sorted keys and every number as a double."""
-    return _SORTED.encode(_canonical(value))
+    return SORTED_JSON.encode(_canonical(value))
 
 
 def _loads(text: str) -> Any:

@@ -120,9 +120,10 @@ class PromptEcho:
         start, end = _span(data)
         if not end:
             return 0, 0
-        raw = data[start - 1 : end + 1]
-        # If this parses as a list to its last byte, it is the complete list.
-        packed = self._read[1] if raw == self._read[0] else read_ids(raw)
+        raw, packed = self._read
+        if not raw or not data.startswith(raw, start - 1):
+            raw = data[start - 1 : end + 1]
+            packed = read_ids(raw)  # if this parses as a list to its last byte, it is the complete list
         if packed is None:
             return 0, 0
         self._read = raw, packed
@@ -133,10 +134,9 @@ class PromptEcho:
         if self._complete or self.known or self.sent:
             return
         start, end = _span(data)
-        raw = data[start - 1 : end + 1] if end else b""
-        if len(raw) > LARGE:
-            packed, highest = await read_long_ids(raw)
-            self._read, self._highest = (raw, packed), (packed, highest)
+        if end - start > LARGE:
+            packed, highest = await read_long_ids(data, start - 1, end + 1)
+            self._read, self._highest = (data[start - 1 : end + 1], packed), (packed, highest)
 
     def cut(self, data: bytes) -> bytes:
         """Return a reply's JSON with a mark in place of the ids; the unchanged bytes if they are not found."""
@@ -179,13 +179,13 @@ def _span(data: bytes) -> tuple[int, int]:
     return (start, end) if start >= len(_NAME) and end >= 0 else (0, 0)
 
 
-async def read_long_ids(raw: bytes) -> tuple[bytes | None, int]:
-    """Pack the ids of a raw JSON list as `read_ids`, with pauses; also returns the highest one, 0 if there is none."""
-    parts, highest, at, end = list[bytes](), 0, 1, len(raw) - 1
+async def read_long_ids(data: bytes, start: int, end: int) -> tuple[bytes | None, int]:
+    """Pack the ids of `data[start:end]`, a raw JSON list, as `read_ids`, with pauses; also returns the highest one, 0 if there is none."""
+    parts, highest, opening, at = list[bytes](), 0, data[start : start + 1], start + 1
     while True:
         await pause()
-        comma = raw.find(b",", at + _PART, end) if end - at > _PART else -1  # a list of ids has commas only between them
-        part = read_ids(b"%b%b%b" % (raw[:1], raw[at:comma], b"]") if comma >= 0 else raw[:1] + raw[at:])
+        comma = data.find(b",", at + _PART, end - 1) if end - 1 - at > _PART else -1  # a list of ids has commas only between them
+        part = read_ids(opening + (data[at:comma] + b"]" if comma >= 0 else data[at:end]))
         if part is None or not (part or (comma < 0 and not parts)):
             return None, 0
         parts.append(part)

@@ -95,6 +95,8 @@ async def turns_of(facts: CallFacts, prefixes: PrefixCache) -> Recorded:
     prompt = used_prompt(facts)
     if prompt is None:
         return Recorded([], [], [*incidents, *_no_prompt(facts)])
+    if large:
+        await pause()
     if prompt.difference:
         detail = f"{prompt.difference}; recorded with the ids that it used"
         incidents.append(_incident(facts, IncidentKind.ENGINE_DISAGREES, detail))
@@ -302,16 +304,15 @@ def _context_base(facts: CallFacts, plan: Plan, chain: Sequence[bytes], prefixes
 
 async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes:
     """Pack the messages up to `until` that are not stored with another turn, with references in place of images and other media."""
-    messages, size = [], 0
-    for index, raw in enumerate(chat.raw_messages[shared:until], shared):
-        messages.append(msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)))
-        size += len(raw)
+    new = chat.raw_messages[shared:until]
+    messages = [msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)) for index, raw in enumerate(new, shared)]
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
     context = Context(messages, args.tools, args.members, args.kwargs)
-    if size <= LARGE:
+    if sum(map(len, new)) <= LARGE:
         return pack_context(context)
+    await pause()
     packed = await asyncio.to_thread(pack_context, context)
     await pause()
     return packed

@@ -84,9 +84,11 @@ def unpack(packed: bytes, kind: type[R]) -> R:
 
 def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
     """Encode a turn's ids. Its log probabilities are stored separately, unchanged."""
-    base, size, packed = text(turn.base or ""), len(tokens.delta), tokens.delta + tokens.completion
-    if (narrow := _narrowed(packed)) is not None:
-        size, packed = size // ID_BYTES * _NARROW_BYTES + _NARROW, narrow
+    base, size, packed = text(turn.base or ""), len(tokens.delta), bytearray().join((tokens.delta, tokens.completion))
+    highest = packed[_NARROW_BYTES::ID_BYTES]
+    if highest.count(0) == len(highest):
+        del packed[_NARROW_BYTES::ID_BYTES]
+        size = size // ID_BYTES * _NARROW_BYTES + _NARROW
     header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, size)
     return b"".join((header, base, packed))
 
@@ -109,18 +111,8 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
     return Piece(base, shared, prompt_tokens, completion_tokens, Tokens(stored[:size], stored[size:], logprobs))
 
 
-def _narrowed(packed: bytes) -> bytes | None:
-    """Return packed ids with three bytes for each token; `None` if one is below 0 or needs more than 24 bits."""
-    tokens = len(packed) // ID_BYTES
-    if packed[3::ID_BYTES].count(0) < tokens:
-        return None
-    narrow = bytearray(packed)
-    del narrow[3::ID_BYTES]
-    return bytes(narrow)
-
-
 def _widened(narrow: bytes) -> bytes:
-    """Return the packed ids of which `_narrowed` made this."""
+    """Return packed ids of which each has only its `_NARROW_BYTES`."""
     packed = bytearray(len(narrow) // _NARROW_BYTES * ID_BYTES)
     for place in range(_NARROW_BYTES):
         packed[place::ID_BYTES] = narrow[place::_NARROW_BYTES]

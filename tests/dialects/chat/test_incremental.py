@@ -65,7 +65,7 @@ def test_only_new_messages_are_parsed(monkeypatch):
     entries = [json.dumps({"role": "user", "content": f"{i}"}) for i in range(50)]
     read_chat(_body('"model":"m",', entries, ",", "", space=False), bodies, "s")
     read = []
-    monkeypatch.setattr(bodies.messages, "read", lambda raw, real=bodies.messages.read: read.append(raw) or real(raw))
+    monkeypatch.setattr(bodies.messages, "read", lambda entries, real=bodies.messages.read: read.extend(entries) or real(entries))
     more = [*entries, json.dumps({"role": "assistant", "content": "yes"}), json.dumps({"role": "user", "content": "go"})]
     call = read_chat(_body('"model":"m",', more, ",", ',"stream":true', space=False), bodies, "s")
     assert [json.loads(raw)["content"] for raw in read] == ["yes", "go"]
@@ -86,7 +86,7 @@ def test_long_histories_take_little_memory(monkeypatch):
     for i in range(50):
         read_chat(_body("", long, ",", "", space=False), bodies, f"s{i}")
     read = []
-    monkeypatch.setattr(bodies.messages, "read", lambda raw, real=bodies.messages.read: read.append(raw) or real(raw))
+    monkeypatch.setattr(bodies.messages, "read", lambda entries, real=bodies.messages.read: read.extend(entries) or real(entries))
     for i in range(50):
         read_chat(_body("", [*long, '{"role":"user","content":"go"}'], ",", "", space=False), bodies, f"s{i}")
     assert read == [b'{"role":"user","content":"go"}'] * 50

@@ -46,7 +46,8 @@ def written(meaning, draw):
 
 
 def exact_of(entry):
-    return MessageReader().read(json.dumps(entry).encode()).exact
+    [read] = MessageReader().read([json.dumps(entry).encode()])
+    return read.exact
 
 
 def wrong(one, other, data):
@@ -141,7 +142,7 @@ class Index(dict):
             self._record(name, self.conversation(history), read_message(reply))
 
     def conversation(self, history):
-        read = [self._reader.read(msgspec.json.encode(entry)) for entry in history]
+        read = self._reader.read(map(msgspec.json.encode, history))
         return build_conversation(b"", [r.message for r in read], [r.digest for r in read], [r.exact for r in read])
 
     def _record(self, name, conversation, served):

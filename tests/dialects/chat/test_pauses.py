@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import pytest
@@ -41,9 +41,10 @@ class _Counted(MessageReader):
 
     reads = 0
 
-    def read(self, raw: bytes) -> ReadMessage:
-        self.reads += 1
-        return super().read(raw)
+    def read(self, entries: Iterable[bytes]) -> list[ReadMessage]:
+        read = super().read(entries)
+        self.reads += len(read)
+        return read
 
 
 def test_at_most_32_messages_are_read_between_two_pauses() -> None:

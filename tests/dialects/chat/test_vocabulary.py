@@ -48,6 +48,11 @@ def entry(*arguments, **members):
     return f'{{"role":"assistant","content":null,"tool_calls":[{calls}]{more}}}'.encode()
 
 
+def read(raw):
+    [message] = MessageReader().read([raw])
+    return message
+
+
 def arguments_of(raw):
     return [call["function"]["arguments"] for call in json.loads(raw)["tool_calls"]]
 
@@ -55,14 +60,14 @@ def arguments_of(raw):
 @pytest.mark.parametrize("text", READABLE.values(), ids=READABLE)
 def test_arguments_that_an_engine_reads_stay_as_they_are(text):
     raw = entry(json.dumps(text))
-    assert not MessageReader().read(raw).malformed
+    assert not read(raw).malformed
     assert arguments_of(with_stand_ins(raw)) == [text]
 
 
 @pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
 def test_arguments_that_no_engine_reads_get_a_stand_in(text):
     raw = entry(json.dumps(text))
-    assert MessageReader().read(raw).malformed
+    assert read(raw).malformed
     assert arguments_of(with_stand_ins(raw)) == ["{}"]
 
 
@@ -80,13 +85,13 @@ def test_arguments_that_no_engine_reads_get_a_stand_in(text):
 def test_arguments_that_are_no_text(given, written):
     """An engine refuses them; an object becomes its own text, so that the engine reads the same value in it."""
     raw = entry(given)
-    assert MessageReader().read(raw).malformed
+    assert read(raw).malformed
     assert arguments_of(with_stand_ins(raw)) == [written]
 
 
 def test_a_call_without_arguments():
     raw = b'{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f"}}]}'
-    assert MessageReader().read(raw).malformed
+    assert read(raw).malformed
     assert arguments_of(with_stand_ins(raw)) == ["{}"]
 
 
@@ -172,7 +177,7 @@ def test_other_messages_stay_as_they_are(raw):
 
 def test_a_message_that_is_not_json_is_unreadable():
     with pytest.raises(msgspec.DecodeError):
-        MessageReader().read(entry('{"a": NaN}'))
+        read(entry('{"a": NaN}'))
 
 
 PARTS = {
@@ -208,14 +213,14 @@ PARTS = {
 def test_a_part_is_what_the_engine_makes_of_it(kind):
     assert {part_kind(part) for part in PARTS[kind]} == {kind}
     for part in PARTS[kind]:
-        read = MessageReader().read(json.dumps({"role": "user", "content": [part]}).encode())
-        assert [medium.known for medium in read.media] == {"media": [True], "unsupported": [False]}.get(kind, [])
+        one = read(json.dumps({"role": "user", "content": [part]}).encode())
+        assert [medium.known for medium in one.media] == {"media": [True], "unsupported": [False]}.get(kind, [])
 
 
 def test_a_reference_is_not_its_name():
     """The template may expand it, so the model's own word is another message."""
     name, reference = ([{"type": "text", "text": "grep"}], [{"type": "tool_reference", "name": "grep"}])
-    said = [MessageReader().read(json.dumps({"role": "assistant", "content": content}).encode()) for content in (name, reference)]
+    said = [read(json.dumps({"role": "assistant", "content": content}).encode()) for content in (name, reference)]
     assert said[0].digest != said[1].digest
 
 
@@ -224,6 +229,6 @@ def test_what_no_template_shows_of_a_result_is_no_evidence():
     result = {"role": "tool", "tool_call_id": "a", "content": "x"}
     added = [{"__copilotMessageSource": {"kind": "tool"}}, {"name": "bash"}, {"cache_control": {"type": "ephemeral"}}]
     changed = [{"content": "y"}, {"content": " x"}, {"tool_call_id": "b"}, {"task": "t"}]
-    plain, *others = [MessageReader().read(json.dumps(result | more).encode()) for more in ({}, *added, *changed)]
+    plain, *others = [read(json.dumps(result | more).encode()) for more in ({}, *added, *changed)]
     assert [other.digest == plain.digest for other in others] == [True] * 3 + [False] * 4
     assert [other.exact == plain.exact for other in others] == [False, False, True] + [False] * 4

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from tokencache.core.messages import exact_json
+from tokencache.core.messages import SORTED_JSON
 from tokencache.dialects.json_io import NULL, read_members, value_of
 from tokencache.dialects.members import RENDERED_BY_BOTH, RENDERED_BY_CHAT
 from tokencache.errors import HarnessError
@@ -63,7 +63,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     if offered is not None and value_of(fields.get("tool_choice", NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
-        template = _hash(exact_json([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}]))
+        template = _hash(SORTED_JSON.encode([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}]))
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
     digest = template + b"%d%d" % (offered is not None, "tool_choice" in chat)
@@ -96,5 +96,5 @@ def _canonical_member(raw: bytes) -> bytes:
     key = xxhash.xxh3_128_digest(raw, _seed)
     known = _digests.get(key)
     if known is None:
-        known = _digests[key] = _hash(exact_json(msgspec.json.decode(raw)))
+        known = _digests[key] = _hash(SORTED_JSON.encode(msgspec.json.decode(raw)))
     return known

@@ -25,7 +25,7 @@ from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with
 from tokencache.dialects.json_io import entries_of, fields_of, member, read_members, refuse_repeated, value_of
 from tokencache.dialects.members import ALTERING_PROMPT, READ_INSIDE
 from tokencache.errors import HarnessError
-from tokencache.pauses import parts_of, pause
+from tokencache.pauses import LARGE, parts_of, pause
 
 Raw = msgspec.Raw
 
@@ -235,6 +235,8 @@ async def read_chat(
         body = gym_request.with_audio(body)
     secret = parser.secret
     split, echoes = _without_echoes(parser.split(session, body) or await split_whole(body), body)
+    if split.before is None and len(body) > LARGE:
+        await pause()
     if split.before is not None and split.before.known.rewritten and not echoes and gym.carries(body):  # the ids may be on known messages
         split, echoes = _without_echoes(await split_whole(body), body)
     if rewrite is not None:
@@ -309,7 +311,7 @@ async def _read_new(parser: IncrementalParser, entries: Sequence[bytes]) -> list
     new: list[ReadMessage] = []
     parts = parts_of(entries)
     for part in parts:
-        new += map(parser.messages.read, part)
+        new += parser.messages.read(part)
         if part is not parts[-1]:
             await pause()
     return new

@@ -11,7 +11,7 @@ name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal
 
@@ -63,7 +63,20 @@ class UnreadableError(ValueError):
     """A message is of an unknown kind: its call is relayed and recorded, but not matched."""
 
 
-class ReadMessage(msgspec.Struct, frozen=True):
+class _Members(msgspec.Struct):
+    """The members of a message that are read. Those of any type are checked where they count."""
+
+    role: str
+    content: str | list[Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    tool_call_id: str | None = None
+    name: Any = None
+
+
+class ReadMessage(msgspec.Struct, frozen=True, gc=False):
     """A parsed message.
 
     Attributes:
@@ -88,23 +101,26 @@ class MessageReader:
         self._known: Recent[bytes, ReadMessage] = Recent(size)
         self._seed = secrets.randbits(64)  # xxh3 is not cryptographic: without the seed clients cannot construct collisions
 
-    def read(self, raw: bytes) -> ReadMessage:
-        """Parse one message.
+    def read(self, entries: Iterable[bytes]) -> list[ReadMessage]:
+        """Parse raw messages, which are JSON objects.
 
         Raises:
-            UnreadableError: the message is of an unknown kind.
+            UnreadableError: a message is of an unknown kind.
         """
-        key = xxhash.xxh3_128_digest(raw, self._seed)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = _parsed(msgspec.json.decode(raw))
-        else:
-            self._known.move_to_end(key)
-        return known
+        found, known = list[ReadMessage](), self._known
+        for raw in entries:
+            key = xxhash.xxh3_128_digest(raw, self._seed)
+            message = known.get(key)
+            if message is None:
+                message = known[key] = _parsed(msgspec.json.decode(raw))
+            else:
+                known.move_to_end(key)
+            found.append(message)
+        return found
 
 
-def _parsed(written: Any) -> ReadMessage:
-    entry = with_media_identities(written)
+def _parsed(written: dict[str, Any]) -> ReadMessage:
+    entry = with_media_identities(written) if isinstance(written.get("content"), list) else written
     media = _described(written, entry) if entry is not written else ()
     message = _read(entry)
     exact = exact_digest_of_json(entry)
@@ -122,11 +138,9 @@ def _described(entry: Any, identified: Any) -> tuple[MediaPart, ...]:
 
 
 def with_references(raw: bytes) -> bytes:
-    """Replace the bytes of images and other media in a raw message by references (`core.media`), for records."""
+    """Replace the bytes of images and other media in a raw message that has some by references (`core.media`), for records."""
     entry = msgspec.json.decode(raw)
     identified = with_media_identities(entry)
-    if identified is entry:
-        return raw
     both = zip(entry["content"], identified["content"], strict=True)
     parts = [part if part is identity else as_reference(part, media_part(part, identity)) for part, identity in both]
     return msgspec.json.encode({**entry, "content": parts})
@@ -138,16 +152,17 @@ def read_message(entry: Any) -> Message:
     Raises:
         UnreadableError: the message is of an unknown kind.
     """
-    return _read(with_media_identities(entry))
+    listed = isinstance(entry, dict) and isinstance(entry.get("content"), list)
+    return _read(with_media_identities(entry) if listed else entry)
 
 
-def with_media_identities(entry: Any) -> Any:
-    """Replace each content part of a decoded message that is not text by its identity (`core.media`).
+def with_media_identities(entry: dict[str, Any]) -> dict[str, Any]:
+    """Replace each content part of a decoded message that is not text by its identity (`core.media`); its content is a list.
 
     A message with identities has the same digests for all ways to write its media.
     """
-    content = entry.get("content") if isinstance(entry, dict) else None
-    if not isinstance(content, list) or not any(map(may_be_media, content)):
+    content = entry["content"]
+    if not any(map(may_be_media, content)):
         return entry
     return {**entry, "content": [media_identity(part) if may_be_media(part) else part for part in content]}
 
@@ -173,35 +188,30 @@ def part_kind(part: Mapping[str, Any]) -> PartKind:
 
 def _read(entry: Any) -> Message:
     """Convert one decoded message with media identities."""
-    if not isinstance(entry, dict):
-        raise UnreadableError("a message is not an object")
-    role = entry.get("role")
-    if not isinstance(role, str):
-        raise UnreadableError("a message has no role")
-    content, media = entry.get("content"), b""
-    if not (content is None or isinstance(content, str)):
-        content, media = _content(content)
-    reasoning, answers = entry.get("reasoning"), entry.get("tool_call_id")
-    reasoning = entry.get("reasoning_content") if reasoning is None else reasoning
-    name = entry.get("name") if role not in {"tool", "assistant"} else None
-    if not (isinstance(reasoning, _TEXT) and isinstance(answers, _TEXT) and isinstance(name, _TEXT)):
-        raise UnreadableError("reasoning, tool_call_id or name is not a string")
+    try:
+        members = msgspec.convert(entry, _Members)
+    except msgspec.ValidationError as why:
+        raise UnreadableError(f"a message cannot be read: {why}") from None
+    role = members.role
+    content, media = _content(members.content) if isinstance(members.content, list) else (members.content, b"")
+    reasoning = members.reasoning_content if members.reasoning is None else members.reasoning
+    name = members.name if role not in {"tool", "assistant"} else None
+    if not (isinstance(reasoning, _TEXT) and isinstance(name, _TEXT)):
+        raise UnreadableError("reasoning_content or name is not a string")
     return Message(
         role="system" if role == "developer" else role,
         content=content,
         reasoning=reasoning,
-        calls=_calls(entry) if "tool_calls" in entry or "function_call" in entry else (),
-        answers=answers,
+        calls=_calls(members) if members.tool_calls or members.function_call else (),
+        answers=members.tool_call_id,
         name=name,
         media=media,
-        parts=isinstance(entry.get("content"), list),
+        parts=isinstance(members.content, list),
     )
 
 
-def _content(content: Any) -> tuple[str | None, bytes]:
+def _content(content: list[Any]) -> tuple[str | None, bytes]:
     """Read content that is not text: the text, and the canonical JSON of parts that are not only text."""
-    if not isinstance(content, list):
-        raise UnreadableError("content is neither text nor a list of parts")
     parts: list[Any] = []
     for part in content:
         if not isinstance(part, str | dict):
@@ -214,13 +224,13 @@ def _content(content: Any) -> tuple[str | None, bytes]:
     return ("\n".join(filter(None, texts)) if texts else None), media  # vLLM, too, leaves empty texts out
 
 
-def _calls(entry: dict[str, Any]) -> tuple[ToolCall, ...]:
-    listed = entry.get("tool_calls") or ()
-    if not isinstance(listed, list | tuple):
+def _calls(members: _Members) -> tuple[ToolCall, ...]:
+    listed = members.tool_calls or []
+    if not isinstance(listed, list):
         raise UnreadableError("tool_calls is not a list")
-    if single := entry.get("function_call"):
-        listed = [*listed, {"function": single}]
-    return tuple([_call(item) for item in listed]) if listed else ()
+    if members.function_call:
+        listed = [*listed, {"function": members.function_call}]
+    return tuple([_call(item) for item in listed])
 
 
 def _call(item: Any) -> ToolCall:

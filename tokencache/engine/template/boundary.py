@@ -89,13 +89,12 @@ class Boundary(msgspec.Struct, frozen=True):
 
     def _end(self, rendered: bytes) -> int:
         key = self.mark + self.closing
-        at = ids.find(rendered, key)
+        at = ids.find_last(rendered, key)  # few messages follow it
         if at < 0:
             raise BoundaryUnknownError(Reason.SENTINEL_LOST)
-        end = at + ids.count(key)
-        if ids.find(rendered, key, end) >= 0:
+        if ids.find_last(rendered, key, end=at) >= 0:
             raise BoundaryUnknownError(Reason.SENTINEL_TWICE)
-        return end * ids.ID_BYTES
+        return at * ids.ID_BYTES + len(key)
 
 
 def reworded(message: bytes) -> bytes:

@@ -83,7 +83,7 @@ class EngineRenderer:
                 await pause()
         body: dict[str, Any] = {
             **args.members,
-            "messages": Raw(b"[" + b",".join(written) + b"]"),
+            "messages": [*map(Raw, written)],
             "add_generation_prompt": generation,
         }
         if model:
@@ -93,7 +93,10 @@ class EngineRenderer:
         if args.tools is not None:
             body["tools"] = args.tools
         try:
-            answer = await self._engine.query(self.route, body)
+            written_body = msgspec.json.encode(body)
+            if len(parts) > 1:
+                await pause()
+            answer = await self._engine.query(self.route, written_body)
         except Exception as why:
             raise RenderError(str(why)) from why
         if answer.status != OK:
@@ -166,7 +169,7 @@ async def _tokens_of(answer: bytes) -> tuple[bytes, int | None]:
     if start >= len(_TOKENS) - 1 and end - start > LARGE:
         with contextlib.suppress(ValueError):  # the text that was found belongs to another member
             cut = msgspec.json.decode(cut_out(answer, [(start, end)]), type=_CutTokenized)
-            packed, _ = await read_long_ids(answer[start:end])
+            packed, _ = await read_long_ids(answer, start, end)
             if packed is not None:
                 return packed, cut.max_model_len
     whole = msgspec.json.decode(answer, type=_Tokenized)

@@ -210,7 +210,7 @@ class Tails:
         if not real.endswith(tail) and not await self._is_end_with_words(request, tail, real):
             raise BoundaryUnknownError(Reason.TAIL_NOT_PROVEN)
         other = msgspec.structs.replace(request, raw=[*request.raw[: request.at], *map(reworded, request.raw_new)])
-        if boundary.until(await self._full(other, boundary)) != boundary.until(rendered):
+        if boundary.until(await self._full(other, boundary)) != rendered.removesuffix(tail):
             raise BoundaryUnknownError(Reason.NEW_MESSAGES_REACH_BACK)
         await self._prove_past(request, boundary, real)
         return await self._method(request, boundary, tail)
