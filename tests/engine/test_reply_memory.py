@@ -32,7 +32,8 @@ def test_a_token_takes_few_bytes(write):
     tracemalloc.start()
     try:
         for data in chunks:
-            reply.add_later(data)
+            reply.later.append(data)
+            reply.limit_later()
         assert len(reply.choices[0].ids) == TOKENS
         size, _ = tracemalloc.get_traced_memory()
     finally:

@@ -339,7 +339,7 @@ class CallAttempt:
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
-            answer = await self._response.keep_alive(self._dispatch.accepted())
+            answer = await self._dispatch.accepted()
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
@@ -352,7 +352,7 @@ class CallAttempt:
             if self._call.chat.echoes:
                 await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
             end = delivery.decided(await delivery.receive())
-            await self._response.keep_alive(self._conclude(end))
+            await self._conclude(end)
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
             return None if end.kind is EndKind.ABORTED else await delivery.answer(end)

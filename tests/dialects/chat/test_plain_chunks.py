@@ -64,7 +64,11 @@ def test_parsing_later_equals_parsing_at_once(told):
     for made, waits in told:
         data = written(made)
         at_once.add(data)
-        later.add_later(data) if waits else later.add(data)
+        if waits:
+            later.later.append(data)
+            later.limit_later()
+        else:
+            later.add(data)
     assert gathered(later) == gathered(at_once)
     assert later.unreadable == 0
 
@@ -114,6 +118,6 @@ def test_unreadable_chunks_are_counted():
     reply = Reply()
     for data in (good, bad, good):
         assert hide_tokens(event_of(data)) is not None
-        reply.add_later(data)
+        reply.later.append(data)
     assert "".join(reply.choices[0].content) == "xx"
     assert reply.unreadable == 1
