@@ -94,7 +94,7 @@ async def test_a_disconnected_client_is_no_failure_of_ours():
     opened = response(pipe)
     opened.keep_alive()
     await pipe.sign()
-    sign = opened._sign
+    sign = opened._sending
     await asyncio.wait_for(sign, PATIENCE)
     await opened.end_keep_alive()
 
@@ -102,11 +102,11 @@ async def test_a_disconnected_client_is_no_failure_of_ours():
 async def test_a_response_is_forgotten_at_once():
     gc.disable()
     try:
-        opened = response(Pipe(), seconds=60)
+        pipe = Pipe()
+        opened, gone = response(pipe, seconds=60), weakref.ref(pipe)
         opened.keep_alive()
         await opened.end_keep_alive()
-        gone = weakref.ref(opened)
-        del opened
+        del opened, pipe
         assert gone() is None
     finally:
         gc.enable()

@@ -51,8 +51,8 @@ STEP = 4
 """Numbers that each step has in `Choice.steps`."""
 _MOST_PIECES = 128
 """Pieces of a text before they are joined. A Python string takes 50 bytes more than its text, and a token has four letters."""
-_AT_ONCE = 16
-"""Number of chunks in `Reply.later` that are parsed together. More would save little, and they wait in memory."""
+_AT_ONCE = 8
+"""Number of choices in `Reply.later` that are parsed together. More would save little, and they wait in memory."""
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -135,10 +135,6 @@ class _PlainChoice(msgspec.Struct):
     tokencache: _Packed | None = None
 
 
-class _PlainChunk(msgspec.Struct):
-    choices: tuple[_PlainChoice]
-
-
 class _WeightMetadata(msgspec.Struct):
     """SGLang's report of a reply's weight versions."""
 
@@ -147,7 +143,7 @@ class _WeightMetadata(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
-_PLAIN = msgspec.json.Decoder(list[_PlainChunk])
+_PLAIN = msgspec.json.Decoder(list[_PlainChoice])
 _LOGPROBS = msgspec.json.Decoder(Logprobs)
 _METADATA = msgspec.json.Decoder(_WeightMetadata)
 
@@ -179,6 +175,11 @@ class Choice:
             cannot be read.
         aligned: whether each event had as many log probabilities as ids.
     """
+
+    __slots__ = (
+        "_before", "aligned", "call_steps", "calls", "certain", "content", "counted", "doubt", "experts", "finish_reason", "ids",
+        "logprobs", "prompt", "reasoning", "steps", "stop_reason", "versions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -350,9 +351,14 @@ class Reply:
         count_proves: whether its count of the prompt's tokens proves that it used the ids that were sent; set by the caller.
         version: the weight version in the reply's header, `""` if there is none.
         places: the placeholders of media in the prompt, as the engine reports them; `None` if it reports none. Set by the caller.
-        later: the JSON of plain chunks (`dialects.completion_reader.hide_tokens`), which is parsed when `choices` is read next. The caller
-            adds them, and then calls `limit_later`.
+        later: the JSON of the choices of plain chunks (`dialects.completion_reader`), which is parsed when `choices` is read next. The
+            caller adds them, and then calls `limit_later`.
     """
+
+    __slots__ = (
+        "_choices", "_continued", "_experts", "_metadata", "count_proves", "counted", "error", "expected", "later", "model", "must_count",
+        "places", "prompt", "prompt_counted", "unreadable", "version", "vocabulary",
+    )  # fmt: skip
 
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
@@ -379,20 +385,20 @@ class Reply:
         return self._choices
 
     def limit_later(self) -> None:
-        """Parse the chunks in `later` if there are many."""
+        """Parse what is in `later` if it is much."""
         if len(self.later) >= _AT_ONCE:
             self._read_later()
 
     def _read_later(self) -> None:
         later, self.later = self.later, []
         try:
-            chunks = _PLAIN.decode(b"[%s]" % b",".join(later))
+            choices = _PLAIN.decode(b"[%s]" % b",".join(later))
         except (ValueError, RecursionError):  # one of them is not JSON: find out which
             for data in later:
-                self.add(data)
+                self.add(b'{"choices":[%s]}' % data)
             return
         parts: dict[int, list[_PlainChoice]] = {}
-        for (part,) in [chunk.choices for chunk in chunks]:
+        for part in choices:
             parts.setdefault(part.index, []).append(part)
         for index, own in parts.items():
             self._choice(index).add_plain(own)

@@ -12,7 +12,6 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from aiohttp import web
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import parse_engine_error
+from tokencache.dialects.completion_reader import CHOICE_BEGIN, CHOICE_END
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.connections import Answer
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 CLIENT_LEFT = "the client closed the connection"
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
-_DATA = slice(len(b"data: "), -len(b"\n\n"))
-"""The JSON in an event that contains only one line of data."""
 _FINISH, _ERROR = b'"finish_reason":"', b'"error"'
 _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
@@ -60,6 +58,8 @@ class ReplyDelivery(ABC):
     Attributes:
         source: the reply.
     """
+
+    __slots__ = ("_answer", "_chat", "_driver", "_exchange", "_may_resample", "_reply", "_response", "_shown", "source")
 
     def __init__(
         self,
@@ -119,6 +119,8 @@ class ReplyDelivery(ABC):
 
 class WholeDelivery(ReplyDelivery):
     """Delivers a whole reply, or an engine's error."""
+
+    __slots__ = ("_as_events", "_body", "_source", "_streams", "_written")
 
     def __init__(self, source: WholeSource, *prepared: Any, streams: bool, may_resample: bool) -> None:
         """Prepare to deliver.
@@ -195,17 +197,23 @@ class WholeDelivery(ReplyDelivery):
 class StreamDelivery(ReplyDelivery):
     """Forwards a stream."""
 
-    def __init__(self, source: Stream, *prepared: Any, release: Callable[[], None], may_resample: bool) -> None:
+    __slots__ = (
+        "_as_is", "_direct", "_encoder", "_held", "_late", "_made", "_needs_from", "_pending", "_source", "_token_ids", "_unread",
+        "_write_unread",
+    )  # fmt: skip
+
+    def __init__(self, source: Stream, *prepared: Any, needs_from: int | None, may_resample: bool) -> None:
         """Prepare to deliver.
 
         Args:
             source: the reply.
             prepared: see `ReplyDelivery`.
-            release: called once the client receives the reply, so that the call is not made again.
+            needs_from: the first message of the request that is still needed once the client receives the reply; `None` if all of the
+                request is. From then on the call is not made again.
             may_resample: see `ReplyDelivery`.
         """
         super().__init__(source, *prepared, may_resample=may_resample)
-        self._source, self._release_request = source, release
+        self._source, self._needs_from = source, needs_from
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
         self._as_is = self._encoder.verbatim
@@ -241,11 +249,12 @@ class StreamDelivery(ReplyDelivery):
                 assert writer is not None  # noqa: S101 - only a response that has ended has none
                 async for events in parts:
                     shown = self._read_events(events)
-                    del events  # see `Stream.__aiter__`
+                    del events  # see `Stream.__aiter__`; the same for `shown`
                     if shown and not self._orphaned:
                         self._response.silent = False
                         await writer.write(shown)
                         self._direct = self._response.request.transport if chunked else None
+                    del shown
             except ConnectionResetError:  # the client's: the source notes that its connection broke
                 return _LEFT
             except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
@@ -284,7 +293,7 @@ class StreamDelivery(ReplyDelivery):
         shown = unread(event)
         if shown is None:
             return False
-        self._reply.later.append(event[_DATA])
+        self._reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
         self._reply.limit_later()
         if shown and not self._orphaned:
             self._response.silent = False
@@ -297,7 +306,7 @@ class StreamDelivery(ReplyDelivery):
         for event in events:
             written = self._unread(event) if self._unread is not None else None
             if written is not None:
-                self._reply.later.append(event[_DATA])
+                self._reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
             else:
                 written = self._read_event(event)
                 self._unread = self._write_unread if self._shown.state is ShownState.BEGUN and not self._source.cut else None
@@ -344,7 +353,8 @@ class StreamDelivery(ReplyDelivery):
         """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
         if self._shown.state is ShownState.NOTHING:
             self._shown.advance(ShownEvent.SHOW)
-            self._release_request()
+            if self._needs_from is not None:
+                self._response.release_body(self._needs_from)
             pending, self._pending = self._pending, []  # the echo of the prompt is in one
             return b"".join([self._encode(*chunk) for chunk in pending])
         return b""
@@ -390,6 +400,5 @@ def delivery_of(
     if isinstance(source, Stream):
         # the next piece or the record needs the whole request, or it is a text completion's, which has no messages
         stays = isinstance(source, Continued) or bool(chat.media) or not chat.raw_messages
-        release = (lambda: None) if stays else partial(response.release_body, planned.plan.basis.messages)
-        return StreamDelivery(source, *deliver, release=release, may_resample=may_resample)
+        return StreamDelivery(source, *deliver, needs_from=None if stays else planned.plan.basis.messages, may_resample=may_resample)
     return WholeDelivery(source, *deliver, streams=streams, may_resample=may_resample)

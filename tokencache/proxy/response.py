@@ -70,7 +70,8 @@ class Exchange(msgspec.Struct, frozen=True):
 class RelayedResponse(web.StreamResponse):
     """A response that is sent with the engine's headers and no others."""
 
-    given: frozenset[str] = frozenset()
+    absent: tuple[str, ...] = ()
+    """Headers that aiohttp adds, and that the engine did not send."""
 
 
 class WholeRelayedResponse(RelayedResponse, web.Response):
@@ -81,7 +82,7 @@ def open_response(answer: Answer, *, drop: frozenset[str] = frozenset()) -> Rela
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
     headers = _headers_of(answer, drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
-    response.given = frozenset(map(str.lower, headers))
+    response.absent = _absent(headers)
     return response
 
 
@@ -91,8 +92,12 @@ def whole_response(answer: Answer, body: bytes, *, made: bool = False) -> web.Re
     if made:
         headers["Content-Type"] = "application/json"
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
-    response.given = frozenset(map(str.lower, headers))
+    response.absent = _absent(headers)
     return response
+
+
+def _absent(headers: CIMultiDict[str]) -> tuple[str, ...]:
+    return tuple([name for name in ("Content-Type", "Server") if name not in headers])
 
 
 def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
@@ -109,9 +114,8 @@ async def finish_headers(request: web.Request, response: web.StreamResponse) -> 
     if own := request.get(RETURNED_ID):
         response.headers[REQUEST_ID] = own
     if isinstance(response, RelayedResponse):
-        for name in ("Content-Type", "Server"):
-            if name.lower() not in response.given:
-                response.headers.popall(name, None)
+        for name in response.absent:
+            response.headers.popall(name, None)
 
 
 class Response:
@@ -124,6 +128,8 @@ class Response:
         holding: what the request holds in memory.
         encoder_for: makes an encoder like that of the exchange for another handle; `None` after `release_body`.
     """
+
+    __slots__ = ("_sending", "_timer", "chat", "client", "encoder_for", "exchange", "holding", "opened", "request", "silent")
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class Response:
         self.client = Party(CLIENT, ClientState.WAITING)
         self.silent = True
         self._timer: asyncio.TimerHandle | None = None
-        self._sign: asyncio.Task[None] | None = None  # sends a keep-alive event
+        self._sending: asyncio.Task[None] | None = None  # sends a keep-alive event
 
     @property
     def disconnected(self) -> bool:
@@ -166,8 +172,8 @@ class Response:
         self._timer = asyncio.get_running_loop().call_later(self.exchange.keep_alive, self._break_silence)
 
     def _break_silence(self) -> None:
-        if self.silent and (self._sign is None or self._sign.done()):
-            self._sign = asyncio.create_task(self._send_keep_alive())
+        if self.silent and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._send_keep_alive())
         self.silent = True
         self.keep_alive()
 
@@ -180,9 +186,9 @@ class Response:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._sign is not None:
-            await end(self._sign)
-            self._sign = None
+        if self._sending is not None:
+            await end(self._sending)
+            self._sending = None
 
     async def open(self) -> web.StreamResponse:
         """Send the head of a streamed response, unless it was sent."""
