@@ -90,7 +90,7 @@ async def _held(engine: Process, size: int, places: int) -> Held:
             first.close()
             await until(lambda: not metrics.REGISTRY.get_sample_value("tokencache_calls_in_flight"))
             await proxy.ledger.settled()
-            before, idle = _settled(), _coroutines()
+            idle, before = _coroutines(), _settled()
             for rollout in rollouts:
                 await asyncio.to_thread(rollout.begin)
             after, busy = _settled(), _coroutines()

@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from tokencache.dialects.completion_reader import CHOICE_BEGIN
 from tokencache.engine.reply import Reply
 
 TOKENS = 4_000
@@ -15,7 +16,8 @@ MOST_BYTES = 75
 def chunk(n, **delta):
     logprobs = {"content": [{"token": "w", "logprob": -0.5 - n / 7, "bytes": None, "top_logprobs": []}]}
     choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None, "token_ids": [1000 + n]}
-    return json.dumps({"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}).encode()
+    written = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+    return json.dumps(written, separators=(",", ":")).encode()
 
 
 def arguments(n):
@@ -32,7 +34,8 @@ def test_a_token_takes_few_bytes(write):
     tracemalloc.start()
     try:
         for data in chunks:
-            reply.add_later(data)
+            reply.later.append(data[data.find(CHOICE_BEGIN) :][:-2])
+            reply.limit_later()
         assert len(reply.choices[0].ids) == TOKENS
         size, _ = tracemalloc.get_traced_memory()
     finally:

@@ -189,6 +189,8 @@ _PLAIN = re.compile(
 )
 _HIDDEN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
 """Replaces log probabilities and ids, with the bytes between and after them."""
+CHOICE_BEGIN, CHOICE_END = b'{"index":', -len(b"]}\n\n")
+"""With what the choice of a plain chunk begins, and where it ends in the event. Nothing before it has these bytes: JSON escapes quotes."""
 _STRING = msgspec.json.Decoder(str)
 
 

@@ -13,6 +13,8 @@ DONE = b"[DONE]"
 class EventSplitter:
     """Collects bytes and returns complete events."""
 
+    __slots__ = ("_rest",)
+
     def __init__(self) -> None:
         self._rest = bytearray()
 

@@ -55,6 +55,8 @@ def with_usage(fields: dict[str, Raw]) -> dict[str, Raw]:
 class HiddenUsage:
     """Hides the usage in the events of one stream, if its request (raw members) did not ask for it."""
 
+    __slots__ = ("_hides", "_waiting")
+
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._hides = bytes(fields.get("stream", NULL)) == b"true" and not requests_usage(fields)
         self._waiting: list[tuple[bytes, bytes]] = []  # events and their JSON: the first one that finished a choice, and what followed

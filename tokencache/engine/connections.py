@@ -98,6 +98,8 @@ class Answer:
         connection: the connection; `None` when the answer has ended.
     """
 
+    __slots__ = ("_ended", "_parts", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
+
     def __init__(
         self,
         url: URL,

@@ -40,6 +40,8 @@ class PromptEcho:
         limit: the size of the model's vocabulary; 0 if it is unknown, and if placeholders of media may be above it.
     """
 
+    __slots__ = ("_complete", "_found", "_highest", "_packed", "_raw", "_read", "_tokens", "agreed", "known", "limit", "sent")
+
     def __init__(self) -> None:
         self.sent = ids.Fragment()
         self.agreed = self.known = False

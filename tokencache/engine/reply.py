@@ -51,8 +51,8 @@ STEP = 4
 """Numbers that each step has in `Choice.steps`."""
 _MOST_PIECES = 128
 """Pieces of a text before they are joined. A Python string takes 50 bytes more than its text, and a token has four letters."""
-_AT_ONCE = 16
-"""Number of deferred chunks that are parsed together. More would save little, and they wait in memory."""
+_AT_ONCE = 8
+"""Number of choices in `Reply.later` that are parsed together. More would save little, and they wait in memory."""
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
@@ -135,10 +135,6 @@ class _PlainChoice(msgspec.Struct):
     tokencache: _Packed | None = None
 
 
-class _PlainChunk(msgspec.Struct):
-    choices: tuple[_PlainChoice]
-
-
 class _WeightMetadata(msgspec.Struct):
     """SGLang's report of a reply's weight versions."""
 
@@ -147,7 +143,7 @@ class _WeightMetadata(msgspec.Struct):
 
 
 _CHUNK = msgspec.json.Decoder(_Chunk)
-_PLAIN = msgspec.json.Decoder(list[_PlainChunk])
+_PLAIN = msgspec.json.Decoder(list[_PlainChoice])
 _LOGPROBS = msgspec.json.Decoder(Logprobs)
 _METADATA = msgspec.json.Decoder(_WeightMetadata)
 
@@ -179,6 +175,11 @@ class Choice:
             cannot be read.
         aligned: whether each event had as many log probabilities as ids.
     """
+
+    __slots__ = (
+        "_before", "aligned", "call_steps", "calls", "certain", "content", "counted", "doubt", "experts", "finish_reason", "ids",
+        "logprobs", "prompt", "reasoning", "steps", "stop_reason", "versions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -248,7 +249,7 @@ class Choice:
     def replace_message(self, message: ReplyMessage) -> None:
         """Set the message in place of what was collected."""
         self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, []
-        self.add_message(message)
+        self.add_messages([message], [(0, len(self.ids))])
 
     def add(self, choice: _Choice, experts: list[bytes]) -> None:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
@@ -270,7 +271,8 @@ class Choice:
     def _add_parts(self, parts: Sequence[_Choice | _PlainChoice], messages: Iterable[ReplyMessage]) -> None:
         """Add parts of this choice: ids and log probabilities, packed or as vLLM writes them, and the message of each."""
         self._join_pieces()
-        for choice, message in zip(parts, messages, strict=True):
+        spans: list[tuple[int, int]] = []
+        for choice in parts:
             ids, logprobs = len(self.ids), len(self.logprobs)
             if choice.tokencache is not None:
                 self.ids += unpack(choice.tokencache.ids)
@@ -287,30 +289,32 @@ class Choice:
                 self.doubt_after(self._before, "ids arrived after the finish reason")
             if len(self.logprobs) - logprobs != more:
                 self.aligned = False
-            self.add_message(message, ids)
+            spans.append((ids, ids + more))
+        self.add_messages(messages, spans)
 
     def _join_pieces(self) -> None:
         for pieces in (self.content, self.reasoning, *[call.arguments for call in self.calls.values()]):
             if len(pieces) > _MOST_PIECES:
                 pieces[:] = ["".join(pieces)]
 
-    def add_message(self, message: ReplyMessage, before: int = 0) -> None:
-        """Add a message, or a delta; `before` is the number of ids before it."""
-        content, thought = message.content, message.reasoning or message.reasoning_content
-        if content:
-            self.content.append(content)
-        if thought:
-            self.reasoning.append(thought)
-        if content or thought:
-            self.steps.extend((before, len(self.ids), len(content or ""), len(thought or "")))
-        if message.tool_calls:
-            for index, call in message.calls():
-                if index not in self.calls:
-                    self.call_steps.append((before, len(self.ids)))
-                pieces = self.calls.setdefault(index, CallPieces())
-                pieces.id = call.id or pieces.id
-                pieces.names.append(call.name)
-                pieces.arguments.append(call.arguments)
+    def add_messages(self, messages: Iterable[ReplyMessage], spans: Iterable[tuple[int, int]]) -> None:
+        """Add a message, or deltas; `spans` are the numbers of ids before and after each."""
+        for message, span in zip(messages, spans, strict=True):
+            content, thought = message.content, message.reasoning or message.reasoning_content
+            if content:
+                self.content.append(content)
+            if thought:
+                self.reasoning.append(thought)
+            if content or thought:
+                self.steps.extend((*span, len(content or ""), len(thought or "")))
+            if message.tool_calls:
+                for index, call in message.calls():
+                    if index not in self.calls:
+                        self.call_steps.append(span)
+                    pieces = self.calls.setdefault(index, CallPieces())
+                    pieces.id = call.id or pieces.id
+                    pieces.names.append(call.name)
+                    pieces.arguments.append(call.arguments)
 
     def take_back(self, message: ReplyMessage) -> None:
         """Remove the delta that was added last."""
@@ -346,7 +350,14 @@ class Reply:
         count_proves: whether its count of the prompt's tokens proves that it used the ids that were sent; set by the caller.
         version: the weight version in the reply's header, `""` if there is none.
         places: the placeholders of media in the prompt, as the engine reports them; `None` if it reports none. Set by the caller.
+        later: the JSON of the choices of plain chunks (`dialects.completion_reader`), which is parsed when `choices` is read next. The
+            caller adds them, and then calls `limit_later`.
     """
+
+    __slots__ = (
+        "_choices", "_continued", "_experts", "_metadata", "count_proves", "counted", "error", "expected", "later", "model", "must_count",
+        "places", "prompt", "prompt_counted", "unreadable", "version", "vocabulary",
+    )  # fmt: skip
 
     def __init__(self, choices: int = 1) -> None:
         self.expected = choices
@@ -361,33 +372,32 @@ class Reply:
         self.version = ""
         self.places: Places | None = None
         self._choices: dict[int, Choice] = {}
-        self._deferred: list[bytes] = []
+        self.later: list[bytes] = []
         self._metadata: _WeightMetadata | None = None
         self._experts: list[bytes] = []
 
     @property
     def choices(self) -> dict[int, Choice]:
         """The choices by their index, as far as they have arrived."""
-        if self._deferred:
-            self._read_deferred()
+        if self.later:
+            self._read_later()
         return self._choices
 
-    def add_later(self, data: bytes) -> None:
-        """Add the JSON of a plain chunk (`dialects.completion_reader.hide_tokens`); it is parsed when `choices` is read next."""
-        self._deferred.append(data)
-        if len(self._deferred) >= _AT_ONCE:
-            self._read_deferred()
+    def limit_later(self) -> None:
+        """Parse what is in `later` if it is much."""
+        if len(self.later) >= _AT_ONCE:
+            self._read_later()
 
-    def _read_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
+    def _read_later(self) -> None:
+        later, self.later = self.later, []
         try:
-            chunks = _PLAIN.decode(b"[%s]" % b",".join(deferred))
+            choices = _PLAIN.decode(b"[%s]" % b",".join(later))
         except (ValueError, RecursionError):  # one of them is not JSON: find out which
-            for data in deferred:
-                self.add(data)
+            for data in later:
+                self.add(b'{"choices":[%s]}' % data)
             return
         parts: dict[int, list[_PlainChoice]] = {}
-        for (part,) in [chunk.choices for chunk in chunks]:
+        for part in choices:
             parts.setdefault(part.index, []).append(part)
         for index, own in parts.items():
             self._choice(index).add_plain(own)
@@ -420,8 +430,8 @@ class Reply:
         Returns:
             The same JSON without the ids of the prompt (`PromptEcho`), and without log probabilities that were cut out.
         """
-        if self._deferred:
-            self._read_deferred()
+        if self.later:
+            self._read_later()
         brief = short = self.prompt.cut(data)
         logprobs = None
         if hide_logprobs and self.expected == 1:
@@ -549,7 +559,7 @@ class Reply:
         for choice in _CHUNK.decode(data).choices:
             if choice.delta is not None:
                 known = self.choices[choice.index]
-                known.add_message(choice.delta, len(known.ids))
+                known.add_messages([choice.delta], [(len(known.ids), len(known.ids))])
 
     def reopen(self) -> None:
         """Take back the end of a reply that was broken off, because another request continues it."""

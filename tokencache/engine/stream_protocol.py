@@ -36,6 +36,8 @@ class StreamProtocol(asyncio.Protocol):
     exception that it raises. A coroutine in its place would be kept in memory for as long as the stream, and resumed with each event.
     """
 
+    __slots__ = ("_after_event", "_arrived", "_content", "_own", "_settle", "_tail", "_transport", "_waiter")
+
     def __init__(self, answer: Answer, settle: Callable[[bytes], bool]) -> None:
         self._content, self._settle = answer.content, settle
         self._tail = b""  # the end of the last bytes for the own protocol

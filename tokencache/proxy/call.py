@@ -118,7 +118,6 @@ class CallAttempt:
         self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange
         self._services, self._ledger = services, services.ledger
         self._budget, self._may_resample = budget, may_resample
-        self._keys = keys_wanted(asked.chat)
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
@@ -170,12 +169,13 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
             CancelledError: the client left meanwhile.
         """
+        keys = keys_wanted(self._call.chat)
         first = [request_key(self._call.fingerprint)] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
         self.record.advance(RecordEvent.OPEN)
         begun, opened = None, False
         try:
             begun = await self._ledger.begin(
-                self._call.session, self.id, [*first, *self._keys], fingerprint=self._call.fingerprint, join=join, settings=self._settings
+                self._call.session, self.id, [*first, *keys], fingerprint=self._call.fingerprint, join=join, settings=self._settings
             )
             opened = begun is None or begun.duplicate is None
         finally:
@@ -183,9 +183,9 @@ class CallAttempt:
                 self.record.advance(RecordEvent.OPENED)
             else:
                 self._end(RecordEvent.NOT_OPENED)
-        if begun is not None and opened:
-            self._begun = msgspec.structs.replace(begun, hits=begun.hits[len(first) :])
-        self._dispatch = Dispatch(self._call, self._exchange, self._services, self._keys, self._begun, request=self.engine)
+        found = msgspec.structs.replace(begun, hits=begun.hits[len(first) :]) if begun is not None and opened else None
+        self._begun = msgspec.structs.replace(found, hits=[]) if found is not None else None
+        self._dispatch = Dispatch(self._call, self._exchange, self._services, keys, found, request=self.engine)
         if self.client.state is ClientState.LEFT:
             raise asyncio.CancelledError
         if begun is None:
@@ -340,7 +340,7 @@ class CallAttempt:
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
-            answer = await self._response.keep_alive(self._dispatch.accepted())
+            answer = await self._dispatch.accepted()
         except EngineError as why:
             if why.passing or not self._may_be_made_again:
                 raise
@@ -353,7 +353,7 @@ class CallAttempt:
             if self._call.chat.echoes:
                 await compare(self._call, self._dispatch.planned.plan, self._ledger.prefixes, self._ledger.store)
             end = delivery.decided(await delivery.receive())
-            await self._response.keep_alive(self._conclude(end))
+            await self._conclude(end)
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
             return None if end.kind is EndKind.ABORTED else await delivery.answer(end)

@@ -397,7 +397,7 @@ class _Words:
         """
         new, self._unread = [*self._unread, *sampled], []
         delta, finish, self._state = await self._derender.delta(self._request, self._state, new, finish_reason)
-        self._made.add_message(delta)
+        self._made.add_messages([delta], [(0, 0)])
         self.finish_reason = finish
         return _difference(self._reply.choices[0], self._made) or {}
 

@@ -12,7 +12,6 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from aiohttp import web
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import parse_engine_error
+from tokencache.dialects.completion_reader import CHOICE_BEGIN, CHOICE_END
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.connections import Answer
@@ -33,7 +33,7 @@ from tokencache.proxy.facts import BegunCall
 from tokencache.proxy.gathered_reply import Gathered
 from tokencache.proxy.generated_replies import OVERFLOW_DETAIL
 from tokencache.proxy.reply_source import ENDED_EARLY, Body, Continued, End, EndKind, ReplySource, Stream, WholeSource, refusal
-from tokencache.proxy.response import KeepAlive, Response, whole_response
+from tokencache.proxy.response import Response, whole_response
 
 if TYPE_CHECKING:
     import asyncio
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 CLIENT_LEFT = "the client closed the connection"
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
-_DATA = slice(len(b"data: "), -len(b"\n\n"))
-"""The JSON in an event that contains only one line of data."""
 _FINISH, _ERROR = b'"finish_reason":"', b'"error"'
 _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
@@ -60,6 +58,8 @@ class ReplyDelivery(ABC):
     Attributes:
         source: the reply.
     """
+
+    __slots__ = ("_answer", "_chat", "_driver", "_exchange", "_may_resample", "_reply", "_response", "_shown", "source")
 
     def __init__(
         self,
@@ -120,6 +120,8 @@ class ReplyDelivery(ABC):
 class WholeDelivery(ReplyDelivery):
     """Delivers a whole reply, or an engine's error."""
 
+    __slots__ = ("_as_events", "_body", "_source", "_streams", "_written")
+
     def __init__(self, source: WholeSource, *prepared: Any, streams: bool, may_resample: bool) -> None:
         """Prepare to deliver.
 
@@ -137,7 +139,7 @@ class WholeDelivery(ReplyDelivery):
 
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`."""
-        self._body = await self._response.keep_alive(self._source.read())
+        self._body = await self._source.read()
         return self._source.end
 
     def decided(self, end: End) -> End:
@@ -163,6 +165,7 @@ class WholeDelivery(ReplyDelivery):
         return end
 
     async def _answer_reply(self, end: End) -> web.StreamResponse:
+        await self._response.end_keep_alive()
         if end.kind is EndKind.REFUSED:
             return await self._refuse(end)
         if self._written is None:  # the engine broke it off: a direct client would see the same
@@ -194,26 +197,32 @@ class WholeDelivery(ReplyDelivery):
 class StreamDelivery(ReplyDelivery):
     """Forwards a stream."""
 
-    def __init__(self, source: Stream, *prepared: Any, release: Callable[[], None], may_resample: bool) -> None:
+    __slots__ = (
+        "_as_is", "_direct", "_encoder", "_held", "_late", "_made", "_needs_from", "_pending", "_source", "_token_ids", "_unread",
+        "_write_unread",
+    )  # fmt: skip
+
+    def __init__(self, source: Stream, *prepared: Any, needs_from: int | None, may_resample: bool) -> None:
         """Prepare to deliver.
 
         Args:
             source: the reply.
             prepared: see `ReplyDelivery`.
-            release: called once the client receives the reply, so that the call is not made again.
+            needs_from: the first message of the request that is still needed once the client receives the reply; `None` if all of the
+                request is. From then on the call is not made again.
             may_resample: see `ReplyDelivery`.
         """
         super().__init__(source, *prepared, may_resample=may_resample)
-        self._source, self._release_request = source, release
+        self._source, self._needs_from = source, needs_from
         source.settle = self._pass_directly
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
         self._as_is = self._encoder.verbatim
         self._held = bytearray()  # what waits for the store
-        self._silent = True  # nothing was sent since the last keep-alive interval
         self._pending: list[tuple[bytes, bytes]] = []  # chunks that wait for the first sampled token
         self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
         self._made = source.read_chunk is not None  # a chunk for the client is not the engine's own
-        self._unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
+        self._write_unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
+        self._unread: Callable[[bytes], bytes | None] | None = None  # the same while events can be parsed later
         self._direct: asyncio.WriteTransport | None = None  # to the client, once the head and a first event were written
 
     def decided(self, end: End) -> End:
@@ -234,18 +243,18 @@ class StreamDelivery(ReplyDelivery):
         """See `ReplyDelivery.receive`: forwards the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
-        keep_alive = KeepAlive(self._exchange.keep_alive, lambda: self._break_silence(response))
-        async with keep_alive, contextlib.aclosing(aiter(self._source)) as parts:
+        async with contextlib.aclosing(aiter(self._source)) as parts:
             try:
                 writer = await response.prepare(self._response.request)  # prepared already, unless the client had left: returns the writer
                 assert writer is not None  # noqa: S101 - only a response that has ended has none
                 async for events in parts:
                     shown = self._read_events(events)
-                    del events  # see `Stream.__aiter__`
+                    del events  # see `Stream.__aiter__`; the same for `shown`
                     if shown and not self._orphaned:
-                        self._silent = False
+                        self._response.silent = False
                         await writer.write(shown)
                         self._direct = self._response.request.transport if chunked else None
+                    del shown
             except ConnectionResetError:  # the client's: the source notes that its connection broke
                 return _LEFT
             except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
@@ -278,32 +287,32 @@ class StreamDelivery(ReplyDelivery):
 
     def _pass_directly(self, event: bytes) -> bool:
         """Forward an event that can be parsed later; false if it must be parsed now, or if the client is slow."""
-        direct = self._direct
-        if direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
+        direct, unread = self._direct, self._unread
+        if unread is None or direct is None or direct.is_closing() or direct.get_write_buffer_size() > _MAX_UNSENT:
             return False
-        shown = self._without_reading(event)
+        shown = unread(event)
+        if shown is None:
+            return False
+        self._reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
+        self._reply.limit_later()
         if shown and not self._orphaned:
-            self._silent = False
+            self._response.silent = False
             direct.write(b"%x\r\n%b\r\n" % (len(shown), shown))  # as `StreamResponse.write` would
-        return shown is not None
+        return True
 
     def _read_events(self, events: Iterable[bytes]) -> bytes:
         """Return the bytes of some events that the client receives now; keep the bytes that must wait."""
         shown = bytearray()
         for event in events:
-            written = self._without_reading(event)
-            written = self._read_event(event) if written is None else written
+            written = self._unread(event) if self._unread is not None else None
+            if written is not None:
+                self._reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
+            else:
+                written = self._read_event(event)
+                self._unread = self._write_unread if self._shown.state is ShownState.BEGUN and not self._source.cut else None
             (self._held if self._shown.state is ShownState.ENDING else shown).extend(written)
+        self._reply.limit_later()
         return bytes(shown)
-
-    def _without_reading(self, event: bytes) -> bytes | None:
-        """Return the client's bytes of an event that can be parsed later; `None` if it must be parsed now."""
-        if self._unread is None or self._shown.state is not ShownState.BEGUN or self._source.cut:
-            return None
-        shown = self._unread(event)
-        if shown is not None:
-            self._reply.add_later(event[_DATA])
-        return shown
 
     def _read_event(self, event: bytes) -> bytes:
         """Read one event, and return the client's bytes of it."""
@@ -344,7 +353,8 @@ class StreamDelivery(ReplyDelivery):
         """Return the chunks that waited for the first sampled token, unless the reply is withheld."""
         if self._shown.state is ShownState.NOTHING:
             self._shown.advance(ShownEvent.SHOW)
-            self._release_request()
+            if self._needs_from is not None:
+                self._response.release_body(self._needs_from)
             pending, self._pending = self._pending, []  # the echo of the prompt is in one
             return b"".join([self._encode(*chunk) for chunk in pending])
         return b""
@@ -353,11 +363,6 @@ class StreamDelivery(ReplyDelivery):
         """From here on, everything waits for the store."""
         if self._shown.state is ShownState.BEGUN:
             self._shown.advance(ShownEvent.FINISH)
-
-    async def _break_silence(self, response: web.StreamResponse) -> None:
-        if self._silent:
-            await response.write(self._encoder.keep_alive())
-        self._silent = True
 
 
 def _is_object(body: bytes) -> bool:
@@ -395,6 +400,5 @@ def delivery_of(
     if isinstance(source, Stream):
         # the next piece or the record needs the whole request, or it is a text completion's, which has no messages
         stays = isinstance(source, Continued) or bool(chat.media) or not chat.raw_messages
-        release = (lambda: None) if stays else partial(response.release_body, planned.plan.basis.messages)
-        return StreamDelivery(source, *deliver, release=release, may_resample=may_resample)
+        return StreamDelivery(source, *deliver, needs_from=None if stays else planned.plan.basis.messages, may_resample=may_resample)
     return WholeDelivery(source, *deliver, streams=streams, may_resample=may_resample)

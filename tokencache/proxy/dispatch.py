@@ -140,6 +140,11 @@ class Dispatch:
         epoch: the session's epoch; `""` if the store failed.
     """
 
+    __slots__ = (
+        "_bound", "_call", "_chat", "_exchange", "_keeps_experts", "_known", "_request", "_services", "_since", "epoch", "planned",
+        "sender",
+    )  # fmt: skip
+
     planned: PlannedCall
 
     def __init__(
@@ -163,7 +168,8 @@ class Dispatch:
             request: the state of the request.
         """
         self._call, self._chat, self._exchange, self._services = call, call.chat, exchange, services
-        self._keys, self._begun, self._request = keys, begun, request
+        self._known: tuple[Sequence[bytes], BeginResult | None] | None = keys, begun
+        self._bound, self._request = begun.engine if begun is not None else None, request
         self.epoch = begun.epoch if begun is not None else ""
         self._keeps_experts = services.ledger.keeps_experts
         self.sender = EngineSender(call, exchange, services.image_names, services.prefixes, experts=self._keeps_experts)
@@ -181,7 +187,7 @@ class Dispatch:
             ContinuationError: the reply cannot be continued.
         """
         updates, refused, refused_at = self._services.versions.changed, None, 0.0
-        call, bound = self._call, self._begun.engine if self._begun is not None else None
+        call, bound = self._call, self._bound
         begun = self.planned.model if continuation is not None else None
         name = begun.capability.model if begun is not None else self._chat.model  # a request may name none
         pauses: Iterator[float] | None = None
@@ -204,6 +210,7 @@ class Dispatch:
                     if answer.status == OK or not await self._refuses_for_now(engine, answer.status):
                         if refused is not None and refused_at:
                             self._call.note(IncidentKind.HELD, f"{time.monotonic() - refused_at:.1f} s: {refused.words}")
+                        self._known = None  # the call is not planned again: a long stream must not keep it
                         return answer
                     refused = _Refusal(f"the engine at {engine.upstream.url} answered {answer.status}", answer=answer)
                 self._since = 0.0
@@ -244,7 +251,8 @@ class Dispatch:
             HarnessError: the prompt would not begin with the ids that the client requires.
         """
         chat, session, engine, started = self._chat, self._call.session, endpoint.engine, self._since or time.time()
-        plan, model = await self._services.plan(engine, session, chat, self._keys, self._begun)
+        assert self._known is not None  # noqa: S101 - a call is planned until an engine accepts it
+        plan, model = await self._services.plan(engine, session, chat, *self._known)
         budget = budget_of(chat.fields)
         thinking = await self._thinking_marks(model) if model is not None and budget is not None else None
         metrics.BEFORE.observe(time.time() - started)

@@ -45,6 +45,8 @@ class EngineSender:
         proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
     """
 
+    __slots__ = ("_call", "_exchange", "_experts", "_images", "_posts", "_prefixes", "posted", "proven", "request", "streams")
+
     def __init__(self, call: BegunCall, exchange: Exchange, images: ImageNames, prefixes: PrefixUse, *, experts: bool) -> None:
         """Create a sender.
 

@@ -190,11 +190,12 @@ class Stream(ReplySource):
     Attributes:
         cut: how the engine broke off a reply that may be continued (`core.turn.ReplyPiece.ended`); otherwise `""`.
         done: whether the engine sent the end of its stream.
-        head: the first chunk (JSON).
+        head: the first chunk (JSON), if the reply may be continued; otherwise `b""`.
         read_chunk: makes chunks in vLLM's format (`EngineRequest.read_chunk`); `None` if they are in it.
     """
 
     cut = ""
+    _may_be_continued = False
 
     def __init__(
         self, answer: Answer, reply: Reply, *, with_prompt: bool, read_chunk: Callable[[bytes], StreamChunk] | None = None
@@ -283,12 +284,15 @@ class Stream(ReplySource):
         brief = self.reply.add(data)
         if counted is not None:
             self.reply.prompt_counted = counted
-        self.head = self.head or brief
+        if self._may_be_continued:
+            self.head = self.head or brief
         return data if self._with_prompt else brief
 
 
 class Continued(Stream):
     """A streamed reply that may be continued."""
+
+    _may_be_continued = True
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -42,7 +41,6 @@ RETURNED_ID = web.RequestKey("returned_id", str)
 """A client's own id of its request, which comes back with the answer."""
 _PLUGIN_HEADERS = frozenset({PLACES_HEADER, "x-tokencache-plugin", PROMPT_HEADER, MISS_HEADER})
 """Headers that the plugin adds to answers. They are not for clients."""
-T = TypeVar("T")
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -69,47 +67,11 @@ class Exchange(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class KeepAlive:
-    """Calls `send` every `seconds` while the context is open, until `send` raises `ConnectionError`. A context is entered only once.
-
-    Clients, and proxies in front of them, close silent connections. Nearly every wait ends before the first interval. Until then there is
-    only a timer, because creating and cancelling a task costs about 20 µs per streamed call.
-    """
-
-    def __init__(self, seconds: float, send: Callable[[], Awaitable[Any]]) -> None:
-        self._seconds, self._send = seconds, send
-        self._timer: asyncio.TimerHandle
-        self._task: asyncio.Task[None] | None = None
-        self.active = False
-
-    async def __aenter__(self) -> None:
-        """Start the timer."""
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._start)
-        self.active = True
-
-    async def __aexit__(self, *_: object) -> None:
-        """Stop, and cancel an event that is being sent."""
-        self.active = False
-        self._timer.cancel()
-        del self._send  # usually a bound method of this object's owner: the reference cycle would keep a request in memory
-        task, self._task = self._task, None
-        if task is not None:
-            await end(task)
-
-    def _start(self) -> None:
-        self._task = asyncio.create_task(self._repeat(self._send))
-
-    async def _repeat(self, send: Callable[[], Awaitable[Any]]) -> None:
-        with contextlib.suppress(ConnectionError):
-            while True:
-                await send()
-                await asyncio.sleep(self._seconds)
-
-
 class RelayedResponse(web.StreamResponse):
     """A response that is sent with the engine's headers and no others."""
 
-    given: frozenset[str] = frozenset()
+    absent: tuple[str, ...] = ()
+    """Headers that aiohttp adds, and that the engine did not send."""
 
 
 class WholeRelayedResponse(RelayedResponse, web.Response):
@@ -120,7 +82,7 @@ def open_response(answer: Answer, *, drop: frozenset[str] = frozenset()) -> Rela
     """Make a response with the engine's status, reason and headers; `drop` names headers to leave out, in lower case."""
     headers = _headers_of(answer, drop)
     response = RelayedResponse(status=answer.status, reason=answer.reason, headers=headers)
-    response.given = frozenset(map(str.lower, headers))
+    response.absent = _absent(headers)
     return response
 
 
@@ -130,8 +92,12 @@ def whole_response(answer: Answer, body: bytes, *, made: bool = False) -> web.Re
     if made:
         headers["Content-Type"] = "application/json"
     response = WholeRelayedResponse(status=answer.status, reason=answer.reason, headers=headers, body=body)
-    response.given = frozenset(map(str.lower, headers))
+    response.absent = _absent(headers)
     return response
+
+
+def _absent(headers: CIMultiDict[str]) -> tuple[str, ...]:
+    return tuple([name for name in ("Content-Type", "Server") if name not in headers])
 
 
 def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
@@ -148,9 +114,8 @@ async def finish_headers(request: web.Request, response: web.StreamResponse) -> 
     if own := request.get(RETURNED_ID):
         response.headers[REQUEST_ID] = own
     if isinstance(response, RelayedResponse):
-        for name in ("Content-Type", "Server"):
-            if name.lower() not in response.given:
-                response.headers.popall(name, None)
+        for name in response.absent:
+            response.headers.popall(name, None)
 
 
 class Response:
@@ -159,9 +124,12 @@ class Response:
     Attributes:
         opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
         client: the state of the connection.
+        silent: whether nothing was sent since the last interval of `keep_alive`; who sends a part of a stream sets it to false.
         holding: what the request holds in memory.
         encoder_for: makes an encoder like that of the exchange for another handle; `None` after `release_body`.
     """
+
+    __slots__ = ("_sending", "_timer", "chat", "client", "encoder_for", "exchange", "holding", "opened", "request", "silent")
 
     def __init__(
         self,
@@ -175,7 +143,9 @@ class Response:
         self.encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None = encoder_for
         self.opened: web.StreamResponse | None = None
         self.client = Party(CLIENT, ClientState.WAITING)
-        self._keep_alive: KeepAlive | None = None
+        self.silent = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None  # sends a keep-alive event
 
     @property
     def disconnected(self) -> bool:
@@ -193,19 +163,32 @@ class Response:
         left, self.encoder_for = self.chat.release(until), None
         self.holding.give("body", max(0, len(self.request.pop(KEPT, b"")) - left))
 
-    def keep_alive(self, work: Awaitable[T]) -> Awaitable[T]:
-        """Return some work, which sends keep-alive events until it is done if the client requested a stream."""
-        if not self.chat.stream or (self._keep_alive is not None and self._keep_alive.active):
-            return work
-        return self._with_keep_alive(work)
+    def keep_alive(self) -> None:
+        """Until `end_keep_alive`, send a keep-alive event after each interval in which nothing was sent.
 
-    async def _with_keep_alive(self, work: Awaitable[T]) -> T:
-        self._keep_alive = KeepAlive(self.exchange.keep_alive, self._send_keep_alive)
-        async with self._keep_alive:
-            return await work
+        Clients, and proxies in front of them, close silent connections. Few calls are silent for an interval. Until then there is only a
+        timer, because creating and cancelling a task costs about 20 µs.
+        """
+        self._timer = asyncio.get_running_loop().call_later(self.exchange.keep_alive, self._break_silence)
+
+    def _break_silence(self) -> None:
+        if self.silent and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._send_keep_alive())
+        self.silent = True
+        self.keep_alive()
 
     async def _send_keep_alive(self) -> None:
-        await (await self.open()).write(self.exchange.encoder.keep_alive())
+        with contextlib.suppress(ConnectionError):  # the client may have left
+            await (await self.open()).write(self.exchange.encoder.keep_alive())
+
+    async def end_keep_alive(self) -> None:
+        """Send no more keep-alive events, which may open the response, and cancel one that is being sent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._sending is not None:
+            await end(self._sending)
+            self._sending = None
 
     async def open(self) -> web.StreamResponse:
         """Send the head of a streamed response, unless it was sent."""
@@ -237,6 +220,7 @@ class Response:
 
     async def finish(self, rest: bytes, *, cut: bool = False) -> web.StreamResponse:
         """Send the rest of a stream and end it; with `cut`, close the connection instead of ending it properly."""
+        await self.end_keep_alive()
         response = await self.open()
         with contextlib.suppress(ConnectionError):  # the client may still leave; its turn is recorded
             if cut:

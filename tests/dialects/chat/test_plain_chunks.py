@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.support.reading import read_chat
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
-from tokencache.dialects.completion_reader import hide_tokens
+from tokencache.dialects.completion_reader import CHOICE_BEGIN, CHOICE_END, hide_tokens
 from tokencache.dialects.sse import event_of
 from tokencache.engine.reply import Reply
 
@@ -46,6 +46,11 @@ def as_if_read(data):
     return ChatReplyEncoder(CALL).chunk(event_of(data), data, 0)
 
 
+def choice_of(data):
+    event = event_of(data)
+    return event[event.find(CHOICE_BEGIN) : CHOICE_END]
+
+
 def gathered(reply):
     return {
         index: (c.ids, c.logprobs, c.steps, c.message(with_reasoning=True), c.finish_reason) for index, c in sorted(reply.choices.items())
@@ -64,9 +69,22 @@ def test_parsing_later_equals_parsing_at_once(told):
     for made, waits in told:
         data = written(made)
         at_once.add(data)
-        later.add_later(data) if waits else later.add(data)
+        if waits:
+            later.later.append(choice_of(data))
+            later.limit_later()
+        else:
+            later.add(data)
     assert gathered(later) == gathered(at_once)
     assert later.unreadable == 0
+
+
+def test_a_name_is_not_mistaken_for_the_choice():
+    data = written(chunk({"content": "x"}) | {"id": '{"index":7,', "model": '\\{"index":8,"delta":{"content":"y"}}'})
+    assert hide_tokens(event_of(data)) is not None
+    reply = Reply()
+    reply.later.append(choice_of(data))
+    assert reply.choices[0].content == ["x"]
+    assert reply.unreadable == 0
 
 
 NOT_PLAIN = {
@@ -114,6 +132,6 @@ def test_unreadable_chunks_are_counted():
     reply = Reply()
     for data in (good, bad, good):
         assert hide_tokens(event_of(data)) is not None
-        reply.add_later(data)
+        reply.later.append(choice_of(data))
     assert "".join(reply.choices[0].content) == "xx"
     assert reply.unreadable == 1

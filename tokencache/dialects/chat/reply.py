@@ -36,6 +36,8 @@ _MOST_CHOICES = 128
 class HiddenMembers:
     """Members of a reply, besides ids and log probabilities, that a client does not get; `fields` are its request's members."""
 
+    __slots__ = ("_shows_versions",)
+
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", NULL)) == b"true"
 

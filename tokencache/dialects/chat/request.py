@@ -131,8 +131,7 @@ class ChatCall(msgspec.Struct):
         """
         kept = self.raw_messages[until:]
         self.raw_messages, self.released = LastMessages(until, kept), until
-        self.fields = self.fields.copy()  # a driver may still need its own
-        self.fields.pop("messages", None)
+        self.fields = {name: value.copy() for name, value in self.fields.items() if name != "messages"}  # otherwise each may keep the body
         return sum(map(len, kept))
 
     @property

@@ -85,6 +85,8 @@ class CallsInFlight:
         join: Join = fingerprint.join if replayable else "never"
         resamples, began = 0, time.monotonic()
         metrics.IN_FLIGHT.add(1)
+        if asked.chat.stream:
+            asked.response.keep_alive()
         try:
             while True:
                 may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
@@ -106,10 +108,11 @@ class CallsInFlight:
                 else:
                     budget = Budget()  # a call that was within the budget may be made again
                     resamples += 1
-                    await asked.response.keep_alive(pause_before_resample())
+                    await pause_before_resample()
         finally:
             metrics.IN_FLIGHT.add(-1)
             metrics.CALL_SECONDS.observe(time.monotonic() - began)
+            await asked.response.end_keep_alive()
 
     async def _attempt(
         self, call: CallAttempt, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool
@@ -123,7 +126,7 @@ class CallsInFlight:
             self._calls[call.id] = call
         try:
             async with call:
-                opening = await asked.response.keep_alive(call.open(join))
+                opening = await call.open(join)
                 if opening.duplicate is not None:
                     return opening
                 turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
@@ -173,7 +176,7 @@ class CallsInFlight:
         session, duplicate = asked.session, opening.duplicate
         wanting = asyncio.create_task(self._keep_wanting(session, duplicate.call))
         try:
-            return await asked.response.keep_alive(self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint)))
+            return await self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint))
         except StoreError as why:
             log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
             return _Ended(())
