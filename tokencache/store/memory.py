@@ -72,6 +72,7 @@ class _Session:
         self.documents: dict[str, bytes] = {}
         self.media: dict[str, tuple[str, bytes]] = {}
         self._latest: Turn | None = None  # the next call nearly always continues it; kept to avoid decoding it
+        self._newest = (0.0, "")  # when the call that began last did, and its turn
 
     def turn(self, name: str) -> Turn:
         latest = self._latest
@@ -86,6 +87,8 @@ class _Session:
         self.turns[turn.id] = packed = pack(turn)
         self.tokens[turn.id] = packed_tokens = pack_tokens(turn, tokens), tokens.logprobs
         self.contexts[turn.id], self._latest = entry.context, turn
+        if turn.created >= self._newest[0]:
+            self._newest = (turn.created, turn.id)
         self.bytes += sum(map(len, (packed, *packed_tokens, entry.context, *entry.keys)))
         self.sampled += turn.completion_tokens
         for key in entry.keys:
@@ -98,6 +101,7 @@ class _Session:
         for turn in turns:
             self.tokens[turn.id], self.contexts[turn.id] = (source.tokens[turn.id][0], b""), source.contexts[turn.id]
             self.turns[turn.id] = packed = pack(turn)
+            self._newest = (turn.created, turn.id)
             self.bytes += len(packed)
             self.sampled += turn.completion_tokens
         self.continued |= {turn.parent for turn in turns if turn.parent is not None}
@@ -127,7 +131,7 @@ class _Session:
 
     def info(self, name: str) -> SessionInfo:
         """Return the state."""
-        latest = self.turn(next(reversed(self.turns))) if self.turns else None
+        latest = self.turn(self._newest[1]) if self.turns else None
         return SessionInfo(
             id=name,
             created=self.created,

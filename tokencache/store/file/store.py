@@ -648,6 +648,9 @@ def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
         reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
         settings, latest = _settings(row), unpack(turn["record"], LatestTurn) if turn else None
+        if latest is not None and latest.created < row["began"]:  # its call ended after that of a later one
+            turn = db.execute("SELECT record FROM turns WHERE n = ?", (row["latest"],)).fetchone()
+            latest = unpack(turn["record"], LatestTurn)
         return SessionInfo(
             id=name,
             created=row["created"],
@@ -739,6 +742,7 @@ def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     data = (n, pack_tokens(turn, entry.tokens), entry.tokens.logprobs, entry.context)
     db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", data)
     db.executemany("INSERT OR IGNORE INTO hits VALUES (?, ?, ?)", [(number, key, n) for key in entry.keys])
+    db.execute("UPDATE sessions SET latest = ?, began = ? WHERE id = ? AND began <= ?", (n, turn.created, number, turn.created))
     if turn.parent is not None:
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent)))
 
