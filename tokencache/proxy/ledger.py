@@ -263,7 +263,11 @@ class Ledger:
             self.prefixes.add(begun.epoch, entry.turn.id, entry.turn.model, prefix, instead_of=parent)
 
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
-        """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
+        """Store turns; all their tokens and messages if the store has lost a turn with which they share some. Returns what was stored.
+
+        Raises:
+            SessionGoneError: the session is gone, or the lost turn is the parent, or has messages that the request has released.
+        """
         session, call = facts.call.session, facts.call.id
         try:
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
@@ -271,7 +275,8 @@ class Ledger:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
             _count([lost])
-            self.prefixes.forget(epoch)
+            named = {name for entry in recorded.entries for name in (entry.turn.base, entry.turn.context_base)}
+            self.prefixes.forget(epoch, filter(None, named))
             recorded = await turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
