@@ -49,6 +49,7 @@ async def test_a_turn_whose_parent_is_lost(redis_url, honours_ids, stream, kept)
         messages = [*asked, echo(await rig.say("s", asked)), user("and then?")]
         rig.engine.honours_ids, store.loses = honours_ids, True
         assert (await rig.say("s", messages, stream=stream))["content"]
+        assert not (await store.session("s")).open_calls
         exported = await rig.exported("s")
         assert (exported["complete"], "session-lost" in {one["kind"] for one in exported["incidents"]}) == (False, True)
         found = [sequence["token_ids"] for sequence in exported["sequences"]]
