@@ -8,6 +8,7 @@ import pytest
 
 from tests.api.test_lifecycle import SESSIONS, InFlight, call, refused, say
 from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tests.proxy.test_client_gone import leave_after
 from tests.proxy.test_store_faults import Flaky
 from tests.support.waiting import until
 from tokencache.batching import group_advantages, select
@@ -96,6 +97,34 @@ async def test_a_harness_that_leaves_during_a_reply(stream):
             await asking
         await until(ended)
         assert (await finished(rig))[0] == "harness"
+
+
+@pytest.mark.parametrize(("stream", "mark"), [(True, "aborted"), (False, "unanswered")])
+async def test_a_call_that_the_harness_left_is_made_up_for_by_a_later_one_that_is_recorded_before_it(stream, mark):
+    async with proxied(linger=60) as rig:
+        commit, go, held = rig.store.commit, asyncio.Event(), set()
+
+        async def slow(session, epoch, ended, *args, **kwargs):
+            if ended in held:
+                await go.wait()
+            await commit(session, epoch, ended, *args, **kwargs)
+
+        async def ended():
+            return not (await rig.info())["open_calls"]
+
+        rig.store.commit, rig.engine.token_delay = slow, 0.01
+        left = asyncio.create_task(rig.post("s", messages=[user("EPISODE:talk")]) if not stream else leave_after(rig, 3))
+        await rig.engine.until(lambda: bool(rig.ground_truth("s")))
+        held |= {one.call for one in (await rig.store.session("s")).open_calls}
+        if not stream:
+            left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        rig.engine.token_delay = 0
+        await rig.say("s", [user("EPISODE:demo")])
+        go.set()
+        await until(ended)
+        assert [turn["marks"] for turn in await rig.turns()] == [[], [mark]]
+        assert await finished(rig) == ("ok", "", True)
 
 
 @pytest.mark.parametrize("repeated", [False, True])

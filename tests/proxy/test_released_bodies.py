@@ -36,14 +36,16 @@ async def test_only_the_new_messages_are_held():
     async with proxied() as rig:
         messages = [*FIRST, echo(await rig.say("s", FIRST)), NEXT]
         async with stalled(rig, messages):
-            assert LINE < rig.proxy.request_memory.total < len(json.dumps(messages[1:]))
+            assert LINE < rig.proxy.request_memory.total < len(json.dumps([*messages[1:], {"model": "sim", "stream": True}]))
         await until(lambda: not rig.proxy.request_memory.total)
 
 
-async def test_a_first_call_holds_its_messages():
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS * 50, "stop": ["x"]}], ids=["messages", "tools"])
+async def test_a_first_call_holds_its_messages_and_other_members(more):
     """They are recorded when it ends."""
-    async with proxied() as rig, stalled(rig, FIRST) as body:
-        assert rig.proxy.request_memory.total == len(json.dumps(FIRST[0])) < len(body)
+    members = {"model": "sim", "stream": True, **more}
+    async with proxied() as rig, stalled(rig, FIRST, **more) as body:
+        assert rig.proxy.request_memory.total == sum(len(json.dumps(one)) for one in [*FIRST, *members.values()]) < len(body)
 
 
 async def test_a_reply_that_may_be_continued_holds_the_whole_request():

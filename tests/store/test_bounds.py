@@ -1,6 +1,7 @@
 """Limits of a store: sizes, times to live, servers that evict sessions, and data of another version."""
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 
@@ -8,11 +9,25 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.conformance import build, record
+from tests.store.machine import machine_of
 from tests.support.redis_server import RealRedis
 from tokencache import wakeup
 from tokencache.core.incidents import Incident
+from tokencache.core.media import StoredMedium
+from tokencache.core.outcome import Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
-from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
+from tokencache.store.base import (
+    Binding,
+    OutcomeConflictError,
+    SessionDeletedError,
+    SessionExistsError,
+    SessionFinishedError,
+    SessionGoneError,
+    SettingsConflictError,
+    StoreError,
+    StoreFullError,
+)
+from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore, capacity
 
@@ -248,6 +263,54 @@ async def test_entries_of_expired_sessions_leave_the_queue(store, monkeypatch):
     await store.remove("d")
     await store.withdraw("used", old["used"])
     await store.withdraw("new", "e")
+
+
+async def refused(store):
+    """What a session refuses, or what has no effect on it: of calls that began before it had its name, and of what it is or is not."""
+    before = await record(store, "again", build("a"))
+    await store.delete("again", reuse=True)
+    await store.begin("again", "k", [])
+    await store.finish("again", Outcome("sandbox"))
+    return [
+        (SessionGoneError, lambda: store.commit("again", before, "late", [build("b").entry])),
+        (SessionGoneError, lambda: store.settle("again", before, "late")),
+        (SessionGoneError, lambda: store.put_media("again", before, StoredMedium("0" * 64, "image/png", 1), b"x", limit=9)),
+        (None, lambda: store.mark_orphaned("again", "late")),
+        (None, lambda: store.mark_wanted("again", "late")),
+        (SessionFinishedError, lambda: store.begin("again", "late", [])),
+        (SessionExistsError, lambda: store.define("again", SessionSettings(), Labels())),
+        (SettingsConflictError, lambda: store.define("again", SessionSettings("h"), Labels(), exist_ok=True)),
+        (OutcomeConflictError, lambda: store.finish("again", Outcome("engine"))),
+        (None, lambda: store.seal("again")),  # a call is in flight
+    ]
+
+
+async def attempt(error, operation):
+    with pytest.raises(error) if error is not None else contextlib.nullcontext():
+        await operation()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+async def test_what_is_refused_does_not_renew_a_session(kind, tmp_path):
+    with machine_of() as machine:
+        store = MemoryStore(ttl_seconds=100) if kind == "memory" else FileStore(f"file:{tmp_path}/sessions.db", ttl_seconds=100)
+        await store.open()
+        for one in await refused(store):
+            machine.go_on(60)
+            await attempt(*one)
+            assert await store.session("again") is not None
+            machine.go_on(60)
+            assert await store.session("again") is None
+            await refused(store)
+        await store.close()
+
+
+@pytest.mark.redis
+async def test_what_is_refused_does_not_renew_a_session_in_redis(opened, redis):
+    for one in await refused(await opened()):
+        await redis.pexpire("tokencache:{again}", 60_000)
+        await attempt(*one)
+        assert 0 < await redis.pttl("tokencache:{again}") <= 60_000
 
 
 async def test_times_to_live_in_memory(monkeypatch):

@@ -300,11 +300,13 @@ async def test_data_of_older_versions_is_read(store, redis):
     """Sessions without what this version adds, one of them sealed, and a key that carries settings."""
     await record(store, "s", build("a"))
     older = {b"life", b"created", b"used", b"turns", b"begun", b"sampled", b"open", b"#a", b"H1", b"T1", b"L1"}
-    assert set(await redis.hkeys("tokencache:{s}")) == older
+    assert set(await redis.hkeys("tokencache:{s}")) == older | {b"newest"}
+    await redis.hdel("tokencache:{s}", "newest")
     await redis.hset("tokencache:{sealed}", mapping=await redis.hgetall("tokencache:{s}"))
     await redis.hset("tokencache:{sealed}", "sealed", "1")
     info, sealed = await store.states(["s", "sealed"])
     assert (info.state, info.finished, info.settings, info.labels, info.rewards) == ("open", None, SessionSettings(), Labels(), 0)
+    assert info.latest.id == "a"
     assert (sealed.state, sealed.finished) == ("sealed", None)
     assert await store.settings("s") == SessionSettings()
     await redis.set("tokencache:key:h", pack(Binding("s", SETTINGS.harness, sampling=SETTINGS.sampling)))

@@ -4,8 +4,9 @@ A failure of the infrastructure is a fact about a rollout, and not a reward. So 
 kind of failure with a detail. A rollout is *valid* if it is complete and its outcome is `ok`; only then its reward says something about
 the policy.
 
-The outcome is a function of what is stored: what was given when the session was finished, its incidents, and its newest turn. So it is the
-same on every replica, and for a session that an older version recorded. What was given decides. Otherwise the first of these that holds:
+The outcome is a function of what is stored: what was given when the session was finished, its incidents, and its newest turn, which is the
+one whose call began last, whenever it was recorded. So it is the same on every replica, and for a session that an older version recorded.
+What was given decides. Otherwise the first of these that holds:
 
 1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
 2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up.

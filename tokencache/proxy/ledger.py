@@ -248,10 +248,10 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
-        except SessionGoneError:
+        except SessionGoneError as why:
             if self._experts is not None:
                 await self._experts.drop([path for path, _ in facts.experts.values()])
-            await self._gone(session, call)
+            await self._gone(begun, session, call, why)
             return
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
@@ -263,7 +263,7 @@ class Ledger:
             self.prefixes.add(begun.epoch, entry.turn.id, entry.turn.model, prefix, instead_of=parent)
 
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
-        """Store turns. If the store has lost a turn with which they share tokens, store all tokens. Returns what was stored."""
+        """Store turns; all their tokens and messages if the store has lost a turn with which they share some. Returns what was stored."""
         session, call = facts.call.session, facts.call.id
         try:
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
@@ -271,7 +271,8 @@ class Ledger:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
             _count([lost])
-            self.prefixes.forget(epoch)
+            named = {name for entry in recorded.entries for name in (entry.turn.base, entry.turn.context_base)}
+            self.prefixes.forget(epoch, filter(None, named))
             recorded = await turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
@@ -301,8 +302,8 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, incidents)
             self.changed.notify()
-        except SessionGoneError:
-            await self._gone(session, call)
+        except SessionGoneError as why:
+            await self._gone(begun, session, call, why)
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
             self._backlog.add(session, list(incidents))
@@ -420,12 +421,13 @@ class Ledger:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._backlog.close()
 
-    async def _gone(self, session: str, call: str) -> None:
-        """Add an incident for a session that is gone at the end of a call. The store drops it if the session was deleted and not lost."""
-        log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
-        detail = "the store had lost the session, or turns that this call continues, when the call ended"
-        lost = IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
-        await self.add_incidents(session, [lost])
+    async def _gone(self, begun: BeginResult, session: str, call: str, why: SessionGoneError) -> None:
+        """Add an incident for a session, or turns of it, that are gone when a call ends. The store drops it if the session was deleted."""
+        lost = [_dropped(session, call)]
+        if isinstance(why, TurnLostError):  # the session is there, and the call is open in it
+            await self.settle(begun, session, call, lost)
+        else:
+            await self.add_incidents(session, lost)
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
         metrics.STORE_ERRORS.labels(operation).inc()
@@ -439,6 +441,13 @@ class Ledger:
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
         self._backlog.add(session, [*incidents, lost])
+
+
+def _dropped(session: str, call: str) -> Incident:
+    """Log that the turns of a call are dropped, and return the incident."""
+    log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
+    detail = "the store had lost the session, or turns that this call continues, when the call ended"
+    return IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())
 
 
 def _count(incidents: Sequence[Incident]) -> None:

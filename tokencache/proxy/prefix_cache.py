@@ -4,6 +4,8 @@ This is only a cache: any replica can read the same data from the store. A turn'
 entry.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from tokencache.core import ids
@@ -58,10 +60,12 @@ class PrefixCache:
         self._prefixes[turn] = prefix
         self._latest[epoch, model] = turn
 
-    def forget(self, epoch: str) -> None:
-        """Forget the latest turns of an epoch, because the store may have lost them."""
+    def forget(self, epoch: str, turns: Iterable[str]) -> None:
+        """Forget the latest turns of an epoch, and these, because the store may have lost them."""
         for known in [known for known in self._latest if known[0] == epoch]:
             del self._latest[known]
+        for turn in turns:
+            self._prefixes.pop(turn, None)
 
     def nearby(self, epoch: str, model: str, turn: str | None) -> list[tuple[str, CachedPrefix]]:
         """List cached prefixes with which a new prompt of a model may begin: those of `turn`, and of its latest turn in this epoch."""

@@ -159,7 +159,7 @@ class Response:
         return self.disconnected and self.client.state is not ClientState.ORPHANED
 
     def release_body(self, until: int) -> None:
-        """Release the request's body, which neither an engine nor a retry needs any more, but for its messages from `until` on."""
+        """Release the body, which neither an engine nor a retry needs any more, but for messages from `until` on and other members."""
         left, self.encoder_for = self.chat.release(until), None
         self.holding.give("body", max(0, len(self.request.pop(KEPT, b"")) - left))
 

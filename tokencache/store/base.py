@@ -349,7 +349,7 @@ class SessionInfo(msgspec.Struct, frozen=True):
         sampled: number of tokens sampled in its turns.
         call_ms: milliseconds that its recorded calls took, added up. Calls that an older version recorded are not in it.
         harness, model: of its settings and its newest turn; `""` if unknown.
-        latest: its newest turn; `None` if it has none.
+        latest: its newest turn: of those recorded, the one whose call began last (of several, the last); `None` if it has none.
         outcome: the outcome that was given when it was finished; `None` if none was (`core.outcome`).
         engine: the engine that its last turn used; `""` if none is known, or if the session is finished.
     """

@@ -72,6 +72,7 @@ class _Session:
         self.documents: dict[str, bytes] = {}
         self.media: dict[str, tuple[str, bytes]] = {}
         self._latest: Turn | None = None  # the next call nearly always continues it; kept to avoid decoding it
+        self._newest = (0.0, "")  # when the call that began last did, and its turn
 
     def turn(self, name: str) -> Turn:
         latest = self._latest
@@ -86,6 +87,8 @@ class _Session:
         self.turns[turn.id] = packed = pack(turn)
         self.tokens[turn.id] = packed_tokens = pack_tokens(turn, tokens), tokens.logprobs
         self.contexts[turn.id], self._latest = entry.context, turn
+        if turn.created >= self._newest[0]:
+            self._newest = (turn.created, turn.id)
         self.bytes += sum(map(len, (packed, *packed_tokens, entry.context, *entry.keys)))
         self.sampled += turn.completion_tokens
         for key in entry.keys:
@@ -98,6 +101,7 @@ class _Session:
         for turn in turns:
             self.tokens[turn.id], self.contexts[turn.id] = (source.tokens[turn.id][0], b""), source.contexts[turn.id]
             self.turns[turn.id] = packed = pack(turn)
+            self._newest = (turn.created, turn.id)
             self.bytes += len(packed)
             self.sampled += turn.completion_tokens
         self.continued |= {turn.parent for turn in turns if turn.parent is not None}
@@ -127,7 +131,7 @@ class _Session:
 
     def info(self, name: str) -> SessionInfo:
         """Return the state."""
-        latest = self.turn(next(reversed(self.turns))) if self.turns else None
+        latest = self.turn(self._newest[1]) if self.turns else None
         return SessionInfo(
             id=name,
             created=self.created,
@@ -157,6 +161,15 @@ class _Session:
         self.used = now
 
 
+class _Sessions(Expiring[str, _Session]):
+    """Sessions by name, each for some time after it was used."""
+
+    def epoch(self, name: str) -> str:
+        """Return the epoch of a session, which may have expired; `""` if there is none."""
+        entry = self._entries.get(name)
+        return entry[1].epoch if entry is not None else ""
+
+
 class MemoryStore(MemoryQueue):
     """Sessions in this process's memory. They are lost when the process ends. `Store` documents the methods.
 
@@ -175,7 +188,7 @@ class MemoryStore(MemoryQueue):
         self._max_sessions, self._max_bytes = max_sessions, max_bytes
         self._secret = b""
         # An item's time to live starts when it is set, so each use sets it again.
-        self._sessions: Expiring[str, _Session] = Expiring(ttl_seconds, monotonic)
+        self._sessions = _Sessions(ttl_seconds, monotonic)
         self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)
         self._bindings: Expiring[str, Binding] = Expiring(ttl_seconds, monotonic)
         self._alive_until: dict[str, float] = {}
@@ -206,7 +219,7 @@ class MemoryStore(MemoryQueue):
             await pruning.prune_queue(self, self._ttl)
 
     async def define(self, session: str, settings: SessionSettings, labels: Labels, *, exist_ok: bool = False, adopt: bool = False) -> bool:
-        held = self._use(session)
+        held = self._sessions.get(session)
         if held is None:
             self._check_capacity()
             self._tombstones.pop(session, None)
@@ -219,6 +232,7 @@ class MemoryStore(MemoryQueue):
         if settings and settings != held.settings:
             raise SettingsConflictError(session, settings.differences(held.settings))
         held.labels = held.labels.changed(labels.changes)
+        self._use(session)
         return False
 
     async def settings(self, session: str) -> SessionSettings | None:
@@ -263,16 +277,18 @@ class MemoryStore(MemoryQueue):
         return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created, held.engine)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
-        held = self._use(session)
+        held = self._sessions.get(session)
         if held is None or call not in held.calls:
             return False
+        self._use(session)
         wanted = held.calls[call].wanted
         held.calls[call] = msgspec.structs.replace(held.calls[call], orphaned=True, wanted=False)
         return wanted
 
     async def mark_wanted(self, session: str, call: str, *, given_up: bool = False) -> None:
-        held = self._use(session)
+        held = self._sessions.get(session)
         if held is not None and call in held.calls:
+            self._use(session)
             flag = {"given_up": True} if given_up else {"wanted": True}
             held.calls[call] = msgspec.structs.replace(held.calls[call], **flag)
 
@@ -366,17 +382,18 @@ class MemoryStore(MemoryQueue):
         held.share(other, turns)
 
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
-        held = self._use(session)
+        held = self._sessions.get(session)
         if held is None:
             return False
         if outcome is not None and (held.sealed if held.outcome is None else held.outcome.kind != outcome.kind):
             raise OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
         held.outcome, held.engine = held.outcome or outcome, ""
         held.finished = self._clock.now() if held.finished is None else held.finished
+        self._use(session)
         return True
 
     async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
-        held = self._use(session)
+        held = self._sessions.get(session)
         if held is None:
             return SealOutcome.MISSING
         if held.sealed:
@@ -386,6 +403,7 @@ class MemoryStore(MemoryQueue):
                 return SealOutcome.UNFINISHED if held.finished is None else SealOutcome.CALLS_IN_FLIGHT
             held.incidents.append(sealed_early(finished=held.finished is not None, open_calls=len(held.calls), at=at))
         held.sealed, held.engine = True, ""
+        self._use(session)
         return SealOutcome.SEALED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:
@@ -487,7 +505,7 @@ class MemoryStore(MemoryQueue):
         return self._sessions.renew(session)
 
     def _use_epoch(self, session: str, epoch: str) -> _Session:
-        held = self._use(session)
-        if held is None or held.epoch != epoch:
+        held = self._use(session) if self._sessions.epoch(session) == epoch else None
+        if held is None:
             raise SessionGoneError(session)
         return held

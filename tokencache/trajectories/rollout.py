@@ -6,6 +6,7 @@ A `Rollout` is what every export format (`formats`) writes. It is computed from 
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -110,7 +111,9 @@ def rollout(records: Records) -> Rollout:
     return Rollout(
         session=info.id,
         complete=is_complete(incidents),
-        outcome=outcome_of(info.outcome, incidents, turns[-1] if turns else None, over=info.state is not SessionStage.OPEN),
+        outcome=outcome_of(
+            info.outcome, incidents, max(reversed(turns), key=attrgetter("created"), default=None), over=info.state is not SessionStage.OPEN
+        ),
         sealed=info.sealed,
         created=info.created,
         incidents=tuple(incidents),

@@ -315,6 +315,11 @@ async def check_summary(store: Store) -> None:
     found = info.latest
     same(found and (found.id, found.prompt_tokens, found.completion_tokens), ("d", 3, 2), "the newest turn")
     same(found and (found.versions, found.version_source), ([version], "trainer"), "the policy version of the newest turn")
+    for name, created in (("first", 5.0), ("late", 4.5), ("same", 5.0), ("later", 4.75)):
+        await store.commit(session, begun.epoch, name, [Entry(replace(build(name).turn, created=created), build(name).entry.tokens)])
+        same(
+            (await info_of(store, session)).latest.id, {"late": "first", "later": "same"}.get(name, name), "the turn whose call began last"
+        )
     used = await store.usage()
     same(used.share is None or used.share >= 0, True, "a share of a limit")
     same(used.used >= 0, True, "bytes")

@@ -127,12 +127,12 @@ class ChatCall(msgspec.Struct):
         """Release the body and the messages before `until`: the request can be recorded, but not sent again.
 
         Returns:
-            The size of the messages that are left, in bytes.
+            The size of the messages and other members that are left, in bytes.
         """
         kept = self.raw_messages[until:]
         self.raw_messages, self.released = LastMessages(until, kept), until
         self.fields = {name: value.copy() for name, value in self.fields.items() if name != "messages"}  # otherwise each may keep the body
-        return sum(map(len, kept))
+        return sum(map(len, kept)) + sum(map(len, self.fields.values()))
 
     @property
     def sampling(self) -> dict[str, Any]:

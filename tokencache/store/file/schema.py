@@ -1,4 +1,7 @@
-"""The tables of a file store. Times are Unix time in seconds; names are encoded by `encoding.text`."""
+"""The tables of a file store. Times are Unix time in seconds; names are encoded by `encoding.text`.
+
+`sessions.latest` is the turn whose call began last, and `sessions.began` when that was.
+"""
 
 import sqlite3
 
@@ -12,7 +15,7 @@ CREATE TABLE IF NOT EXISTS sessions (
   id INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, epoch TEXT NOT NULL, created REAL NOT NULL, used REAL NOT NULL, expires REAL NOT NULL,
   finished REAL, sealed INTEGER NOT NULL DEFAULT 0, begun INTEGER NOT NULL DEFAULT 0, turns INTEGER NOT NULL DEFAULT 0,
   sampled INTEGER NOT NULL DEFAULT 0, rewards INTEGER NOT NULL DEFAULT 0, digest BLOB NOT NULL DEFAULT x'', settings BLOB, labels BLOB,
-  outcome BLOB, call_ms INTEGER NOT NULL DEFAULT 0, engine BLOB NOT NULL DEFAULT x'');
+  outcome BLOB, call_ms INTEGER NOT NULL DEFAULT 0, engine BLOB NOT NULL DEFAULT x'', latest INTEGER, began REAL NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS sessions_expire ON sessions (expires);
 
 CREATE TABLE IF NOT EXISTS tombstones (name BLOB PRIMARY KEY, expires REAL NOT NULL) WITHOUT ROWID;
@@ -65,7 +68,13 @@ CREATE TABLE IF NOT EXISTS demands (consumer BLOB PRIMARY KEY, demand BLOB NOT N
 """
 
 _ADDED = {
-    "sessions": {"outcome": "BLOB", "call_ms": "INTEGER NOT NULL DEFAULT 0", "engine": "BLOB NOT NULL DEFAULT x''"},
+    "sessions": {
+        "outcome": "BLOB",
+        "call_ms": "INTEGER NOT NULL DEFAULT 0",
+        "engine": "BLOB NOT NULL DEFAULT x''",
+        "latest": "INTEGER",
+        "began": "REAL NOT NULL DEFAULT 0",
+    },
     "turns": {"shares": "INTEGER"},
 }
 """Columns that files of earlier releases lack: table → name → type. Those releases ignore them."""

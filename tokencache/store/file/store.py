@@ -258,18 +258,18 @@ class FileStore(FileQueue):
 
     @ends
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
-        row = self._use(db, session)
-        mine = (row["id"], text(call)) if row else (0, b"")
+        mine = (row["id"], text(call)) if (row := self._find(db, session)) else (0, b"")
         was = db.execute("SELECT wanted FROM calls WHERE session = ? AND call = ?", mine).fetchone()
-        db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine)
+        if db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine).rowcount:
+            self._renew(db, mine[0])
         return bool(was and was["wanted"])
 
     @ends
     def mark_wanted(self, db: sqlite3.Connection, session: str, call: str, *, given_up: bool = False) -> None:
-        row = self._use(db, session)
-        if row is not None:
-            flag = "given_up" if given_up else "wanted"
-            db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", (row["id"], text(call)))  # noqa: S608 - a constant
+        flag = "given_up" if given_up else "wanted"
+        mine = (row["id"], text(call)) if (row := self._find(db, session)) else (0, b"")
+        if db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", mine).rowcount:  # noqa: S608 - a constant
+            self._renew(db, mine[0])
 
     @ends
     def heartbeat(self, db: sqlite3.Connection, replica: str, seconds: float) -> None:
@@ -398,7 +398,7 @@ class FileStore(FileQueue):
 
     @ends
     def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
-        row = self._use(db, session)
+        row = self._find(db, session)
         if row is None:
             return SealOutcome.MISSING
         if row["sealed"]:
@@ -409,7 +409,7 @@ class FileStore(FileQueue):
             if not force:
                 return SealOutcome.CALLS_IN_FLIGHT if finished else SealOutcome.UNFINISHED
             _add_incidents(db, row["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
-        db.execute("UPDATE sessions SET sealed = 1, engine = x'' WHERE id = ?", (row["id"],))
+        db.execute("UPDATE sessions SET sealed = 1, engine = x'', expires = ? WHERE id = ?", (self.now() + self._ttl, row["id"]))
         return SealOutcome.SEALED
 
     @ends
@@ -648,6 +648,9 @@ def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
         reward = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
         incidents = db.execute("SELECT record FROM incidents WHERE session = ? ORDER BY n", (number,))
         settings, latest = _settings(row), unpack(turn["record"], LatestTurn) if turn else None
+        if latest is not None and latest.created < row["began"]:  # its call ended after that of a later one
+            turn = db.execute("SELECT record FROM turns WHERE n = ?", (row["latest"],)).fetchone()
+            latest = unpack(turn["record"], LatestTurn)
         return SessionInfo(
             id=name,
             created=row["created"],
@@ -739,6 +742,7 @@ def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:
     data = (n, pack_tokens(turn, entry.tokens), entry.tokens.logprobs, entry.context)
     db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?)", data)
     db.executemany("INSERT OR IGNORE INTO hits VALUES (?, ?, ?)", [(number, key, n) for key in entry.keys])
+    db.execute("UPDATE sessions SET latest = ?, began = ? WHERE id = ? AND began <= ?", (n, turn.created, number, turn.created))
     if turn.parent is not None:
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent)))
 

@@ -23,6 +23,7 @@ would match wrongly; a session that is gone is only a miss. Its fields:
 `group` `metadata` `tags`                    labels, each as a `LabelChanges` with that member
 `rewards` `R<n>`                             how many rewards were set; the newest ones, numbered from 1
 `turns` `incidents`                          how many there are; they are numbered from 1, in the order recorded
+`newest`                                     number of the turn whose call began last, and when that was
 `begun` `sampled` `call_ms`                  number of calls that began; tokens sampled in its turns; milliseconds of its calls
 `engine`                                     the engine that the last turn used; absent once the session is finished
 `open`                                       the open calls, concatenated

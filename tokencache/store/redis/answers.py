@@ -78,7 +78,7 @@ def _of_its_call(form: Form) -> Form:
     return f"the name of the call, and {words}", fits_with_name
 
 
-_BEGUN, _STATE = 6, 19
+_BEGUN, _STATE = 6, 20
 """Lengths of the fixed parts of the answers of BEGIN and SESSION."""
 _STRING: Form = "a string", _is_string
 _OPTIONAL: Form = "a string or nothing", _is_optional

@@ -6,6 +6,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from urllib.parse import unquote
 
@@ -127,7 +128,17 @@ def pack_entry(entry: Entry) -> list[bytes | int]:
     parent = b"" if turn.parent is None else turn_field(turn.parent)
     keys = [b"=" + key for key in entry.keys]
     packed = pack_tokens(turn, entry.tokens)
-    return [turn_field(turn.id), parent, pack(turn), packed, entry.tokens.logprobs, entry.context, len(keys), *keys]
+    return [
+        turn_field(turn.id),
+        parent,
+        pack(turn),
+        repr(turn.created).encode(),
+        packed,
+        entry.tokens.logprobs,
+        entry.context,
+        len(keys),
+        *keys,
+    ]
 
 
 def unpack_begun(reply: Sequence[Any], count: int) -> BeginResult:
@@ -185,11 +196,11 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
     if not reply:
         return None
     epoch, created, used, sealed, finished, turns, calls, packed, *labels, rewards, sampled, _ = reply[:14]
-    reward, turn, outcome, call_ms, engine = reply[14:19]
+    reward, last, outcome, call_ms, engine, newest = reply[14:20]
     settings, noted = unpack_settings(packed), Labels()
     for member in filter(None, labels):
         noted = noted.changed(unpack(member, LabelChanges))
-    latest = unpack(turn[1:], LatestTurn) if turn else None
+    latest = max([unpack(turn[1:], LatestTurn) for turn in (last, newest) if turn], key=attrgetter("created"), default=None)
     return SessionInfo(
         id=session,
         created=float(created),
@@ -197,7 +208,7 @@ def unpack_session(session: str, reply: Sequence[Any]) -> SessionInfo | None:
         sealed=sealed is not None,
         turns=int(turns or 0),
         open_calls=unpack_calls(calls or b""),
-        incidents=tuple(unpack(incident, Incident) for incident in reply[19:]),
+        incidents=tuple(unpack(incident, Incident) for incident in reply[20:]),
         epoch=epoch.decode(),
         finished=None if finished is None else float(finished),
         settings=settings,

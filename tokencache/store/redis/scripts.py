@@ -225,7 +225,8 @@ COMMIT = _naming_its_call(
 -- ARGV: ttl, epoch, call, 1 if this was sent before and the reply was lost, name of the addition if there are no entries, number of
 -- sampled tokens, milliseconds that the call took, the session's new engine or '', number of turns to which the entries refer, the fields
 -- of these turns, number of entries,
--- per entry (field of the turn, field of its parent or '', head, ids, log probabilities, context, number of keys, keys),
+-- per entry (field of the turn, field of its parent or '', head, when its call began, ids, log probabilities, context, number of keys,
+-- keys),
 -- number of documents, per document (field, data), incidents
 -- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
 if epoch ~= ARGV[2] then return 0 end
@@ -240,22 +241,25 @@ if ARGV[4] == '1' then
   if entries > 0 then done = redis.call('HGET', session, ARGV[at]) ~= false else done = is_noted(ARGV[5]) end
   if done then return 1 end
 end
+local newest = redis.call('HGET', session, 'newest') or '0 0'
 for _ = 1, entries do
   local n = redis.call('HGET', session, ARGV[at]) or redis.call('HINCRBY', session, 'turns', 1)
-  redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 3])
-  if ARGV[at + 4] ~= '' then redis.call('HSET', session, 'L' .. n, ARGV[at + 4]) end
-  if ARGV[at + 5] ~= '' then redis.call('HSET', session, 'M' .. n, ARGV[at + 5]) end
+  redis.call('HSET', session, ARGV[at], n, 'H' .. n, '-' .. ARGV[at + 2], 'T' .. n, ARGV[at + 4])
+  if tonumber(ARGV[at + 3]) >= tonumber(string.match(newest, ' (.+)')) then newest = n .. ' ' .. ARGV[at + 3] end
+  if ARGV[at + 5] ~= '' then redis.call('HSET', session, 'L' .. n, ARGV[at + 5]) end
+  if ARGV[at + 6] ~= '' then redis.call('HSET', session, 'M' .. n, ARGV[at + 6]) end
   local parent = ARGV[at + 1] ~= '' and redis.call('HGET', session, ARGV[at + 1])
   if parent then
     redis.call('HSET', session, 'H' .. parent, '+' .. string.sub(redis.call('HGET', session, 'H' .. parent), 2))
   end
-  local count = tonumber(ARGV[at + 6])
-  for key = at + 7, at + 6 + count do
+  local count = tonumber(ARGV[at + 7])
+  for key = at + 8, at + 7 + count do
     local numbers = redis.call('HGET', session, ARGV[key])
     redis.call('HSET', session, ARGV[key], numbers and (numbers .. ' ' .. n) or n)
   end
-  at = at + 7 + count
+  at = at + 8 + count
 end
+if entries > 0 then redis.call('HSET', session, 'newest', newest) end
 for _ = 1, tonumber(ARGV[at]) do
   redis.call('HSET', session, ARGV[at + 1], ARGV[at + 2])
   at = at + 2
@@ -582,7 +586,8 @@ SESSION = (
     SESSION_KEY
     + READ_ALL
     + """
--- Returns the fields, the newest reward, the newest turn's record, the outcome, the milliseconds of calls, the engine, and the incidents.
+-- Returns the fields, the newest reward, the last turn's record, the outcome, the milliseconds of calls, the engine, the newest turn's
+-- record if that is another, and the incidents.
 if not epoch then return {} end
 local state = redis.call('HMGET', session, 'life', 'created', 'used', 'sealed', 'finished', 'turns', 'open', 'settings', 'group',
   'metadata', 'tags', 'rewards', 'sampled', 'incidents')
@@ -591,6 +596,8 @@ state[16] = state[6] and redis.call('HGET', session, 'H' .. state[6])
 state[17] = redis.call('HGET', session, 'outcome')
 state[18] = redis.call('HGET', session, 'call_ms')
 state[19] = redis.call('HGET', session, 'engine')
+local newest = string.match(redis.call('HGET', session, 'newest') or '', '^%d+')
+state[20] = newest and newest ~= state[6] and redis.call('HGET', session, 'H' .. newest) or false
 return read_all(state, 'I', tonumber(state[14] or 0))
 """
 )
