@@ -17,8 +17,6 @@ from typing import Literal
 
 import msgspec
 
-_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_LINE_WITH_PROCESS = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MAX_CHAIN = 8
 """Exceptions of a chain that are shown, the last one first."""
@@ -33,24 +31,23 @@ class LineFormatter(logging.Formatter):
     """
 
     def __init__(self, *, messages: bool, several: bool = False) -> None:
-        super().__init__(_LINE_WITH_PROCESS if several else _LINE)
-        self._messages = messages
+        super().__init__()
+        self._messages, self._several = messages, several
 
-    def shown(self, message: str, name: str) -> str:
-        """Return what of a logger's message may be shown."""
-        if name == "asyncio" and not self._messages:  # its further lines show futures with their exceptions
+    def shown(self, record: logging.LogRecord) -> str:
+        """Return what of a record's message may be shown."""
+        message = record.getMessage()
+        if record.name == "asyncio" and not self._messages:  # its further lines show futures with their exceptions
             return message.partition("\n")[0]
         return message
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's own name
-        """Format the time of a record as logging does by default, in half the time."""
-        del datefmt
-        return datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds").replace(".", ",")  # noqa: DTZ006 - local time
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """Format the line of a record, without its traceback."""
-        record.message = self.shown(record.message, record.name)
-        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().formatMessage(record))
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record: one line, and its traceback."""
+        time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds").replace(".", ",")  # noqa: DTZ006 - local time
+        process = f" [{record.process}]" if self._several else ""
+        line = f"{time} {record.levelname}{process} {record.name}: {self.shown(record)}"
+        line = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], line)
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's own name
         """Format the type of an exception and where it was raised. Its message is included only if `messages` is set."""
@@ -70,7 +67,7 @@ class JsonFormatter(LineFormatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "process": record.process,
-            "message": self.shown(record.getMessage(), record.name),
+            "message": self.shown(record),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -105,5 +102,3 @@ def set_up(level: str, form: LogFormat = "text", *, several: bool = False) -> No
     formatter = JsonFormatter if form == "json" else LineFormatter
     handler.setFormatter(formatter(messages=level == "debug", several=several))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # No line shows them (https://docs.python.org/3/howto/logging.html#optimization).
-    logging._srcfile, logging.logThreads, logging.logMultiprocessing = None, False, False  # noqa: SLF001

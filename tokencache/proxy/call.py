@@ -460,19 +460,12 @@ def log_call(facts: CallFacts, recorded: Recorded) -> None:
         "ended": ended,
         "request_id": request_id,
     }
-    log.info(
-        "session %s call %s: %s%s, %d + %d tokens, %d ms, %s%s",
-        call.session,
-        call.id,
-        match,
-        f" ({reason})" if reason else "",
-        prompt_tokens,
-        completion_tokens,
-        ms,
-        ended,
-        f", request {request_id}" if request_id else "",
-        extra={"fields": {name: value for name, value in fields.items() if value != ""}},
-    )
+    why = f" ({reason})" if reason else ""
+    words = f"session {call.session} call {call.id}: {match}{why}, {prompt_tokens} + {completion_tokens} tokens, {ms} ms, {ended}"
+    if request_id:
+        words += f", request {request_id}"
+    extra = {"fields": {name: value for name, value in fields.items() if value != ""}}
+    log.handle(log.makeRecord(log.name, logging.INFO, "", 0, words, (), None, extra=extra))  # without a search for the caller's place
 
 
 def undelivered(call: str) -> str:
