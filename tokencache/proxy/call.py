@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _INCIDENTS = frozenset(IncidentKind)
+_NO_DOCUMENTS: Mapping[str, bytes] = MappingProxyType({})
 _PLAIN = re.compile(r"[\w.:@/-]{1,128}", re.ASCII)
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
@@ -121,8 +122,7 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
-        self._second = ""
-        self._documents: Mapping[str, bytes] = MappingProxyType({})
+        self._second, self._documents = "", _NO_DOCUMENTS
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -321,7 +321,7 @@ class CallAttempt:
 
     # Plan and send
 
-    async def run(self, *, second: str = "", documents: Mapping[str, bytes] = MappingProxyType({})) -> web.StreamResponse | None:
+    async def run(self, *, second: str = "", documents: Mapping[str, bytes] = _NO_DOCUMENTS) -> web.StreamResponse | None:
         """Serve the call to its last byte.
 
         Args:
