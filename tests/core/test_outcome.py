@@ -13,8 +13,8 @@ def outcome(*incidents, given=None, latest=LATEST, over=True):
     return outcome_of(given, incidents, latest, over=over)
 
 
-def incident(kind, at=AFTER, *, status=500, turn=""):
-    return kind.incident("why", at=at, status=status, turn=turn)
+def incident(kind, at=AFTER, *, status=500, call=""):
+    return kind.incident("why", at=at, status=status, call=call)
 
 
 @pytest.mark.parametrize("kind", IncidentKind)
@@ -51,10 +51,10 @@ def test_lasting_failures_go_before_others_and_among_others_the_newest_decides()
 
 
 def test_a_reply_that_nobody_received_is_a_failure_unless_a_retry_got_it():
-    unanswered = LatestTurn("t7", marks=("unanswered",), created=100.0)
+    unanswered = LatestTurn("t7", call="k7", marks=("unanswered",), created=100.0)
     assert outcome(latest=unanswered).kind == "harness"
-    assert outcome(incident(IncidentKind.RETRY_JOINED, turn="t7"), latest=unanswered).ok
-    assert not outcome(incident(IncidentKind.RETRY_JOINED, turn="t6"), latest=unanswered).ok
+    assert outcome(incident(IncidentKind.RETRY_JOINED, call="k7"), latest=unanswered).ok, "also if the call has turns of several choices"
+    assert not outcome(incident(IncidentKind.RETRY_JOINED, call="k6"), latest=unanswered).ok
 
 
 def test_a_call_that_was_answered_before_is_no_failure_if_nobody_received_its_second_sample():

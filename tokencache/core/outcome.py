@@ -121,11 +121,12 @@ class LatestTurn(msgspec.Struct, frozen=True):
     """As much of a session's newest turn as its state needs. A turn's record can be decoded as one; the rest is skipped.
 
     Attributes:
-        id, model, harness, marks, prompt_tokens, completion_tokens, versions, version_source: as in `Turn`.
+        id, call, model, harness, marks, prompt_tokens, completion_tokens, versions, version_source: as in `Turn`.
         created: when its call began, as Unix time in seconds.
     """
 
     id: str = ""
+    call: str = ""
     model: str = ""
     harness: str = ""
     marks: tuple[str, ...] = ()
@@ -161,7 +162,7 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         return _from(found)
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()
-    received = any(one.turn == latest.id and one.kind in _ANSWERED_LATER for one in incidents)
+    received = any(one.call == latest.call and one.kind in _ANSWERED_LATER for one in incidents)
     answered = received or TurnMark.SECOND_SAMPLE in latest.marks
     if TurnMark.UNANSWERED in latest.marks and not answered:
         return Outcome(OutcomeKind.HARNESS, f"the harness left before the reply of turn {latest.id}, and never came back")
