@@ -14,7 +14,7 @@ from pathlib import Path
 MODEL = "tiny"
 """The name under which the model is served."""
 
-START_SECONDS = 240
+START_SECONDS = 600
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
