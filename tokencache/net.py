@@ -42,7 +42,11 @@ def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = fro
     left_out = _HOP_BY_HOP | drop
     if "Connection" in headers:
         left_out |= {name.strip().lower() for name in headers["Connection"].split(",")}
-    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in left_out])
+    copied: CIMultiDict[str] = CIMultiDict()
+    for name, value in headers.items():
+        if name.lower() not in left_out:
+            copied.add(name, value)
+    return copied
 
 
 _ADDRESS = re.compile(r"(?<![\w.-])(https?://)?(\[[0-9A-Fa-f:.]++\]|[\w.-]++)(?::(\d{1,5}+))?(?!\w)(?=(/?))", re.IGNORECASE)

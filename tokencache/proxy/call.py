@@ -442,12 +442,11 @@ def log_end(subject: str, known: Mapping[str, Any], headers: Mapping[str, str], 
 
 def log_call(facts: CallFacts, recorded: Recorded) -> None:
     """Log a call that an engine answered, in one line. The client's own request id is written only if it is a plain word."""
-    turns = [entry.turn for entry in recorded.entries]
-    call, first = facts.call, turns[0] if turns else None
+    call, first = facts.call, recorded.entries[0].turn if recorded.entries else None
     own, sent, _ = facts.request.partition(f"-{call.id}")
     request_id = own if sent and _PLAIN.fullmatch(own) else ""
     match, reason, prompt_tokens = (first.match, first.reason, first.prompt_tokens) if first is not None else ("no turn", "", 0)
-    completion_tokens, ms = sum([turn.completion_tokens for turn in turns]), round(1000 * (facts.ended - call.started))
+    completion_tokens, ms = sum([entry.turn.completion_tokens for entry in recorded.entries]), round(1000 * (facts.ended - call.started))
     ended = facts.mark or (first.finish_reason if first is not None else "") or ""
     fields = {
         "session": call.session,
