@@ -244,7 +244,7 @@ def test_a_record_is_an_object_a_line():
 def test_the_time_of_a_line_is_written_as_logging_does():
     made = record("one")
     made.created, made.msecs = 1764260402.0625, 62.0
-    assert LineFormatter(messages=False).formatTime(made) == logging.Formatter().formatTime(made)
+    assert LineFormatter(messages=False).format(made) == logging.Formatter(f"%(asctime)s {made.levelname} {made.name}: one").format(made)
 
 
 def test_a_line_stays_one_line():

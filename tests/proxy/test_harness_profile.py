@@ -1,6 +1,7 @@
 """The harness of a request and its model aliases: named by key, path, header or User-Agent, and the rules that follow."""
 
 import json
+import sys
 
 import pytest
 
@@ -37,6 +38,13 @@ def test_harness_specific_rules_apply_to_their_harness_only():
 @pytest.mark.parametrize(("agent", "harness"), [("claude-cli/2.1.329 (external, cli)", "claude-code"), ("curl/8.5.0", ""), ("", "")])
 def test_a_harness_is_recognised_by_its_user_agent(agent, harness):
     assert HarnessProfiles(load_all()).recognise(agent) == harness
+
+
+def test_a_long_user_agent_is_recognised_and_not_remembered():
+    profiles, agent = HarnessProfiles(load_all()), f"claude-cli/2.1.329 {'x' * 60_000}"
+    before = sys.getrefcount(agent)
+    assert profiles.recognise(agent) == "claude-code"
+    assert sys.getrefcount(agent) == before
 
 
 async def test_an_unknown_harness_is_a_400(rig):

@@ -17,16 +17,12 @@ from tokencache.core.rules import RULES, Leniency
 from tokencache.errors import HarnessError
 
 HEADER = "X-Tokencache-Harness"
-_MOST_AGENTS = 256
-"""User-Agents that are remembered: each harness sends few, and each search takes 3 µs."""
+_MOST_AGENTS, _LONGEST_AGENT = 256, 256
+"""User-Agents that are remembered, and characters of one: each harness sends few, and each search takes 3 µs. A header may have 64 KiB."""
 
 
 class HarnessProfiles:
-    """The rules of each harness with an adapter; `off` has the names of rules that are switched off.
-
-    Attributes:
-        recognise: returns the name of the harness that sends a User-Agent; `""` if it is unknown.
-    """
+    """The rules of each harness with an adapter; `off` has the names of rules that are switched off."""
 
     def __init__(self, adapters: Mapping[str, Adapter], off: Iterable[str] = ()) -> None:
         off = frozenset(off)
@@ -35,7 +31,7 @@ class HarnessProfiles:
         named = {name: frozenset(adapter.mutations.rules) or certain for name, adapter in adapters.items()}
         self._named = {name: Leniency(off, rules - off) for name, rules in named.items()}
         self._agents = [(re.compile(adapter.user_agent), name) for name, adapter in adapters.items() if adapter.user_agent]
-        self.recognise = lru_cache(_MOST_AGENTS)(self._recognise)
+        self._remembered = lru_cache(_MOST_AGENTS)(self._search)
 
     def leniency(self, harness: str) -> Leniency:
         """Return the rules that apply to a harness; `""` is an unknown harness, as is one whose adapter names no rules.
@@ -50,7 +46,11 @@ class HarnessProfiles:
             raise HarnessError(f"there is no adapter {harness[:80]!r}; the adapters are {', '.join(self._named)}", param="harness")
         return leniency
 
-    def _recognise(self, user_agent: str) -> str:
+    def recognise(self, user_agent: str) -> str:
+        """Return the name of the harness that sends this User-Agent; `""` if it is unknown."""
+        return (self._remembered if len(user_agent) <= _LONGEST_AGENT else self._search)(user_agent)
+
+    def _search(self, user_agent: str) -> str:
         for agent, name in self._agents:
             if agent.search(user_agent):
                 return name

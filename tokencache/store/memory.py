@@ -101,7 +101,7 @@ class _Session:
         for turn in turns:
             self.tokens[turn.id], self.contexts[turn.id] = (source.tokens[turn.id][0], b""), source.contexts[turn.id]
             self.turns[turn.id] = packed = pack(turn)
-            self._newest = (turn.created, turn.id)
+            self._newest = (0.0, turn.id)  # each turn of its own is newer
             self.bytes += len(packed)
             self.sampled += turn.completion_tokens
         self.continued |= {turn.parent for turn in turns if turn.parent is not None}

@@ -22,7 +22,7 @@ async def check_forks(store: Store) -> None:
     left = build("b", root, keys=(b"cb", b"same"))
     later = build("c", left, keys=(b"cc", b"same"))
     await record(store, source, root, left, later)
-    session = await fork(store, source, root.turn, left.turn)
+    session = await fork(store, source, root.turn, replace(left.turn, created=9.0))
     same([turn.id for turn in await store.turns(session)], ["a", "b"], "its turns")
     true(all(turn.marks == ("shared",) for turn in await store.turns(session)), "they are recorded as given")
     same((await info_of(store, session)).turns, 2, "their number")
@@ -39,6 +39,7 @@ async def check_forks(store: Store) -> None:
          {name: (one.delta, one.completion, b"") for name, one in recorded.items()}, "tokens, without log probabilities")  # fmt: skip
     own = build("d", left, (9, 9, 9), keys=(b"cd",))
     await store.commit(session, begun.epoch, "k1", [own.entry])
+    same((await info_of(store, session)).latest.id, "d", "the newest turn is one of its own, if it has one")
     same((await store.prefix(session, "d")).ids, own.prefix, "prefix of a turn that continues a shared one")
     same(await store.tokens(session, ["d"]), {"d": own.entry.tokens}, "its own tokens")
     same([turn.id for turn in await store.turns(source)], ["a", "b", "c"], "turns of the session that was left")
