@@ -355,7 +355,7 @@ async def test_a_fork_is_scored_and_its_shared_turns_have_no_recorded_values(rig
         ({"at": 3, "replace": [user("x")]}, "edits[0].at", "no chosen turn has that place"),
         ({"at": 0}, "edits", "give `insert` or `replace`"),
         ({"replace": [user("x")]}, "edits", "`replace` needs `at`"),
-        ({"at": 0, "insert": [user("x"), {"content": "y"}]}, "edits[0].insert[1]", "has no role"),
+        ({"at": 0, "insert": [user("x"), {"content": "y"}]}, "edits[0].insert[1]", "missing required field `role`"),
         (
             {"at": 0, "insert": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "edits[0].insert[0]",

@@ -61,6 +61,9 @@ class TokenLogprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
+_LOGPROB = attrgetter("logprob")
+
+
 class Logprobs(msgspec.Struct):
     """Log probabilities of a chat (`content`) or of a text completion (`token_logprobs`)."""
 
@@ -281,7 +284,8 @@ class Choice:
                 self.ids += choice.token_ids or ()
                 if isinstance(choice.logprobs, Logprobs):
                     if choice.logprobs.content:
-                        self.logprobs.extend([item.logprob for item in choice.logprobs.content if item.logprob is not None])
+                        values = [*map(_LOGPROB, choice.logprobs.content)]
+                        self.logprobs.extend(values if None not in values else [value for value in values if value is not None])
                     if choice.logprobs.token_logprobs:
                         self.logprobs.extend([value for value in choice.logprobs.token_logprobs if value is not None])
             more = len(self.ids) - ids
