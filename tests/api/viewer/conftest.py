@@ -6,7 +6,7 @@ import shutil
 from typing import Any, NamedTuple
 
 import pytest_asyncio
-from playwright.async_api import async_playwright
+from playwright.async_api import async_playwright, expect
 
 from tests.api.viewer.scenes import EPISODES, crowd, lively, long
 from tests.proxy.kit import proxied
@@ -18,6 +18,7 @@ UI = "/tokencache/ui/"
 SIZE = {"width": 1440, "height": 900}
 CLOSE_SECONDS = 30
 """A Chromium that got too little CPU may never answer that it has closed."""
+expect.set_options(timeout=1000 * PATIENCE)
 
 
 class Looked(NamedTuple):
