@@ -6,7 +6,6 @@ wait for a row, and `rows`: the file to write, one JSON object for each row: `gr
 
 import functools
 import json
-import queue
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,19 +49,16 @@ def main(wanted):
         max_inflight_tasks=len(tasks),
         harness_session_factory=functools.partial(SeveralHarnesses, wanted["proxy"], sorted({task["harness"] for task in tasks})),
     )
-    samples = []
+    samples, missing, later = [], {*range(len(tasks))}, False
     try:
         worker.start()
-        while not {*range(len(tasks))} <= {sample.group_id for sample in samples}:
+        while missing or not later:  # the rows of a group come together, so one of a later group ends them
             samples.append(worker.rollout_buffer.get(timeout=wanted["seconds"]))
             worker.check_health(wanted["seconds"])
+            missing.discard(samples[-1].group_id)
+            later = samples[-1].group_id >= len(tasks)
     finally:
-        worker.stop()
-    while True:  # the other rows of a group follow its first one
-        try:
-            samples.append(worker.rollout_buffer.get(timeout=1))
-        except queue.Empty:
-            break
+        worker.stop()  # it may end its process in the middle of a row: from then on a read may wait for ever
     rows = [
         {
             "group": f"r-{sample.group_id}",
