@@ -28,7 +28,7 @@ async def play(engine, proxied, programs, folder):
     way_out, port = folder / "way-out", namespace.port()
     wanted = {
         "proxy": f"http://127.0.0.1:{port}",
-        "seconds": 2 * LIMIT_S,
+        "seconds": LIMIT_S,
         "rows": str(namespace.WORK / "rows"),
         "tasks": [
             {"harness": program.name, "arguments": program.first(f"EPISODE:{program.name}-short Make the file done.txt.")}
@@ -41,7 +41,7 @@ async def play(engine, proxied, programs, folder):
         environment |= program.environment
     command = [trl_venv() / "bin/python", REPOSITORY / "tests/system/e2e/rig/trl_worker.py", json.dumps(wanted)]
     async with RecordingRelay(proxied.url, way_out, folder / "calls.jsonl"):
-        ended = await namespace.run_isolated(command, folder, environment, way_out, port, seconds=3 * LIMIT_S)
+        ended = await namespace.run_isolated(command, folder, environment, way_out, port, seconds=2 * LIMIT_S)
     assert ended.returncode == 0, ended.output
     return [json.loads(line) for line in (folder / "work" / "rows").read_text().splitlines()]
 
