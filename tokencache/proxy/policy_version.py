@@ -23,7 +23,8 @@ known to be harmless (`weights.Update.harmless`).
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 
@@ -110,20 +111,19 @@ NOTHING_KNOWN = PieceVersions()
 class VersionReading:
     """The readings for one request to an engine: one when it is sent, one when its reply has ended."""
 
-    __slots__ = ("_after", "_asks", "before", "salt")
+    __slots__ = ("_after", "_read", "before", "salt")
 
-    def __init__(self, before: Reading, salt: KvSalt, asks: "tuple[PolicyVersions, Engine, Model | None] | None" = None) -> None:
-        """Begin; `asks` is who reads again, and of what; `None` if there is nothing to read."""
+    def __init__(self, before: Reading, salt: KvSalt, read: Callable[[], Awaitable[Reading]] | None = None) -> None:
+        """Begin; `read` reads again, `None` if there is nothing to read."""
         self.before, self.salt = before, salt
         self._after = before
-        self._asks = asks
+        self._read = read
 
     async def end(self) -> None:
         """Read again, once, as soon as the engine's reply has ended or was broken off."""
-        if self._asks is not None:
-            versions, engine, model = self._asks
-            self._after = await versions.read(engine, model)
-            self._asks = None
+        if self._read is not None:
+            self._after = await self._read()
+            self._read = None
 
     def versions(self, reported: Sequence[Any], tokens: int) -> PieceVersions:
         """Judge the readings; call `end` before.
@@ -241,10 +241,10 @@ class PolicyVersions:
             raise WeightsUpdatingError(engine.upstream.url, before.state.update.owner if before.state.update is not None else "")
         if not before.source:
             # Anything may be announced while the reply is sampled. That costs nothing to ask, unless there is an adapter.
-            return VersionReading(before, NO_SALT, (self, engine, model))
+            return VersionReading(before, NO_SALT, partial(self.read, engine, model))
         version = before.last if before.version == MIXED else before.version
         salt = await self._salts.salt(request, version, before.update)
-        return VersionReading(before, salt, (self, engine, model))
+        return VersionReading(before, salt, partial(self.read, engine, model))
 
 
 class _Card(msgspec.Struct):

@@ -112,7 +112,7 @@ def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
 
 
 def _widened(narrow: bytes) -> bytes:
-    """Return packed ids of which each has only its `_NARROW_BYTES`."""
+    """Return the packed ids that were stored in `_NARROW_BYTES` bytes each."""
     packed = bytearray(len(narrow) // _NARROW_BYTES * ID_BYTES)
     for place in range(_NARROW_BYTES):
         packed[place::ID_BYTES] = narrow[place::_NARROW_BYTES]

@@ -108,12 +108,11 @@ def rollout(records: Records) -> Rollout:
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
+    newest = max(reversed(turns), key=attrgetter("created"), default=None)
     return Rollout(
         session=info.id,
         complete=is_complete(incidents),
-        outcome=outcome_of(
-            info.outcome, incidents, max(reversed(turns), key=attrgetter("created"), default=None), over=info.state is not SessionStage.OPEN
-        ),
+        outcome=outcome_of(info.outcome, incidents, newest, over=info.state is not SessionStage.OPEN),
         sealed=info.sealed,
         created=info.created,
         incidents=tuple(incidents),

@@ -107,7 +107,8 @@ class MessageReader:
         Raises:
             UnreadableError: a message is of an unknown kind.
         """
-        found, known = list[ReadMessage](), self._known
+        found: list[ReadMessage] = []
+        known = self._known
         for raw in entries:
             key = xxhash.xxh3_128_digest(raw, self._seed)
             message = known.get(key)
