@@ -28,7 +28,7 @@ from bench.processes import Process
 from bench.talk import Talk
 from bench.targets import mock
 from tokencache.config import Settings
-from tokencache.server.serve import serving
+from tokencache.server.serve import freeze_memory, serving
 from tokencache.wakeup import end
 
 SIZE, EACH = 1_000_000, 700
@@ -142,6 +142,7 @@ def measured(size: int = SIZE, *, each: int = EACH, seconds: float = 10.0, place
 async def _measured(engine: Process, size: int, each: int, seconds: float, places: int) -> Pauses:
     async with serving(Settings(upstream=f"http://127.0.0.1:{engine.port}", port=0)) as (url, proxy):
         await proxy.engine.model()
+        freeze_memory()
         start = multiprocessing.get_context("spawn")
         ended = start.Event()
         clients = start.Process(target=_rollouts, args=(int(url.rpartition(":")[2]), size, each, ended))

@@ -193,8 +193,9 @@ async def read_long_ids(data: bytes, start: int, end: int) -> tuple[bytes | None
         parts.append(part)
         highest = max(highest, highest_of(part))
         if comma < 0:
+            joined = b"".join(parts)
             await pause()
-            return b"".join(parts), highest
+            return joined, highest
         at = comma + 1
 
 

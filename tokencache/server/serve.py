@@ -93,7 +93,7 @@ async def serving(
         await runner.cleanup()
 
 
-def _freeze_memory() -> None:
+def freeze_memory() -> None:
     """Exclude present objects from garbage collection, and collect less often: calls leave few cycles."""
     gc.collect()
     gc.freeze()
@@ -119,7 +119,7 @@ async def run(
         where = settings.store.rpartition("@")[2]  # without its password
         public = f" (harnesses: {settings.public_url})" if settings.public_url else ""
         log.info("tokencache listens on %s%s for %s, store %s", url, public, engines, where)
-        _freeze_memory()
+        freeze_memory()
         ready()
         await stop.requested.wait()
         log.info("stopping: calls in progress may finish")
