@@ -63,6 +63,7 @@ class Scripted(Worker):
         self.tokenizer = Tokenizer.from_file(f"{self.model}/tokenizer.json")
         self.drifter, self.stop = Drifter(self.tokenizer), self.tokenizer.token_to_id("<|im_end|>")
         self.episodes = json.loads(Path(os.environ["EPISODES"]).read_text(encoding="utf-8"))
+        self.running = {}
 
     def planned(self, prompt):
         """The ids of the reply to a prompt."""
@@ -83,6 +84,7 @@ class Scripted(Worker):
         allowed = ((request.get("extra_args") or {}).get("sampling_options") or {}).get("allowed_token_ids")
         planned = [token for token in allowed for _ in range(limit)] if allowed else self.planned(prompt)
         sampled = []
+        self.running[context.id()] = {"prompt": prompt, "sampled": sampled, "request": {**request, "token_ids": None}}
         try:
             while len(sampled) < len(planned[:limit]):
                 seconds, most = pace()
@@ -100,7 +102,17 @@ class Scripted(Worker):
                 if chunk[-1] == self.stop:
                     return
         finally:
-            note({"prompt": prompt, "sampled": sampled, "request": {**request, "token_ids": None}})
+            self.note(context)
+
+    async def abort(self, context):
+        """Dynamo may drop the generator of a request that is cancelled; then its `finally` runs at some garbage collection."""
+        self.note(context)
+
+    def note(self, context):
+        """Write what was heard of a request, once."""
+        if (heard := self.running.pop(context.id(), None)) is not None:
+            with Path(os.environ["HEARD"]).open("a", encoding="ascii") as file:
+                file.write(json.dumps(heard) + "\n")
 
 
 def until_stop(ids, stop):
@@ -112,12 +124,6 @@ def pace():
     """Seconds between two chunks, and the most ids of one, at present."""
     seconds, most = (Path(os.environ[name]).read_text(encoding="ascii") for name in ("PACE", "MOST"))
     return float(seconds), int(most)
-
-
-def note(heard):
-    """Write what was heard of a request."""
-    with Path(os.environ["HEARD"]).open("a", encoding="ascii") as file:
-        file.write(json.dumps(heard) + "\n")
 
 
 class RealVllm(Worker):
