@@ -57,7 +57,8 @@ class SampledCounter:
     """Counts events of each session in this process, and selects those that become incidents.
 
     A client may repeat a refused call endlessly, and the list of incidents must not grow with every call. So the first `ONE_BY_ONE` events
-    are selected, then the 32nd, the 64th and so on.
+    are selected, then the 32nd, the 64th and so on. An incident that the outcome of a session needs (`core.outcome`) must not depend on
+    that: other processes do not count, and do not notice when a session is deleted.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
-            if self._strict and self._refused.count(session):
+            if self._strict and (self._refused.count(session) or not self._backlog.of(session)):  # each time the store fails has one
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
                 self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
             self._failed("begin", session, call, why)
@@ -354,9 +355,9 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
-    def count_over_budget(self, session: str) -> int:
-        """Count a call after the session's budget was used up; return its number if it needs an incident, otherwise 0."""
-        return self._spent.count(session)
+    def count_over_budget(self, epoch: str) -> int:
+        """Count a call after the budget of an epoch was used up; return its number if it needs an incident, otherwise 0."""
+        return self._spent.count(epoch)
 
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
@@ -388,7 +389,6 @@ class Ledger:
             await self.store.withdraw(session, info.epoch)
             self.release(info)
         self._late.forget(session)
-        self._spent.forget(session)
         self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
