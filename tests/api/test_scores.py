@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from tests.client.both import KINDS, Wrapped
@@ -14,7 +15,8 @@ from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_exactness import NO_THOUGHT
 from tests.proxy.test_several_models import served as several_models
 from tests.proxy.traffic import Harness
-from tokencache.client import AsyncClient, RefusedError
+from tokencache.api.scores import WrittenTurns
+from tokencache.client import AsyncClient, RefusedError, ScoredTurn
 from tokencache.core import ids
 from tokencache.core.context import whole_contexts
 from tokencache.core.context_edits import EditRefusal
@@ -420,6 +422,36 @@ async def test_weights_that_change_meanwhile_are_noticed(rig_with_two_turns):
 
     rig.engine.choose_fault = change
     assert "from version 'v1' to 'v2'" in (await score(rig, insert(), status=409))["message"]
+
+
+# --- long sessions ---
+
+
+async def test_the_answer_is_written_one_turn_at_a_time():
+    async with proxied(engine()) as rig:
+        await talk(rig, turns=4)
+        turns = await score(rig, insert())
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/score", json={"edits": [insert()]}) as answer:
+            parts, part = [], b""
+            async for data, ends in answer.content.iter_chunks():
+                part += data
+                if ends:
+                    parts, part = [*parts, part.strip(b",")], b""
+        assert [json.loads(part) for part in parts[1:-1]] == turns
+        assert len(turns) == 4
+
+
+def test_what_is_held_of_an_answer_grows_with_the_session_and_not_with_its_square():
+    found, written, rng, count = WrittenTurns(), [], random.Random(5), 200
+    for number in range(count):
+        base = rng.randrange(max(0, number - 3), number) if number else None
+        prompt = [*(written[base].prompt_token_ids[: -1 - number % 3] if base is not None else ()), *range(number, number + 50)]
+        turn = ScoredTurn(turn=f"t{number}", sequence="t0", prompt_token_ids=prompt, token_ids=[7], logprobs=[-0.5], score=[-0.25])
+        found.add(turn, f"t{base}" if base is not None else "another")
+        written.append(turn)
+    whole = [msgspec.json.encode(turn) for turn in written]
+    assert [*found] == whole
+    assert found.held < 500 * count < sum(map(len, whole)) / 10
 
 
 # --- the client ---

@@ -179,6 +179,18 @@ async def test_a_harness_that_asks_for_ever_does_not_fill_the_record():
         assert len(await rig.turns()) == 1
 
 
+async def test_a_name_that_is_used_again_has_its_own_failure():
+    """Another process deleted the session before: the calls that were stopped then do not hide those of now."""
+    async with proxied(max_calls=1) as rig:
+        for _ in range(ONE_BY_ONE + 1):
+            await rig.say("s", [user(SAY)])
+        await rig.store.delete("s", reuse=True)
+        for _ in range(2):
+            await rig.say("s", [user(SAY)])
+        assert await spent(rig) == ["1 calls: stopped call no. 1"]
+        assert (await rig.info())["outcome"] == "budget"
+
+
 async def test_a_larger_budget_lets_the_session_go_on():
     """What we said ourselves is no word of the model's: behind it a new line begins, and it is trained nowhere."""
     async with proxied(max_calls=1) as rig:

@@ -145,3 +145,12 @@ async def test_with_a_strict_store_the_call_fails(store):
         store.fails = True
         status, body = await rig.post("s", messages=[shown("hi", image(1))])
         assert status == 503, body
+
+
+async def test_a_medium_that_is_stored_and_forgotten_at_once_is_kept(store, monkeypatch):
+    """Other sessions have more contents than are remembered: that says nothing about what is stored."""
+    monkeypatch.setattr("tokencache.proxy.media_record._REMEMBERED", 1)
+    async with proxied(seeing(), store=store) as rig:
+        await rig.say("s", [shown("hi", image(1), image(2))])
+        assert await marks(rig) == [False]
+        assert len(store.given) == 2

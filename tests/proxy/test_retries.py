@@ -18,6 +18,7 @@ from tokencache.proxy.dedup.fingerprint import fingerprint_of
 from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
+from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 from tokencache.testing import Fault, SimulatedEngine
@@ -33,13 +34,16 @@ def redis_server():
         yield server
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-async def store(request):
+REDIS = pytest.param("redis", marks=pytest.mark.redis)
+
+
+@pytest.fixture(params=["memory", REDIS])
+async def store(request, tmp_path):
     if request.param == "memory":
-        yield MemoryStore()
-        return
-    made = RedisStore(request.getfixturevalue("redis_server").url, prefix=secrets.token_hex(8))
-    yield made
+        return MemoryStore()
+    if request.param == "file":
+        return FileStore(f"file:{tmp_path}/sessions.db")
+    return RedisStore(request.getfixturevalue("redis_server").url, prefix=secrets.token_hex(8))
 
 
 @contextlib.asynccontextmanager
@@ -136,7 +140,7 @@ async def leave(rig, body=ASK, session="s", **headers):
     """Ask, and leave as soon as the engine generates."""
     before = len(rig.ground_truth(session))
     call = asyncio.create_task(send(rig, body, session=session, **headers))
-    await rig.engine.until(lambda: len(rig.ground_truth(session)) > before and bool(rig.ground_truth(session)[-1].completion_ids))
+    await rig.engine.until(lambda: len(rig.ground_truth(session)) > before and bool(rig.ground_truth(session)[before].completion_ids))
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
 
@@ -245,6 +249,56 @@ async def test_an_undelivered_reply_is_sampled_once(store):
         assert [turn["marks"] for turn in await rig.turns()] == [["unanswered"], ["second-sample"]]
         assert await incidents(rig) == {"retry-replayed": 1}
         await rig.check()
+
+
+@pytest.mark.parametrize("store", ["memory", "file", REDIS], indirect=True)
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("joins", [False, True], ids=["replayed", "joined"])
+async def test_a_client_that_came_back_is_no_failure_however_often_it_did(store, choices, joins):
+    """Its retry has an incident, though there are so many that not each has one."""
+    async with proxied(SimulatedEngine(episodes=EPISODES), store=store) as rig:
+        said(await send(rig))
+        for _ in range(ONE_BY_ONE):
+            said(await send(rig, **RETRY))
+        rig.engine.token_delay = 0.005
+        body, go = {**ASK, "n": choices}, asyncio.Event()
+        if joins:
+            go = gate(rig)
+        await leave(rig, body)
+        if not joins:
+            await settled(rig)
+            assert (await rig.info())["outcome"] == "harness"
+        again = asyncio.create_task(send(rig, body))
+        if joins:
+            await wanted(rig)
+        go.set()
+        said(await again)
+        await settled(rig)
+        assert [turn["marks"] for turn in await rig.turns()] == [[], *[["unanswered"]] * choices]
+        assert (await rig.info())["outcome"] == "ok"
+        for _ in range(3):
+            said(await send(rig, body, **RETRY))
+        assert (await incidents(rig)).total() == ONE_BY_ONE + 1, "one that has the reply already is counted as before"
+
+
+@pytest.mark.parametrize("headers", [{}, RETRY], ids=["bare", "marked"])
+async def test_a_store_that_fails_while_a_reply_is_claimed_makes_no_failure(rig, headers):
+    """A marked retry gets the reply, and its incident; any other is sampled again."""
+    said(await send(rig))
+    for _ in range(ONE_BY_ONE):
+        said(await send(rig, **RETRY))
+    body = {**ASK, "n": 2}
+    rig.engine.token_delay = 0.005
+    await leave(rig, body)
+    await settled(rig)
+
+    async def fails(*_args):
+        raise StoreError("slow")
+
+    rig.store.delete_document = fails
+    said(await send(rig, body, **headers))
+    assert len(rig.ground_truth()) == (3 if headers else 5)
+    assert (await rig.info())["outcome"] == "ok"
 
 
 async def test_no_retry_arrives_in_time():

@@ -13,6 +13,7 @@ from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
+from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
@@ -161,6 +162,19 @@ async def test_fail_the_client_gets_a_503(store, operation):
         assert said["error"] == {"message": f"the store failed: {operation} is broken", "type": "store_error", "param": None, "code": 503}
         store.broken.clear()
         await rig.say("s", **ASK)
+
+
+async def test_each_time_that_the_store_fails_is_noted_however_many_calls_were_refused_before(store):
+    """The harness gave up after the last refusal, so the rollout failed, though it went on after the others."""
+    async with proxied(store=store, on_store_error="fail") as rig:
+        for calls in (ONE_BY_ONE, 1):
+            await rig.say("s", **ASK)
+            store.broken |= {"begin", "add_incidents"}
+            for _ in range(calls):
+                assert (await rig.post("s", **ASK))[0] == 503
+            store.broken.clear()
+            await paid(rig)
+        assert (await rig.info())["outcome"] == "store"
 
 
 async def test_fail_in_a_stream_that_has_begun(store):

@@ -293,7 +293,8 @@ OPERATIONS = (
         EditedScores,
         description="Messages before a reply are inserted or replaced, such as by a hint. Every reply that the model sampled keeps its "
         "exact ids; the engine renders the rest. A turn for which that is not proven has `refused` and `error` in place of a "
-        "score. Nothing is recorded. With `score: false`, only the edited prompts are returned, for an engine of yours.",
+        "score. Nothing is recorded. With `score: false`, only the edited prompts are returned, for an engine of yours. Each turn has its "
+        "whole prompt, so the answer grows with the square of the session: name `turns` of a long one.",
         body=ScoreEdited,
         errors={
             **_NO_SESSION,

@@ -2,19 +2,23 @@
 
 The prompts of a turn are rendered and proven by the session's engine of its model (`proxy.edited_context`), which also scores them.
 Requests are served one at a time, so that they slow down no calls. A request that fails returns nothing of what it had found.
+
+Each turn of the answer has its whole prompt, so the answer grows with the square of the session. Only the part of a prompt that no other
+turn has is held in memory, and the answer is written one turn at a time.
 """
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from tokencache.api.auth import AdminAuth
-from tokencache.api.http import json_response, read_body
+from tokencache.api.http import read_body
 from tokencache.api.openapi import register
 from tokencache.api.reader import SessionReader
 from tokencache.api.requests import ScoreEdited
@@ -27,6 +31,7 @@ from tokencache.core.weights import RESERVED
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool
 from tokencache.errors import OK, EngineError, HarnessError
+from tokencache.pauses import pause
 from tokencache.proxy.edited_context import EditedContexts, EditRefusedError, RecordedTurn, check_edits
 from tokencache.scoring.request import (
     Scores,
@@ -39,6 +44,7 @@ from tokencache.scoring.request import (
 from tokencache.trajectories.rollout import Records
 from tokencache.trajectories.values import ScoredTurn
 
+_PROMPT = b'"prompt_token_ids":['
 LONGEST_SCORING = 600.0
 """Seconds for which an engine may compute one turn. A paused engine answers nothing."""
 
@@ -46,6 +52,50 @@ LONGEST_SCORING = 600.0
 def add_score_route(app: web.Application, auth: AdminAuth, reader: SessionReader, contexts: EditedContexts, pool: Pool) -> None:
     """Add the route to an application."""
     register(app, auth, {"scoreTurns": _ScoreApi(reader, contexts, pool).score})
+
+
+class _WrittenTurn(NamedTuple):
+    """A turn: its JSON without the ids of its prompt, which begins with the first `shared` ones of `base`, and goes on with `rest`."""
+
+    written: bytes
+    base: str | None
+    shared: int
+    rest: bytes
+
+
+class WrittenTurns:
+    """Holds the turns of an answer; `base` of a turn is that of its record, because edited prompts have as much in common."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str | None, _WrittenTurn] = {}
+
+    def add(self, scored: ScoredTurn, base: str | None) -> None:
+        """Add a turn."""
+        prompt = ids.pack(scored.prompt_token_ids)
+        shared = ids.common_head(self._prompt(base), prompt) if base in self._turns else 0
+        written = msgspec.json.encode(msgspec.structs.replace(scored, prompt_token_ids=[]))
+        self._turns[scored.turn] = _WrittenTurn(written, base, shared, ids.tail(prompt, shared))
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Write each turn as JSON, in the order in which they were added."""
+        for name, turn in self._turns.items():
+            before, _, after = turn.written.partition(_PROMPT)
+            yield b"".join([before, _PROMPT, ids.fragment(self._prompt(name)), after])
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held."""
+        return sum(len(turn.written) + len(turn.rest) for turn in self._turns.values())
+
+    def _prompt(self, name: str | None) -> bytes:
+        parts: list[bytes] = []
+        until: int | None = None
+        while until != 0 and name in self._turns:
+            turn = self._turns[name]
+            parts.append(turn.rest if until is None else ids.head(turn.rest, max(0, until - turn.shared)))
+            until = turn.shared if until is None else min(until, turn.shared)
+            name = turn.base
+        return b"".join(reversed(parts))
 
 
 class _ScoreApi:
@@ -58,24 +108,36 @@ class _ScoreApi:
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         asked = await read_body(request, ScoreEdited, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
+        session, version, found = await self._scores(request, asked)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):  # the client may leave
+            await response.write(b'{"session":%b,"version":%b,"turns":[' % (msgspec.json.encode(session), msgspec.json.encode(version)))
+            for number, turn in enumerate(found):
+                await response.write(b"," + turn if number else turn)
+                await pause()
+            await response.write_eof(b"]}")
+        return response
+
+    async def _scores(self, request: web.Request, asked: ScoreEdited) -> tuple[str, str, WrittenTurns]:
+        """Return the session, the version and the turns of an `EditedScores`. The records are not held while they are sent."""
         async with self._lock:  # also for reading: a request that waits holds no records
             records = await self._reader.records(await self._reader.info(request), contexts=bool(asked.edits))
             turns = _chosen(records.turns, asked.turns)
             check_edits(asked.edits, [turn.messages for turn in turns])
-            found = await self._scores(records, turns, asked)
-        return json_response(found)
+            return records.info.id, *await self._scored(records, turns, asked)
 
-    async def _scores(self, records: Records, turns: Sequence[Turn], asked: ScoreEdited) -> dict[str, Any]:
-        """Return an `EditedScores` whose turns are written as JSON, each as soon as it is done: together they may be long."""
+    async def _scored(self, records: Records, turns: Sequence[Turn], asked: ScoreEdited) -> tuple[str, WrittenTurns]:
+        """Return the version and the turns of an `EditedScores`."""
         engine_of = await self._engines(records.info.id, {turn.model for turn in turns})
         before = await _versions(engine_of.values()) if asked.score else {}
         contexts = await asyncio.to_thread(_contexts, records)
         sequence_of = {turn.id: line[0].id for line in lineages(records.turns) for turn in line}
-        found = []
+        found = WrittenTurns()
         for turn in turns:
             recorded = _recorded(turn, sequence_of[turn.id], records.tokens[turn.id])
             scored = await self._turn(engine_of[turn.model], RecordedTurn(records.info, turn, contexts.get(turn.id)), recorded, asked)
-            found.append(msgspec.Raw(msgspec.json.encode(scored)))
+            found.add(scored, turn.base)
         for engine, version in before.items():
             if (after := await _version(engine)) != version:
                 message = (
@@ -83,7 +145,7 @@ class _ScoreApi:
                 )
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="weights_changed")
         versions = {*before.values()}
-        return {"session": records.info.id, "version": versions.pop() if len(versions) == 1 else "", "turns": found}
+        return versions.pop() if len(versions) == 1 else "", found
 
     async def _engines(self, session: str, models: Collection[str]) -> dict[str, Engine]:
         """Return the engine for each of some models.

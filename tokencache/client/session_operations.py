@@ -158,7 +158,7 @@ def score(
         edits: what changes: `{"at": 1, "insert": [message, …]}` puts messages before the one at this place, and `{"at": 1, "replace":
             [message, …]}` in its place. Places are those of each turn's recorded messages: 0 is the first, -1 the last. Without `at`,
             messages are inserted directly before the reply.
-        turns: the ids of the turns; empty for all.
+        turns: the ids of the turns; empty for all. Each has its whole prompt, so name those of a long session.
         top: number of the likeliest tokens to return at each place, at most 20.
         score: whether the session's engine scores them. Otherwise only the edited prompts are returned, for an engine of yours.
 

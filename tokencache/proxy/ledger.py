@@ -57,7 +57,8 @@ class SampledCounter:
     """Counts events of each session in this process, and selects those that become incidents.
 
     A client may repeat a refused call endlessly, and the list of incidents must not grow with every call. So the first `ONE_BY_ONE` events
-    are selected, then the 32nd, the 64th and so on.
+    are selected, then the 32nd, the 64th and so on. An incident that the outcome of a session needs (`core.outcome`) must not depend on
+    that: other processes do not count, and do not notice when a session is deleted.
     """
 
     def __init__(self) -> None:
@@ -211,7 +212,7 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
-            if self._strict and self._refused.count(session):
+            if self._strict and (self._refused.count(session) or not self._backlog.of(session)):  # each time the store fails has one
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
                 self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
             self._failed("begin", session, call, why)
@@ -248,10 +249,13 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
-        except SessionGoneError as why:
-            if self._experts is not None:
-                await self._experts.drop([path for path, _ in facts.experts.values()])
-            await self._gone(begun, session, call, why)
+        except TurnLostError:  # the session is there, and the call is open in it
+            await self._drop_experts(facts)
+            await self.settle(begun, session, call, [_dropped(session, call)])
+            return
+        except SessionGoneError:
+            await self._drop_experts(facts)
+            await self.add_incidents(session, [_dropped(session, call)])
             return
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
@@ -263,7 +267,11 @@ class Ledger:
             self.prefixes.add(begun.epoch, entry.turn.id, entry.turn.model, prefix, instead_of=parent)
 
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
-        """Store turns; all their tokens and messages if the store has lost a turn with which they share some. Returns what was stored."""
+        """Store turns; all their tokens and messages if the store has lost a turn with which they share some. Returns what was stored.
+
+        Turns that continue the lost one, or whose messages were released (`Response.release_body`), are not stored: without their parent or
+        their messages, their records would be torn, and the rollout is not valid in any case (`session-lost`).
+        """
         session, call = facts.call.session, facts.call.id
         try:
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
@@ -302,8 +310,8 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, incidents)
             self.changed.notify()
-        except SessionGoneError as why:
-            await self._gone(begun, session, call, why)
+        except SessionGoneError:
+            await self.add_incidents(session, [_dropped(session, call)])
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
             self._backlog.add(session, list(incidents))
@@ -347,9 +355,9 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
-    def count_over_budget(self, session: str) -> int:
-        """Count a call after the session's budget was used up; return its number if it needs an incident, otherwise 0."""
-        return self._spent.count(session)
+    def count_over_budget(self, epoch: str) -> int:
+        """Count a call after the budget of an epoch was used up; return its number if it needs an incident, otherwise 0."""
+        return self._spent.count(epoch)
 
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
@@ -381,7 +389,6 @@ class Ledger:
             await self.store.withdraw(session, info.epoch)
             self.release(info)
         self._late.forget(session)
-        self._spent.forget(session)
         self._refused.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
@@ -421,13 +428,10 @@ class Ledger:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._backlog.close()
 
-    async def _gone(self, begun: BeginResult, session: str, call: str, why: SessionGoneError) -> None:
-        """Add an incident for a session, or turns of it, that are gone when a call ends. The store drops it if the session was deleted."""
-        lost = [_dropped(session, call)]
-        if isinstance(why, TurnLostError):  # the session is there, and the call is open in it
-            await self.settle(begun, session, call, lost)
-        else:
-            await self.add_incidents(session, lost)
+    async def _drop_experts(self, facts: CallFacts) -> None:
+        """Remove the files of the routed experts of turns that are not recorded."""
+        if self._experts is not None:
+            await self._experts.drop([path for path, _ in facts.experts.values()])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
         metrics.STORE_ERRORS.labels(operation).inc()
@@ -444,7 +448,7 @@ class Ledger:
 
 
 def _dropped(session: str, call: str) -> Incident:
-    """Log that the turns of a call are dropped, and return the incident."""
+    """Log that the turns of a call are dropped, and return the incident. A store does not keep it if the session was deleted."""
     log.warning("session %s call %s: the session was deleted or lost during the call; its turns are dropped", session, call)
     detail = "the store had lost the session, or turns that this call continues, when the call ended"
     return IncidentKind.SESSION_LOST.incident(detail, call=call, at=time.time())

@@ -36,17 +36,19 @@ class MediaRecord:
             StoreError: the store failed.
         """
         types = {part.sha256: part.media_type for part in call.media_parts() if part.sha256}
-        unknown = {sha256 for sha256 in types if (epoch, sha256) not in self._kept}
+        kept = {sha256: self._kept.get((epoch, sha256)) for sha256 in types}  # others may be forgotten meanwhile
+        unknown = {sha256 for sha256, known in kept.items() if known is None}
         if unknown:
             places = [index for index, parts in call.media.items() if any(part.sha256 in unknown for part in parts)]
             found = await asyncio.to_thread(_contents, [call.raw_messages[index] for index in places], unknown)
             try:
                 for sha256, content in found.items():
                     medium = StoredMedium(sha256, types[sha256], len(content))
-                    self._kept[epoch, sha256] = await self._store.put_media(session, epoch, medium, content, limit=self._limit)
+                    stored = await self._store.put_media(session, epoch, medium, content, limit=self._limit)
+                    kept[sha256] = self._kept[epoch, sha256] = stored
             except SessionGoneError:  # the end of the call reports it
                 return False
-        return all(self._kept.get((epoch, sha256), False) for sha256 in types)
+        return all(kept.values())
 
 
 def _contents(messages: Sequence[bytes | msgspec.Raw], wanted: Collection[str]) -> Mapping[str, bytes]:

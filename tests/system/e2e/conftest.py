@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -198,9 +199,8 @@ def trainer_python(tmp_path_factory):
     (theirs,) = default_venv().absolute().glob("lib/python*/site-packages")
     if theirs.parent.name != f"python{sys.version_info.major}.{sys.version_info.minor}":
         pytest.skip("vLLM is installed for another version of Python")
-    # As in `rig/run_vllm.py`: processes of vLLM that wait for each other would use a core each. A lambda would not find `time` there.
-    sleeps = "import functools, os, time; os.sched_yield = functools.partial(time.sleep, 0.0005)"
-    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY), sleeps]) + "\n")
+    (packages / "both.pth").write_text("\n".join([str(theirs), *site.getsitepackages(), str(REPOSITORY)]) + "\n")
+    shutil.copy(Path(__file__).parent / "rig/wait_asleep.pth", packages)
     return venv / "bin/python"
 
 

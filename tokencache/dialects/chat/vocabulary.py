@@ -121,9 +121,8 @@ class MessageReader:
 
 
 def _parsed(written: dict[str, Any]) -> ReadMessage:
-    entry = with_media_identities(written) if isinstance(written.get("content"), list) else written
+    message, entry = _read(written)
     media = _described(written, entry) if entry is not written else ()
-    message = _read(entry)
     exact = exact_digest_of_json(entry)
     if message.role == "assistant":
         malformed = bool(message.calls) and any(not _is_json(call["function"].get("arguments")) for call in entry.get("tool_calls") or ())
@@ -153,8 +152,7 @@ def read_message(entry: Any) -> Message:
     Raises:
         UnreadableError: the message is of an unknown kind.
     """
-    listed = isinstance(entry, dict) and isinstance(entry.get("content"), list)
-    return _read(with_media_identities(entry) if listed else entry)
+    return _read(entry)[0]
 
 
 def with_media_identities(entry: dict[str, Any]) -> dict[str, Any]:
@@ -187,19 +185,21 @@ def part_kind(part: Mapping[str, Any]) -> PartKind:
     return "dropped" if value is None and kind in _DROPPED_IF_NULL else "unsupported"
 
 
-def _read(entry: Any) -> Message:
-    """Convert one decoded message with media identities."""
+def _read(written: Any) -> tuple[Message, Any]:
+    """Convert one decoded message. Returns also the same with media identities."""
+    listed = isinstance(written, dict) and isinstance(written.get("content"), list)
+    entry = with_media_identities(written) if listed else written
     try:
         members = msgspec.convert(entry, _Members)
     except msgspec.ValidationError as why:
         raise UnreadableError(f"a message cannot be read: {why}") from None
     role = members.role
-    content, media = _content(members.content) if isinstance(members.content, list) else (members.content, b"")
+    content, media = _content(entry["content"]) if listed else (entry.get("content"), b"")
     reasoning = members.reasoning_content if members.reasoning is None else members.reasoning
     name = members.name if role not in {"tool", "assistant"} else None
     if not (isinstance(reasoning, _TEXT) and isinstance(name, _TEXT)):
         raise UnreadableError("reasoning_content or name is not a string")
-    return Message(
+    message = Message(
         role="system" if role == "developer" else role,
         content=content,
         reasoning=reasoning,
@@ -207,8 +207,9 @@ def _read(entry: Any) -> Message:
         answers=members.tool_call_id,
         name=name,
         media=media,
-        parts=isinstance(members.content, list),
+        parts=listed,
     )
+    return message, entry
 
 
 def _content(content: list[Any]) -> tuple[str | None, bytes]:
@@ -297,7 +298,7 @@ def _as_reminder(raw: bytes) -> bytes:
     entry = msgspec.json.decode(raw)
     if entry.get("role") not in {"system", "developer"}:
         return raw
-    text = _read(entry).content or ""
+    text = read_message(entry).content or ""
     return msgspec.json.encode({"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"})
 
 

@@ -133,10 +133,12 @@ class CallsInFlight:
                 if not turns:
                     return await call.run()
                 if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
-                    call.report(IncidentKind.RETRY_REPLAYED)
-                    with contextlib.suppress(StoreError):  # the reply is recorded either way
-                        await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns))
-                    return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
+                    claimed = await claim(self._store, asked.session, turns)
+                    if claimed or fingerprint.marked:
+                        call.report(IncidentKind.RETRY_REPLAYED)
+                        with contextlib.suppress(StoreError):  # the reply is recorded either way
+                            await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns, claimed=claimed))
+                        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
                 metrics.RETRIED_CALLS.labels("sampled").inc()
                 earlier = turns[0].call
                 return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
@@ -151,9 +153,9 @@ class CallsInFlight:
 
     async def _join(self, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
         """Send the reply of a call that was in flight."""
-        await claim(self._store, asked.session, turns)
+        claimed = await claim(self._store, asked.session, turns)
         with contextlib.suppress(StoreError):  # the reply is recorded either way
-            if incidents := self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns):
+            if incidents := self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed=claimed):
                 await self._ledger.add_incidents(asked.session, incidents)
         return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns)
 
@@ -162,12 +164,15 @@ class CallsInFlight:
         metrics.CALLS.labels(asked.chat.dialect, kind).inc()
         return await send_again(asked.response, turns)
 
-    def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...]) -> list[Incident]:
-        """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry."""
+    def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...], *, claimed: bool | None) -> list[Incident]:
+        """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry.
+
+        One that claimed its reply, or may have, always has its incident: it shows that the client came back (`core.outcome`).
+        """
         number = self._retries.count(session)
-        if not number:
+        if not number and claimed is False:
             return []
-        detail = f"a repeated call got the recorded reply: repetition no. {number}"
+        detail = "a repeated call got the recorded reply" + (f": repetition no. {number}" if number else "")
         return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=time.time())]
 
     async def _end_of_duplicate(self, asked: CallRequest, call: CallAttempt, opening: Opening) -> _Ended:

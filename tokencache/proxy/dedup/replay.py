@@ -44,27 +44,24 @@ def refused_second_sample(fingerprint: bytes) -> str:
 
 
 async def is_due(store: Store, policy: Policy, session: str, fingerprint: Fingerprint, turns: Sequence[Turn]) -> bool:
-    """Decide whether a request receives the recorded reply `turns`, and claim the reply for it."""
+    """Decide whether a request may receive the recorded reply `turns`: if it is not marked, only if it can `claim` the reply."""
     if not fingerprint.marked:
-        return policy == "join" and await claim(store, session, turns)
+        return policy == "join"
     try:
         (later,) = await store.documents(session, [refused_second_sample(fingerprint.digest)])
     except StoreError:
         return False
-    if later == turns[0].call.encode():
-        return False
-    await claim(store, session, turns)
-    return True
+    return later != turns[0].call.encode()
 
 
-async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool:
-    """Claim a reply that no client has received; false if it cannot be claimed."""
+async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool | None:
+    """Claim a reply that no client has received; false if a client has received or claimed it, `None` if the store failed."""
     if TurnMark.UNANSWERED not in turns[0].marks:
         return False
     try:
         return await store.delete_document(session, undelivered(turns[0].call))
     except StoreError:
-        return False
+        return None
 
 
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:

@@ -13,8 +13,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$version" ]; then exit 0; fi
 "$2/bin/python" -m venv --without-pip "$venv"
 packages=$(echo "$venv"/lib/python3*/site-packages)
 (cd "$2" && echo "$PWD"/lib/python3*/site-packages) > "$packages/vllm.pth"
-# As in run_vllm.py: processes of vLLM that wait for each other would use a core each.
-echo "import functools, os, time; os.sched_yield = functools.partial(time.sleep, 0.0005)" > "$packages/wait_asleep.pth"
+cp "$(dirname "$0")/wait_asleep.pth" "$packages"
 "$(dirname "$0")/uv.sh" pip install -q --python "$venv/bin/python" --no-deps "ai-dynamo==$version" "ai-dynamo-runtime==$version" \
     "redis>=6.2,<9" "zstandard>=0.23,<1" "kr8s" "pyzmq>=26"
 "$venv/bin/python" -c 'from importlib.metadata import version; print("ai-dynamo", version("ai-dynamo"))'

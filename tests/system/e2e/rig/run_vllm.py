@@ -1,6 +1,6 @@
 """Runs vLLM's API server with half of the CPU time. usage: run_vllm.py fork|spawn OPTION…
 
-- Processes of vLLM that wait for each other sleep for half a millisecond. vLLM's own use a core each until a second after the last token.
+- Processes of vLLM that wait for each other sleep (`wait_asleep.pth`).
 - `fork`: the engine and its worker are forked from the API server. vLLM spawns them on CPU, and each imports torch and vLLM again.
 
 With `$CHUNK_FOR_EACH_TOKEN`, a stream has a chunk for each token, however busy the machine is. Otherwise vLLM joins the tokens that wait
@@ -10,14 +10,14 @@ to be sent, so two streams of the same tokens may have other chunks.
 import multiprocessing
 import os
 import runpy
+import site
 import sys
-import time
 from collections import deque
+from pathlib import Path
 
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.utils import system_utils
 
-shm_broadcast.sched_yield = lambda: time.sleep(0.0005)  # here, because spawned processes import this module, too
+site.addpackage(str(Path(__file__).parent), "wait_asleep.pth", None)  # here, because spawned processes import this module, too
 
 
 def make_chunks_for_each_token():

@@ -5,6 +5,7 @@ import { lists } from "./crumbs.js";
 import { h, note } from "./dom.js";
 import { count, share } from "./format.js";
 import { poll } from "./poll.js";
+import { tableHead } from "./tables.js";
 
 const HEADS = ["engine", "state", "#KV tokens", "#live tokens", "#share", "ranks"];
 
@@ -19,7 +20,7 @@ export class EnginesPage {
     root.append(
       h("div", { class: "bar" }, h("h1", {}, "Engines"), this.total),
       h("table", { class: "list engines", "aria-label": "Engines" },
-        h("thead", {}, h("tr", {}, HEADS.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))), this.body),
+        tableHead(HEADS), this.body),
       this.waiting,
     );
   }

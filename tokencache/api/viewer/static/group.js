@@ -6,6 +6,7 @@ import { copier, h, note } from "./dom.js";
 import { count, many, readable, reward, visible } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 import { failure, states } from "./sessions.js";
+import { tableHead } from "./tables.js";
 
 export class GroupPage {
   shown = "";
@@ -87,7 +88,7 @@ function table(members, others) {
   const high = Math.max(0, ...members.map((one) => one.reward ?? 0));
   const longest = Math.max(...members.map((one) => one.length), 1);
   return h("table", { class: "list", "aria-label": "Sessions of the group" },
-    h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))),
+    tableHead(heads),
     h("tbody", {}, members.map((one) =>
       h("tr", { data: { session: one.session } },
         h("td", { class: "name" }, h("a", { href: `#/session/${encodeURIComponent(one.session)}` }, one.session), copier(one.session)),

@@ -7,6 +7,7 @@ import { copier, h, note, s, say } from "./dom.js";
 import { count, many, moment, readable, reward, share, span } from "./format.js";
 import { poll, walkRows } from "./poll.js";
 import { term } from "./sessions.js";
+import { tableHead } from "./tables.js";
 
 const GROUPS = 200; // a rollout without a group counts as one
 const STAGES = {
@@ -267,7 +268,7 @@ function groups(found) {
   return [
     h("h2", { class: "part" }, "Groups"),
     h("table", { class: "list groups", "aria-label": "Groups" },
-      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))),
+      tableHead(heads),
       h("tbody", {}, named.map((one) => h("tr", { data: { group: one.group } },
         h("td", { class: "name" }, h("a", { href: `#/group/${encodeURIComponent(one.group)}` }, readable(one.group))),
         h("td", { class: "short", data: { label: "over" } }, `${count(one.valid + one.failed)} of ${count(one.size)}`, one.running ? h("small", {}, `, ${count(one.running)} running`) : null),

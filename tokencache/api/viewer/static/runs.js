@@ -5,6 +5,7 @@ import { lists } from "./crumbs.js";
 import { copier, h, note } from "./dom.js";
 import { ago, count, many, moment, readable, reward, share } from "./format.js";
 import { poll, walkRows } from "./poll.js";
+import { tableHead } from "./tables.js";
 
 const HEADS = ["run", "#rollouts", "", "#running", "#valid", "#failed", "#reward", "version", "last used", "began"];
 
@@ -18,7 +19,7 @@ export class RunsPage {
     root.append(
       h("div", { class: "bar" }, h("h1", {}, "Runs"), this.total, h("span", { class: "grow" }), h("a", { class: "button", href: "#/run" }, "all sessions as one run")),
       h("table", { class: "list runs", "aria-label": "Runs" },
-        h("thead", {}, h("tr", {}, HEADS.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", ""))))), this.body),
+        tableHead(HEADS), this.body),
     );
   }
 

@@ -8,9 +8,12 @@ const to = (outline, ...rest) => `#/session/${[outline.session, ...rest].map(enc
 
 function table(name, heads, rows) {
   for (const row of rows) for (const [n, cell] of [...row.cells].entries()) cell.dataset.label = n ? heads[n].replace("#", "") : "";
-  const cells = heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", "")));
-  return rows.length ? h("table", { class: "list", "aria-label": name }, h("thead", {}, h("tr", {}, cells)), h("tbody", {}, rows)) : null;
+  return rows.length ? h("table", { class: "list", "aria-label": name }, tableHead(heads), h("tbody", {}, rows)) : null;
 }
+
+/** The head of a table. `#` before a name marks a column of numbers. */
+export const tableHead = (heads) =>
+  h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col", class: head.startsWith("#") ? "num" : null }, head.replace("#", "")))));
 
 /** A link with the number of a turn, which opens it. */
 const turnLink = (outline, turn, first = false) =>
