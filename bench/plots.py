@@ -5,6 +5,7 @@ A target has the same colour in all of them. SVG without a date and with fixed i
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def draw(found: dict[str, Any], folder: Path) -> list[str]:
     }
     kept = {name: (part, make) for name, (part, make) in makers.items() if part in found}
     for name, (part, make) in kept.items():
-        _save(folder / name, lambda make=make, part=part: make(found[part]))
+        _save(folder / name, partial(make, found[part]))
     return [*kept]
 
 
@@ -81,10 +82,10 @@ def _columns(count: int, width: float, height: float, **more: Any) -> "list[Axes
     return list(plt.subplots(1, count, figsize=(width * count, height), squeeze=False, **more)[1][0])
 
 
-def _percentiles(axes: "Axes", name: str, latency: list[float], style: str = "-") -> None:
+def _percentiles(axes: "Axes", name: str, latency: list[float]) -> None:
     """Latency over the fraction of calls that are slower, logarithmic: 50 % at the left, 99 % at the right."""
     shown = range(1, 100)
-    axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], style, color=COLOURS.get(name), label=name)
+    axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], "-", color=COLOURS.get(name), label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([1, 2, 10, 100], ["0", "50", "90", "99"])
@@ -158,7 +159,7 @@ def _growth(grown: dict[str, Any]) -> None:
 
 def draw_gain(seen: "list[Point]", titles: dict[str, str], folder: Path) -> None:
     """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
-    _save(folder / "gain.svg", lambda: _gain(seen, titles))
+    _save(folder / "gain.svg", partial(_gain, seen, titles))
 
 
 def _gain(seen: "list[Point]", titles: dict[str, str]) -> None:
