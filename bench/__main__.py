@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import time
 from pathlib import Path
-
-from rich.console import Console
 
 from bench import report, suite
 from bench.aims import aims
 from bench.figures import figures
 from bench.machine import machine, raise_file_limit
+from bench.progress import Progress
 
-HERE = Path(__file__).parent
-BASELINE = HERE / "baseline.json"
+BASELINE = Path(__file__).parent / "baseline.json"
 
 
 def main() -> None:
@@ -28,20 +25,15 @@ def main() -> None:
     if parts - set(suite.PARTS):
         asked.error(f"unknown part: {', '.join(sorted(parts - set(suite.PARTS)))}")
     raise_file_limit()
-    console = Console(width=170)
-    begun = time.monotonic()
+    progress = Progress()
     found = {"machine": machine(), "quick": options.quick}
-    found |= suite.Suite(extent, parts, extent.leave_out | set(filter(None, options.without.split(","))), console).run()
-    found |= {"seconds": round(time.monotonic() - begun), "figures": figures(found), "aims": aims(found)}
-    report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, console)
-    out = HERE / "out"
-    out.mkdir(exist_ok=True)
-    written = out / f"{time.strftime('%Y%m%d-%H%M%S')}.json"
-    written.write_text(json.dumps(found) + "\n")
+    found |= suite.Suite(extent, parts, extent.leave_out | set(filter(None, options.without.split(","))), progress).run()
+    found |= {"seconds": progress.seconds, "figures": figures(found), "aims": aims(found)}
+    report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, progress.console)
     if options.save_baseline:
         kept = {name: found[name] for name in ("machine", "quick", "seconds", "figures", "aims")}
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")
-    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}")
+    progress.keep(found)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,15 @@ figures:
 Only the thread of the proxy's event loop is counted. Engine and client run in threads of their own (`bench.warm_call`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import tokencache
 from bench.warm_call import Talk, follow_last_call
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 PACKAGE = f"{Path(tokencache.__file__).parent}/"
 WITHOUT = f"{PACKAGE}testing/"

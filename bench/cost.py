@@ -1,10 +1,10 @@
 """Measures the cost of one call on an idle machine: the same body to every target, in changing order, one call at a time.
 
+A session that grows to 200 turns shows whether a turn costs more if more turns precede it.
 Disturbances of the machine affect all targets alike. Rely on ratios and differences of medians; absolute figures depend on the machine.
-CPU is the kernel's account for the target from before the call until the target is idle again, so work after the reply counts.
 """
 
-import json
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,61 +12,47 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import redis
 
-from bench.client import Client, Timed, lag, reply_text
+from bench.client import Client, Timed, lag, reply_text, take_turn, turns
 from bench.processes import Process, waited
 from bench.stats import blocks, percentile, trimmed, us
-from bench.talk import Talk, names
+from bench.talk import NEW, Shape, Talk
 from bench.targets import Target
 
 SLOW = {"rerender", "litellm"}
 """Targets that are called only a few times: they are tens of milliseconds slower than the others."""
 
 SLOW_CALLS = 12
+AROUND = 4
+"""Number of turns on either side of a mark of a growing session that are measured, too."""
+
 BLOCKS = 5
-_session = names(f"cost-{time.monotonic_ns() % 10**9}")
+_session = (f"cost-{time.monotonic_ns() % 10**9}-{n}" for n in itertools.count(1))
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call: `size` bytes of body in `messages` messages; `chunks` of a stream, 0 if not streamed; `calls` to make.
-
-    `own_system`, `answered`: as in `Talk`.
-    """
+    """One kind of call, and how many to make; `own_system`, `answered`: as in `Talk`."""
 
     name: str
-    size: int
-    messages: int
+    shape: Shape
     calls: int
-    tokens: int = 200
-    tail: int = 800
-    chunks: int = 0
-    pace_ms: int = 1
     per_session: int = 8
     own_system: bool = False
     answered: bool = False
 
     def talk(self, seed: str) -> Talk:
-        grown = (self.tokens * 4 + self.tail + 100) * (self.per_session + 1) // 2
-        more: dict[str, int | bool] = {"mock_tokens": self.tokens}
-        if self.chunks:
-            more |= {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms}
-        more |= {"own_system": self.own_system, "answered": self.answered}
-        return Talk(seed, size=max(300, self.size - grown), messages=self.messages, **more)
+        return self.shape.talk(seed, self.per_session + 1, own_system=self.own_system, answered=self.answered)
 
 
 class Rig:
     """The targets of a run in front of one engine, and a connection to each."""
 
     def __init__(self, engine: Process, targets: Mapping[str, Target]) -> None:
-        self.engine = engine
-        self.targets = dict(targets)
-        self.clients: dict[str, Client] = {}
-
-    def connect(self) -> None:
-        self.close()
+        self.engine, self.targets = engine, dict(targets)
         self.clients = {name: Client(target.ports[0]) for name, target in self.targets.items()}
 
     def close(self) -> None:
@@ -74,18 +60,11 @@ class Rig:
             client.close()
 
     def call(self, name: str, body: bytes, session: str) -> Timed:
-        """Calls a target.
-
-        Raises:
-            RuntimeError: Its answer was not 200.
-        """
-        answer = self.clients[name].post(body, session if self.targets[name].sessions else None)
-        if answer.status != 200:
-            raise RuntimeError(f"{name} answered {answer.status}: {answer.body[:300]!r}")
-        return answer
+        """Calls a target; raises the errors of `Client.post`."""
+        return self.clients[name].post(body, session if self.targets[name].sessions else None)
 
     def turns(self, name: str, session: str) -> list[dict[str, Any]]:
-        return list(json.loads(self.clients[name].get(f"/tokencache/v1/sessions/{session}/turns").body)["turns"])
+        return turns(self.targets[name].ports[0], session)
 
     def check(self, name: str, session: str, continued: int) -> None:
         """Checks that every call continued the previous one: figures count only if the proxy did its work."""
@@ -112,24 +91,24 @@ class Sample(msgspec.Struct):
 class MeasuredSession:
     """One session on each target that has sessions; the other targets get the same bodies."""
 
-    def __init__(self, rig: Rig, make: Callable[[str], Talk], *, stream: bool = False) -> None:
-        self.rig, self.stream = rig, stream
+    def __init__(self, rig: Rig, shape: Shape, make: Callable[[str], Talk]) -> None:
+        self.rig, self.shape = rig, shape
         self.session = next(_session)
         self.talks = {name: make(self.session) for name, target in rig.targets.items() if target.sessions}
 
     def body(self, name: str) -> bytes:
         return (self.talks.get(name) or next(iter(self.talks.values()))).body()
 
-    def step(self, tail: int) -> None:
+    def step(self) -> None:
         """A turn that is not measured."""
         for name, talk in self.talks.items():
-            talk.add_turn(reply_text(self.rig.call(name, talk.body(), self.session)), tail)
+            take_turn(self.rig.clients[name], talk, self.session, self.shape.tail)
 
-    def look(self, targets: Sequence[str], tail: int) -> dict[str, Sample]:
+    def look(self, targets: Sequence[str]) -> dict[str, Sample]:
         """A measured turn: one call to each of the targets, in this order."""
         seen = {name: self.observe(name, self.body(name)) for name in targets}
         for name, talk in self.talks.items():
-            talk.add_turn(reply_text(seen[name][1]), tail)
+            talk.add_turn(reply_text(seen[name][1]), self.shape.tail)
         return {name: sample for name, (sample, _) in seen.items()}
 
     def observe(self, name: str, body: bytes) -> tuple[Sample, Timed]:
@@ -143,7 +122,7 @@ class MeasuredSession:
         answer = self.rig.call(name, body, self.session)
         delayed = _waits(watched) - idle
         spent = [now - then for now, then in zip(settled(watched), before, strict=True)]
-        latency = answer.first + lag(answer) if self.stream else answer.wall
+        latency = answer.first + lag(answer) if self.shape.chunks else answer.wall
         cut = 1 + len(own)
         return Sample(latency, sum(spent[1:cut]), spent[0], delayed, sum(spent[cut:])), answer
 
@@ -175,16 +154,15 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
     samples: dict[str, list[Sample]] = {name: [] for name in rig.targets}
     sizes: list[int] = []
     usual = [name for name in rig.targets if name not in SLOW]
-    rig.connect()
     first = True  # the first session is a warm-up
     n = 0
     while first or len(sizes) < case.calls:
-        played = MeasuredSession(rig, case.talk, stream=case.chunks > 0)
-        played.step(case.tail)
+        played = MeasuredSession(rig, case.shape, case.talk)
+        played.step()
         for _ in range(case.per_session):
             n += 1
             body = played.body("direct")
-            seen = played.look(in_turn(usual, n), case.tail)
+            seen = played.look(in_turn(usual, n))
             if not first:
                 sizes.append(len(body))
                 for name, sample in seen.items():
@@ -197,17 +175,73 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
     return {
         "case": case.name,
         "body_bytes": round(statistics.mean(sizes)),
-        "chunks": case.chunks,
-        "tokens": case.tokens,
+        "chunks": case.shape.chunks,
+        "tokens": case.shape.tokens,
         "targets": {name: summary(found) for name, found in samples.items() if found},
         "parse_us": parse_cost(body),
     }
+
+
+def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
+    """Grows sessions turn by turn, with 200 sampled and about 200 new tokens each, and measures the calls around each mark.
+
+    Slow targets are called once at each mark.
+    """
+    found: dict[int, dict[str, list[Sample]]] = {mark: {name: [] for name in rig.targets} for mark in marks}
+    bodies: dict[int, bytes] = {}
+    before, tokens = stored(rig), 0
+    usual = [name for name in rig.targets if name not in SLOW]
+    for _ in range(sessions):
+        played = MeasuredSession(rig, NEW, NEW.talk)
+        last = marks[-1] + AROUND
+        for turn in range(1, last + 1):
+            near = [mark for mark in marks if abs(turn - mark) <= AROUND]
+            if near:
+                body = played.body("direct")
+                slow = [name for name in rig.targets if name in SLOW] if turn == near[0] else []
+                for name, sample in played.look(in_turn(usual + slow, turn)).items():
+                    found[near[0]][name].append(sample)
+                if turn == near[0]:
+                    bodies[turn] = body
+            else:
+                played.step()
+        for name in played.talks:
+            rig.check(name, played.session, last - 1)
+        info = rig.turns(next(name for name in played.talks if rig.targets[name].records), played.session)
+        tokens += info[-1]["prompt_tokens"] + info[-1]["completion_tokens"]
+    kept = stored(rig) - before
+    return {
+        "sessions": sessions,
+        "tokens": tokens,
+        "redis_bytes": kept,
+        "redis_bytes_per_token": round(kept / tokens, 2) if kept else None,
+        "marks": [
+            {
+                "turn": mark,
+                "body_bytes": len(bodies[mark]),
+                "targets": {name: summary(samples) for name, samples in found[mark].items() if samples},
+                "parse_us": parse_cost(bodies[mark]),
+            }
+            for mark in marks
+        ],
+    }
+
+
+def stored(rig: Rig) -> int:
+    """Bytes that Redis reports for all its keys; 0 without Redis."""
+    total = 0
+    for target in rig.targets.values():
+        for store in target.stores:
+            with redis.Redis(port=store.port) as link:
+                total += sum(link.memory_usage(key, samples=0) or 0 for key in link.scan_iter(count=1000))
+    return total
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     """Microseconds. `calm`: over the third of the calls whose processes waited least for a core; `*_blocks`: medians of parts."""
     calm = sorted(samples, key=lambda s: s.waited)[: max(1, len(samples) // 3)]
     latency = sorted(s.latency for s in samples)
+    parts = blocks(samples, BLOCKS)
     return {
         "n": len(samples),
         "p50_us": us(statistics.median(latency)),
@@ -216,15 +250,10 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
         "cpu_us": us(trimmed([s.cpu for s in samples])),
         "engine_cpu_us": us(trimmed([s.engine_cpu for s in samples])),
         "store_cpu_us": us(trimmed([s.store_cpu for s in samples])),
-        "p50_blocks": [us(value) for value in blocks([s.latency for s in samples], BLOCKS)],
-        "p99_blocks": [us(percentile(sorted(s.latency for s in part), 99)) for part in _parts(samples)],
-        "cpu_blocks": [us(value) for value in blocks([s.cpu for s in samples], BLOCKS)],
+        "p50_blocks": [us(statistics.median(s.latency for s in part)) for part in parts],
+        "p99_blocks": [us(percentile(sorted(s.latency for s in part), 99)) for part in parts],
+        "cpu_blocks": [us(statistics.median(s.cpu for s in part)) for part in parts],
     }
-
-
-def _parts(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
-    size = max(1, len(samples) // BLOCKS)
-    return [samples[at : at + size] for at in range(0, size * min(BLOCKS, len(samples)), size)]
 
 
 def parse_cost(body: bytes) -> dict[str, float]:

@@ -4,14 +4,15 @@ Runs as a separate process: `python -m bench.counted UPSTREAM TURNS` prints JSON
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.client import Client, reply_text
-from bench.talk import Talk
+from bench.client import Client, take_turn
+from bench.talk import NEW
 from tokencache.config import Settings
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
@@ -41,10 +42,10 @@ def weigh(root: object) -> int:
 
 
 def grow(port: int, turns: int) -> None:
-    client, talk = Client(port), Talk("counted", size=1200, messages=2, mock_tokens=200)
-    for _ in range(turns):
-        answer = client.post(talk.body(), "counted")
-        talk.add_turn(reply_text(answer), 800)
+    talk = NEW.talk("counted")
+    with contextlib.closing(Client(port)) as client:
+        for _ in range(turns):
+            take_turn(client, talk, "counted", NEW.tail)
 
 
 async def main(upstream: str, turns: int) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 import tokencache
-from bench.targets import redis
+from bench.targets import redis, redis_url
 from bench.warm_call import Talk, follow_last_call
 
 _OURS = f"{Path(tokencache.__file__).parent}/"
@@ -91,7 +91,7 @@ def measured(talk: Talk, *, runs: int = 3) -> Entries:
 def _store(kind: str) -> Iterator[str]:
     if kind == _REDIS:
         with redis() as server:
-            yield f"redis://127.0.0.1:{server.port}/0"
+            yield redis_url(server)
     elif kind == _FILE:
         with tempfile.TemporaryDirectory() as folder:
             yield f"file:{folder}/sessions.db"

@@ -12,27 +12,25 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bench.client import Client, reply_text
-from bench.cost import Case, Rig
+from bench.client import Client, take_turn
+from bench.cost import Rig
 from bench.processes import ROOT
 from bench.stats import percentile, us
-from bench.talk import Talk
+from bench.talk import SMALL, Shape
 
-SMALL = Case("1 KB", 1_000, 4, 0, tokens=16, tail=64)
-LARGE_BYTES = 480_000
-"""Request size of the large session: about four bytes per token."""
+LARGE = Shape(size=480_000, messages=200, tokens=2000)
+"""The large session: about four bytes per token."""
 
 _ALONE, _BESIDE, _BUSY = "alone", "beside_export", "beside_busy"
-_SPIN = [sys.executable, "-c", "while True: pass"]
+_SPIN = [sys.executable, "-c", "print('busy', flush=True)\nwhile True: pass"]
 
 
 def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
     """Measures `calls` small calls in each environment, for this many rounds."""
-    rig.connect()
     session = "bench-large"
-    talk = Talk(session, size=LARGE_BYTES, messages=200, mock_tokens=2000)
+    talk = LARGE.talk(session)
     for _ in range(3):
-        talk.add_turn(reply_text(rig.call(name, talk.body(), session)), 800)
+        take_turn(rig.clients[name], talk, session, LARGE.tail)
     turns = rig.turns(name, session)
     path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
     size = len(rig.clients[name].get(path).body)  # the worker has started
@@ -40,7 +38,7 @@ def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
     walls: dict[str, list[float]] = {where: [] for where in surroundings}
     for n in range(rounds):
         for where, command in surroundings.items():
-            with _running(command):
+            with _running(command) if command else contextlib.nullcontext():
                 walls[where] += _small_calls(rig, name, f"bench-small-{n}-{where}", calls)
     figures = {
         where: {"p50_us": us(statistics.median(all_)), "p99_us": us(percentile(sorted(all_), 99)), "max_us": us(max(all_))}
@@ -58,25 +56,17 @@ def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
 
 
 def _small_calls(rig: Rig, name: str, session: str, calls: int) -> list[float]:
-    talk = SMALL.talk(session)
-    walls = []
-    for _ in range(calls):
-        answer = rig.call(name, talk.body(), session)
-        walls.append(answer.wall)
-        talk.add_turn(reply_text(answer), SMALL.tail)
-    return walls
+    talk = SMALL.talk(session, 9)
+    return [take_turn(rig.clients[name], talk, session, SMALL.tail).wall for _ in range(calls)]
 
 
 @contextlib.contextmanager
-def _running(command: list[str] | None) -> Iterator[None]:
-    """Runs a process alongside. If it prints a line when ready, waits for that line."""
-    if command is None:
-        yield
-        return
+def _running(command: list[str]) -> Iterator[None]:
+    """Runs a process alongside, from when it has printed a line."""
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as beside:
         try:
-            if command is not _SPIN and beside.stdout is not None:
-                beside.stdout.readline()
+            assert beside.stdout is not None  # noqa: S101 - it was opened with a pipe
+            beside.stdout.readline()
             yield
         finally:
             beside.kill()

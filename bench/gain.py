@@ -10,26 +10,19 @@ import argparse
 import contextlib
 import json
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from bench.client import Client
 from bench.gain_bodies import run_bodies
-from bench.gain_engine import CONFIG, Engine, accelerator, make_model, venv, vllm
+from bench.gain_engine import CONFIG, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, SHORT, CallTarget, Rollout, agent, chat
-from bench.machine import machine
-from bench.processes import running
-from bench.targets import TOKENCACHE
+from bench.gain_rollout import DIRECT, DRIFT, PLUGIN, PROXY, SHORT, CallTarget, Rollout, agent, chat, opened
+from bench.progress import Progress
 
-HERE = Path(__file__).parent
-DIRECT, PROXY, LOCAL, PLUGIN = "direct", "proxy", "proxy --tokenizer", "proxy, plugin"
+LOCAL = "proxy --tokenizer"
 
 
 @dataclass(frozen=True)
@@ -73,33 +66,21 @@ QUICK = Extent(
 class Gain:
     """A run: a stock engine and one with the plugin, the targets in front of them, and the results."""
 
-    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, console: Console) -> None:
-        self.extent, self.engine, self.plugin, self.console = extent, engine, plugin, console
-        self.begun = time.monotonic()
-
-    def say(self, words: str) -> None:
-        self.console.print(f"[dim]{time.monotonic() - self.begun:5.0f} s[/] {words}")
+    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, progress: Progress) -> None:
+        self.extent, self.engine, self.plugin, self.say = extent, engine, plugin, progress.say
 
     def run(self) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             wanted = {name for case in self.extent.cases for name in case.targets}
-            targets = {name: stack.enter_context(self._target(name)) for name in sorted(wanted)}
+            targets = {}
+            for name in sorted(wanted):
+                engine = self.plugin if name == PLUGIN else self.engine
+                targets[name] = stack.enter_context(opened(name, engine, tokenizer=name in {LOCAL, PLUGIN}))
             for target in targets.values():
                 self._warm(target)
             found = [record for case in self.extent.cases for n in range(self.extent.rounds) for record in self._case(case, targets, n)]
             self.say("what a body costs the API server")
             return {"calls": found, "bodies": run_bodies(self.engine, self.plugin, self.extent.marks, self.extent.bodies)}
-
-    @contextlib.contextmanager
-    def _target(self, name: str) -> Iterator[CallTarget]:
-        if name == DIRECT:
-            yield CallTarget(name, self.engine)
-            return
-        engine = self.plugin if name == PLUGIN else self.engine
-        words = ["--upstream", f"http://127.0.0.1:{engine.process.port}", "--store", "memory:"]
-        words += ["--tokenizer", str(engine.model_dir)] if name in {LOCAL, PLUGIN} else []
-        with running("proxy", lambda port: [TOKENCACHE, "serve", *words, "--port", str(port)], "/readyz", seconds=120) as process:
-            yield CallTarget(name, engine, process)
 
     def _warm(self, target: CallTarget) -> None:
         """A short session of each kind: tail shapes are verified once per proxy process, and code runs slower the first time."""
@@ -120,28 +101,13 @@ class Gain:
                 self.say(f"{case.play}, {'replies drift' if case.drift else 'no drift'}, {mark:,} tokens: {name}")
                 next(step)
         for rollout in played.values():
-            continued(rollout)
+            if rollout.target.front and rollout.target.continued(rollout.name) != len(rollout.records):
+                raise RuntimeError(f"{rollout.target.name}: turns of {rollout.name} are missing")
         return [
             {**record, "play": case.play, "drift": case.drift, "target": name, "round": n}
             for name, rollout in played.items()
             for record in rollout.records
         ]
-
-
-def continued(rollout: Rollout) -> None:
-    """Checks that the proxy matched every call of a session as the continuation of the previous one.
-
-    Raises:
-        RuntimeError: It did not, so the figures do not measure what they should.
-    """
-    if rollout.target.proxy is None:
-        return
-    client = Client(rollout.target.port)
-    answer = client.get(f"/tokencache/v1/sessions/{rollout.name}/turns")
-    client.close()
-    kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
-    if kinds != ["root"] + ["continue"] * (len(rollout.records) - 1):
-        raise RuntimeError(f"{rollout.target.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
 
 
 def main() -> None:
@@ -155,32 +121,15 @@ def main() -> None:
     options = asked.parse_args()
     extent = QUICK if options.quick else FULL
     marks = [int(mark) for mark in options.marks.split(",") if mark] or extent.marks
-    extent = Extent(**{**vars(extent), "marks": marks, "rounds": options.rounds})
-    console = Console(width=170)
-    begun = time.monotonic()
-    found: dict[str, Any] = {"machine": machine(), "gpu": accelerator(), "quick": options.quick, "extent": asdict(extent)}
-    with tempfile.TemporaryDirectory(prefix="bench-gain-") as scratch:
-        folder = options.model_dir.resolve() if options.model_dir else Path(scratch)
-        if options.model_dir is None:
-            config = json.loads(options.config.read_text()) if options.config else CONFIG
-            found["tokenizer"] = make_model(venv() / "bin/python", config, folder)
-        console.print("starting vLLM, stock and with the plugin: about two minutes")
-        dummy, arguments = options.model_dir is None, options.engine_args
-        with (
-            vllm(folder, dummy=dummy, arguments=arguments) as engine,
-            vllm(folder, dummy=dummy, arguments=arguments, plugin=True) as plugin,
-        ):
-            client = Client(engine.process.port)
-            found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": engine.model, "engine_args": options.engine_args}
-            client.close()
-            found |= Gain(extent, engine, plugin, console).run()
-    found["seconds"] = round(time.monotonic() - begun)
-    out = HERE / "out"
-    out.mkdir(exist_ok=True)
-    written = out / f"gain-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    written.write_text(json.dumps(found) + "\n")
-    show(found, console)
-    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}; python -m bench.gain_report writes the page")
+    extent = replace(extent, marks=marks, rounds=options.rounds)
+    progress, found = Progress(), {"quick": options.quick, "extent": asdict(extent), "engine_args": options.engine_args}
+    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    config = json.loads(options.config.read_text()) if options.config else CONFIG
+    with engines(found, config, options.engine_args, options.model_dir) as (engine, plugin):
+        found |= Gain(extent, engine, plugin, progress).run()
+    found["seconds"] = progress.seconds
+    show(found, progress.console)
+    progress.keep(found, "gain-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

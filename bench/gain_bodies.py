@@ -5,6 +5,7 @@ plus the exact ids as the proxy sends them to a stock vLLM. `prefix`: as the pro
 prompt by its hash, the ids after it, and one message.
 """
 
+import contextlib
 import json
 import random
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from bench.client import Client
 from bench.gain_engine import MODEL, Engine
-from bench.gain_rollout import SETTLE_S, SMALL, TOOL, CallTarget, send_streamed
+from bench.gain_rollout import SETTLE_S, SMALL, STREAMED, TOOL, CallTarget, send_streamed
 from bench.talk import text
 from tokencache.core import ids
 from tokencache.engine.prefixes import MEMBER, PromptHashes
@@ -44,9 +45,8 @@ def named_body(engine: Engine, same: dict[str, Any], prompt: list[int]) -> dict[
     short = {"messages": [{"role": "user", "content": "Hello."}], **ASKED}
     known = prompt[: -SMALL - 1]
     first = {**same, "stream": False, "stream_options": None, **short, **named(ids.pack(known), 0)}
-    client = Client(engine.process.port)
-    answer = json.loads(client.post(json.dumps(first).encode()).body)
-    client.close()
+    with contextlib.closing(Client(engine.process.port)) as client:
+        answer = json.loads(client.post(json.dumps(first).encode()).body)
     known += answer["choices"][0]["token_ids"]
     return {**short, **named(ids.pack(known + prompt[-SMALL:]), len(known), packs=True)}
 
@@ -69,18 +69,10 @@ def run_bodies(engine: Engine, plugin: Engine, marks: list[int], repeats: int) -
     rows = []
     for mark in marks:
         messages = history(engine, mark)
-        same = {
-            "model": MODEL,
-            "tools": [TOOL],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": 1,
-            "temperature": 0,
-        }
-        client = Client(engine.process.port)
+        same = {"tools": [TOOL], **STREAMED, "max_tokens": 1, "temperature": 0}
         asked = json.dumps({"model": MODEL, "messages": messages, "tools": [TOOL]}).encode()
-        prompt = json.loads(client.post(asked, path="/tokenize").body)["tokens"]
-        client.close()
+        with contextlib.closing(Client(engine.process.port)) as client:
+            prompt = json.loads(client.post(asked, path="/tokenize").body)["tokens"]
         exact = {**ASKED, "kv_transfer_params": {"prompt_token_ids": prompt}}
         bodies: dict[str, dict[str, Any]] = {"messages": {"messages": messages}, "ids": {"messages": messages, **exact}}
         bodies["prefix"] = named_body(plugin, same, prompt)

@@ -21,7 +21,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from bench.client import Client
+from bench.client import get
+from bench.machine import machine
 from bench.processes import ROOT, Process, running
 from tokencache.testing import SimTokenizer, build_tokenizer
 
@@ -60,9 +61,7 @@ class Engine:
 
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens looked up in the prefix cache and found there, in total: `vllm:prefix_cache_queries_total` and `_hits_total`."""
-        client = Client(self.process.port)
-        text = client.get("/metrics").body.decode()
-        client.close()
+        text = get(self.process.port, "/metrics").body.decode()
         return counted(text, "vllm:prefix_cache_queries_total"), counted(text, "vllm:prefix_cache_hits_total")
 
 
@@ -130,6 +129,28 @@ def _with_plugin(folder: Path) -> dict[str, str]:
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tokencache-vllm\nVersion: 0\n")
     (installed / "entry_points.txt").write_text("\n".join(f"[{point.group}]\n{point.name} = {point.value}" for point in points) + "\n")
     return {"PYTHONPATH": f"{folder}:{ROOT / 'vllm_plugin'}", "VLLM_PLUGINS": "tokencache"}
+
+
+@contextlib.contextmanager
+def engines(
+    found: dict[str, Any], config: dict[str, Any], arguments: str, model_dir: Path | None = None
+) -> Iterator[tuple[Engine, Engine]]:
+    """Runs vLLM twice, stock and with the plugin, and notes in `found` what they are: machine, GPU, vLLM, model, tokenizer.
+
+    Args:
+        found: the run's raw figures.
+        config: the configuration of a model of random weights.
+        arguments: more words of vLLM's command line.
+        model_dir: a model to be served as it is, in place of that one.
+    """
+    found |= {"machine": machine(), "gpu": accelerator()}
+    with tempfile.TemporaryDirectory(prefix="bench-gain-") as scratch:
+        folder, dummy = (model_dir.resolve(), False) if model_dir else (Path(scratch), True)
+        if dummy:
+            found["tokenizer"] = make_model(venv() / "bin/python", config, folder)
+        with vllm(folder, dummy=dummy, arguments=arguments) as stock, vllm(folder, dummy=dummy, arguments=arguments, plugin=True) as plugin:
+            found |= {"vllm": json.loads(get(stock.process.port, "/version").body)["version"], "model": stock.model}
+            yield stock, plugin
 
 
 @contextlib.contextmanager

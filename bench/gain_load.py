@@ -4,38 +4,34 @@
 so the API server is the limit and not the engine process. For each target: calls per second, the time to the first token (p50 and p99), and
 the CPU of the API server and of the program in front of it, per call.
 
-*Workload*: the calls of real agent programs (tests/system/corpus), with replies of the recorded text in drifting ids. For each target:
-how much of the prompts the engine finds in its prefix cache.
+*Workload*: the calls of real agent programs, those of tests/system/corpus that use chat completions without images. The engine is made to
+sample the recorded replies, a tenth of their tokens in two pieces (*drift*). What the program sent back in its later requests is unchanged,
+but for the ids of calls, which are new. So direct calls lose what the program loses, and the engine's own tokenizing. For each target: how
+much of the prompts the engine finds in its prefix cache.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
-import tempfile
+import random
+import re
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvloop
-from rich.console import Console
 
-from bench import targets
-from bench.client import Client
+from bench.client import CHAT
 from bench.gain_bodies import history
-from bench.gain_engine import CONFIG, MODEL, Engine, accelerator, make_model, venv, vllm
+from bench.gain_engine import CONFIG, MODEL, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import TOOL, assembled
-from bench.gain_workload import run_workload
-from bench.machine import machine
-from bench.processes import Process, cpu_seconds, running
+from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, opened
+from bench.processes import ROOT
+from bench.progress import Progress
 from bench.stats import percentile
-from bench.targets import TOKENCACHE
+from tests.system.corpus.format import Call, Recording, read
+from tests.system.corpus.replies import read_reply
 
-HERE = Path(__file__).parent
 SESSIONS = 32
 LENGTHS = [8_000, 32_000]
 SECONDS = 15.0
@@ -50,8 +46,6 @@ ONE_LAYER = {
     "num_key_value_heads": 1,
     "head_dim": 64,
 }
-DIRECT, STOCK, PLUGIN = OWN = "direct", "proxy", "proxy, plugin"
-RERENDER, LITELLM = PEERS = "rerender", "litellm"
 
 
 class Session:
@@ -60,9 +54,7 @@ class Session:
     def __init__(self, shared: bytes, name: str, say: list[int]) -> None:
         self.name = name
         self._messages = shared
-        rest = {"model": MODEL, "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
-        rest |= {"temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}
-        self._rest = b"]," + json.dumps(rest).encode()[1:]
+        self._rest = b"]," + json.dumps({"tools": [TOOL], **STREAMED, **forced(say)}).encode()[1:]
         self._add({"role": "user", "content": f"{name}: begin."})
 
     def _add(self, message: dict[str, Any]) -> None:
@@ -91,104 +83,113 @@ class Session:
         return sent, first
 
 
-class Load:
-    """A closed loop of sessions on one target. `front`: the program in front of the engine; `None` for the engine itself."""
+async def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
+    """A closed loop: new sessions with a history of about `tokens`, for a time. Each makes some calls before the clock starts."""
+    engine, url = target.engine, target.process.url + CHAT
+    messages = history(engine, tokens)
+    messages[0]["content"] = f"{target.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
+    shared = ",".join(map(json.dumps, messages)).encode()
+    say = engine.tokenizer.encode(REPLY)
+    sessions = [Session(shared, f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", ""), say) for n in range(SESSIONS)]
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
+        await sessions[0].call(http, url)
+        for _ in range(WARMING):
+            await asyncio.gather(*(session.call(http, url) for session in sessions))
+        seen: list[tuple[float, float]] = []
+        looked_up, cpu, begun = await asyncio.to_thread(engine.prefix_cache), target.cpu(), time.monotonic()
 
-    def __init__(self, name: str, engine: Engine, front: Process | None) -> None:
-        self.name, self.engine, self.front = name, engine, front
-        port = (front or engine.process).port
-        self.url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        async def talk(session: Session) -> None:
+            while time.monotonic() < begun + seconds:
+                seen.append(await session.call(http, url))
 
-    def cpu(self) -> list[float]:
-        """CPU seconds so far of the API server and of the program in front of it."""
-        return [cpu_seconds(self.engine.process.pid), self.front.cpu() if self.front else 0.0]
+        await asyncio.gather(*map(talk, sessions))
+        took, used = time.monotonic() - begun, [now - then for now, then in zip(target.cpu(), cpu, strict=True)]
+    queries, hits = (now - then for now, then in zip(engine.prefix_cache(), looked_up, strict=True))
+    if target.name in OWN[1:] and min(target.continued(session.name) for session in sessions) < WARMING:
+        raise RuntimeError(f"{target.name}: turns are missing")
+    firsts = sorted(first - sent for sent, first in seen)
+    return {
+        "target": target.name,
+        "tokens": tokens,
+        "calls": len(seen),
+        "calls_per_s": round(len(seen) / took, 2),
+        "ttft_p50_ms": round(percentile(firsts, 50) * 1e3, 1),
+        "ttft_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
+        "api_cpu_ms": round(used[0] / len(seen) * 1e3, 2),
+        "front_cpu_ms": round(used[1] / len(seen) * 1e3, 2),
+        "api_busy": round(used[0] / took, 3),
+        "found_cached": round(hits / queries, 4),
+    }
 
-    async def run(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """Runs new sessions with a history of about `tokens` for a time. Each makes some calls before the clock starts."""
-        messages = history(self.engine, tokens)
-        messages[0]["content"] = f"{self.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
-        shared = ",".join(map(json.dumps, messages)).encode()
-        say = self.engine.tokenizer.encode(REPLY)
-        sessions = [Session(shared, f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", ""), say) for n in range(SESSIONS)]
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
-            await sessions[0].call(http, self.url)
-            for _ in range(WARMING):
-                await asyncio.gather(*(session.call(http, self.url) for session in sessions))
-            seen: list[tuple[float, float]] = []
-            looked_up, cpu, begun = await asyncio.to_thread(self.engine.prefix_cache), self.cpu(), time.monotonic()
 
-            async def talk(session: Session) -> None:
-                while time.monotonic() < begun + seconds:
-                    seen.append(await session.call(http, self.url))
+CORPUS = ROOT / "tests/system/corpus"
 
-            await asyncio.gather(*map(talk, sessions))
-            took, used = time.monotonic() - begun, [now - then for now, then in zip(self.cpu(), cpu, strict=True)]
-        queries, hits = (now - then for now, then in zip(self.engine.prefix_cache(), looked_up, strict=True))
-        if self.name in OWN[1:]:
-            self._check(sessions)
-        firsts = sorted(first - sent for sent, first in seen)
-        return {
-            "target": self.name,
-            "tokens": tokens,
-            "calls": len(seen),
-            "calls_per_s": round(len(seen) / took, 2),
-            "ttft_p50_ms": round(percentile(firsts, 50) * 1e3, 1),
-            "ttft_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
-            "api_cpu_ms": round(used[0] / len(seen) * 1e3, 2),
-            "front_cpu_ms": round(used[1] / len(seen) * 1e3, 2),
-            "api_busy": round(used[0] / took, 3),
-            "found_cached": round(hits / queries, 4),
-        }
 
-    def _check(self, sessions: list[Session]) -> None:
-        """Checks that every call continued the one before: a proxy that only relays is fast, too. The first one has replies of no turn.
+def recordings() -> list[Recording]:
+    """The sessions that can be played: chat completions, no images, no reply that was left."""
+    found = [read(path) for path in sorted(CORPUS.glob("*.jsonl")) if "_images" not in path.name]
+    return [one for one in found if one.header.dialect == "chat" and all(call.ended == "whole" for call in one.calls)]
+
+
+class Player:
+    """One session on one target; `name` is at the beginning of its prompts, so that two share no block of the prefix cache."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self._engine = name, engine
+        self._rng = random.Random(0)
+        self._renamed: dict[str, str] = {}
+
+    def body(self, call: Call) -> dict[str, Any]:
+        """The request of a call, for this engine: the recorded one, with the ids of calls as they were served now."""
+        text = json.dumps(call.body)
+        if self._renamed:
+            text = re.sub("|".join(map(re.escape, self._renamed)), lambda found: self._renamed[found[0]], text)
+        body: dict[str, Any] = json.loads(text)
+        say = self._engine.tokenizer.resample(str(call.said), self._rng, DRIFT)
+        for limit in ("max_tokens", "max_completion_tokens"):
+            body.pop(limit, None)
+        _mark(body["messages"][0], self.name)
+        return body | {"model": MODEL} | forced(say)
+
+    def served(self, call: Call, answer: str) -> None:
+        """Notes the ids of calls in an answer.
 
         Raises:
-            RuntimeError: It did not.
+            RuntimeError: It has other calls than the recorded one.
         """
-        client = Client(int(self.url.rpartition(":")[2].partition("/")[0]))
-        for session in sessions:
-            answer = client.get(f"/tokencache/v1/sessions/{session.name}/turns")
-            kinds = [turn["match"] for turn in json.loads(answer.body)["turns"]] if answer.status == 200 else []
-            if len(kinds) < WARMING or set(kinds[1:]) != {"continue"}:
-                raise RuntimeError(f"{self.name}: a session was torn: {answer.status}, {' '.join(kinds)}")
-        client.close()
+        now = read_reply("chat", answer, stream=call.stream).served
+        if len(now) != len(call.served):
+            raise RuntimeError(f"{self.name}, call {call.call}: the recorded reply has {call.served}, this one {now}: {answer[:500]}")
+        self._renamed.update((old, new) for (_, old), (_, new) in zip(call.served, now, strict=True))
 
 
-@contextlib.contextmanager
-def _proxy(engine: Engine) -> Iterator[Process]:
-    words = ["--upstream", f"http://127.0.0.1:{engine.process.port}", "--store", "memory:", "--tokenizer", str(engine.model_dir)]
-    with running("proxy", lambda port: [TOKENCACHE, "serve", *words, "--port", str(port)], "/readyz", seconds=120) as process:
-        yield process
+def _mark(message: dict[str, Any], name: str) -> None:
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = f"{name}\n{content}"
+    else:
+        content[0]["text"] = f"{name}\n{content[0]['text']}"
 
 
-@contextlib.contextmanager
-def _rerender(engine: Engine) -> Iterator[Process]:
-    os.environ["BENCH_TOKENIZER"] = str(engine.model_dir)
-    with targets.rerender(engine.process) as target:
-        yield target.processes[0]
-
-
-@contextlib.contextmanager
-def _litellm(engine: Engine) -> Iterator[Process]:
-    with targets.litellm(engine.process, MODEL) as target:
-        yield target.processes[0]
-
-
-FRONTS: dict[str, Callable[[Engine], contextlib.AbstractContextManager[Process]]] = {
-    STOCK: _proxy,
-    PLUGIN: _proxy,
-    RERENDER: _rerender,
-    LITELLM: _litellm,
-}
-
-
-@contextlib.contextmanager
-def opened(name: str, engine: Engine) -> Iterator[Load]:
-    """A target."""
-    with FRONTS[name](engine) if name in FRONTS else contextlib.nullcontext() as front:
-        yield Load(name, engine, front)
+async def run_workload(target: CallTarget) -> list[dict[str, Any]]:
+    """Plays all sessions, call after call; returns the tokens that were looked up and found, for each program."""
+    engine, found = target.engine, []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
+        for recording in recordings():
+            harness = recording.header.harness
+            player = Player(f"{target.name} {harness}".replace(",", ""), engine)
+            before = engine.prefix_cache()
+            for call in recording.calls:
+                headers = {"X-Tokencache-Session": player.name.replace(" ", "-")}
+                async with http.post(target.process.url + CHAT, json=player.body(call), headers=headers) as answer:
+                    text = await answer.text()
+                if answer.status != 200:
+                    raise RuntimeError(f"{player.name}, call {call.call}: {answer.status} {text[:500]}")
+                player.served(call, text)
+            queries, hits = (now - then for now, then in zip(engine.prefix_cache(), before, strict=True))
+            found.append({"target": target.name, "harness": harness, "calls": len(recording.calls), "queries": queries, "hits": hits})
+    return found
 
 
 def main() -> None:
@@ -196,40 +197,28 @@ def main() -> None:
         prog="python -m bench.gain_load", description="Measure on a real vLLM how many calls its API server carries."
     )
     asked.add_argument("--quick", action="store_true", help="8k only, five seconds each")
-    asked.add_argument("--engine-args", default="", help="more words for vLLM's command line, in one string; they win over the bench's own")
     options = asked.parse_args()
     lengths, seconds = ([8_000], 5.0) if options.quick else (LENGTHS, SECONDS)
-    console, begun = Console(width=170), time.monotonic()
-    found: dict[str, Any] = {"machine": machine(), "gpu": accelerator(), "load": [], "workload": [], "skipped": {}}
-    with tempfile.TemporaryDirectory(prefix="bench-gain-load-") as scratch:
-        folder = Path(scratch)
-        found["tokenizer"] = make_model(venv() / "bin/python", CONFIG | ONE_LAYER, folder)
-        console.print("starting vLLM, stock and with the plugin: about two minutes")
-        more = f"--max-num-seqs {SESSIONS} {options.engine_args}"
-        with vllm(folder, dummy=True, arguments=more) as stock, vllm(folder, dummy=True, arguments=more, plugin=True) as plugin:
-            client = Client(stock.process.port)
-            found |= {"vllm": json.loads(client.get("/version").body)["version"], "model": stock.model}
-            client.close()
-            for name in (*OWN, *PEERS):
-                try:
-                    with opened(name, plugin if name == PLUGIN else stock) as load:
-                        for tokens in lengths:
-                            console.print(f"[dim]{time.monotonic() - begun:5.0f} s[/] {name}: {SESSIONS} sessions at {tokens:,} tokens")
-                            found["load"].append(uvloop.run(load.run(tokens, seconds)))
-                        if name in OWN:
-                            console.print(f"[dim]{time.monotonic() - begun:5.0f} s[/] {name}: recorded agents")
-                            found["workload"] += uvloop.run(run_workload(name, load.engine, load.url))
-                except (FileNotFoundError, RuntimeError) as why:
-                    if name not in PEERS:
-                        raise
-                    found["skipped"][name] = str(why)
-    found["seconds"] = round(time.monotonic() - begun)
-    out = HERE / "out"
-    out.mkdir(exist_ok=True)
-    written = out / f"gain-load-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    written.write_text(json.dumps(found) + "\n")
-    show(found, console)
-    console.print(f"{found['seconds']} s; raw figures in bench/out/{written.name}; python -m bench.gain_report writes the page")
+    progress = Progress()
+    found: dict[str, Any] = {"load": [], "workload": [], "skipped": {}}
+    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    with engines(found, CONFIG | ONE_LAYER, f"--max-num-seqs {SESSIONS}") as (stock, plugin):
+        for name in (*OWN, *PEERS):
+            try:
+                with opened(name, plugin if name == PLUGIN else stock) as target:
+                    for tokens in lengths:
+                        progress.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
+                        found["load"].append(uvloop.run(run_load(target, tokens, seconds)))
+                    if name in OWN:
+                        progress.say(f"{name}: recorded agents")
+                        found["workload"] += uvloop.run(run_workload(target))
+            except (FileNotFoundError, RuntimeError) as why:
+                if name not in PEERS:
+                    raise
+                found["skipped"][name] = str(why)
+    found["seconds"] = progress.seconds
+    show(found, progress.console)
+    progress.keep(found, "gain-load-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,19 @@ as bench/gain.json or bench/gain_load.json.
 import operator
 import statistics
 import sys
+from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from bench.page import markdown, written
+from bench.page import DOCS, RESULTS, markdown, written
+from bench.plots import draw_gain
 from bench.report import Shown, print_table
 
-HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PAGE = DOCS / "gain.md"
 WORDS = {"loop": "agent, in its loop", "follow-up": "agent, the user speaks again", "chat": "chat"}
 
@@ -44,59 +46,35 @@ class Point(NamedTuple):
 
 def points(found: dict[str, Any]) -> list[Point]:
     """Every measured kind of call, in the order of the tables."""
-    groups: dict[tuple[int, bool, int, str], list[dict[str, Any]]] = {}
-    kinds = list(WORDS)
+    groups = defaultdict[tuple[str, bool, int, str], list[dict[str, Any]]](list)
     for record in found["calls"]:
         if record["kind"] in WORDS:
-            key = (kinds.index(record["kind"]), not record["drift"], record["mark"], record["target"])
-            groups.setdefault(key, []).append(record)
-    return [_point(kinds[kind], not same, mark, target, groups[kind, same, mark, target]) for kind, same, mark, target in sorted(groups)]
+            groups[record["kind"], bool(record["drift"]), record["mark"], record["target"]].append(record)
+    kinds = list(WORDS)
+    return [_point(*key, groups[key]) for key in sorted(groups, key=lambda key: (kinds.index(key[0]), not key[1], *key[2:]))]
 
 
 def _point(kind: str, drift: bool, mark: int, target: str, records: list[dict[str, Any]]) -> Point:
     walls = [record["ttft_ms"] for record in records]
     queries, hits = (sum(record[name] for record in records) for name in ("queries", "hits"))
-    middle = {name: statistics.median(record[name] for record in records) for name in ("prompt_tokens", "api_cpu_ms", "proxy_cpu_ms")}
-    return Point(
-        kind,
-        drift,
-        mark,
-        target,
-        len(walls),
-        statistics.median(walls),
-        min(walls),
-        max(walls),
-        round(middle["prompt_tokens"]),
-        round((queries - hits) / len(records)),
-        hits / queries if queries else 0.0,
-        middle["api_cpu_ms"],
-        middle["proxy_cpu_ms"],
-    )
+    prompt, api, proxy = (statistics.median(one[name] for one in records) for name in ("prompt_tokens", "api_cpu_ms", "proxy_cpu_ms"))
+    times = statistics.median(walls), min(walls), max(walls)
+    computed = round((queries - hits) / len(records))
+    return Point(kind, drift, mark, target, len(walls), *times, round(prompt), computed, hits / queries if queries else 0.0, api, proxy)
 
 
 def first_tokens(found: dict[str, Any], kind: str, *, drift: bool) -> Shown:
     """One table: a kind of call, with drift or without; every target's row has its ratio to the direct one."""
-    rows = []
     wanted = [point for point in points(found) if (point.kind, point.drift) == (kind, drift)]
     direct = {point.mark: point.ttft_ms for point in wanted if point.target == "direct"}
+    rows = []
     for point in wanted:
-        base = direct.get(point.mark)
         own = point.target != "direct"
-        rows.append(
-            [
-                "" if own else f"{point.mark:,}",
-                point.target,
-                str(point.n),
-                f"{point.prompt_tokens:,}",
-                f"{100 * point.hit_rate:.1f} %",
-                f"{point.computed:,}",
-                f"{point.ttft_ms:,.0f}",
-                f"{point.least:,.0f} to {point.most:,.0f}" if point.n > 1 else "",
-                f"{base / point.ttft_ms:.1f}" if own and base else "",
-                f"{point.api_cpu_ms:.1f}",
-                f"{point.proxy_cpu_ms:.1f}" if own else "",
-            ]
-        )
+        prompt = [f"{point.prompt_tokens:,}", f"{100 * point.hit_rate:.1f} %", f"{point.computed:,}"]
+        spread = f"{point.least:,.0f} to {point.most:,.0f}" if point.n > 1 else ""
+        faster = f"{direct[point.mark] / point.ttft_ms:.1f}" if own and point.mark in direct else ""
+        cpus = [f"{point.api_cpu_ms:.1f}", f"{point.proxy_cpu_ms:.1f}" if own else ""]
+        rows.append(["" if own else f"{point.mark:,}", point.target, str(point.n), *prompt, f"{point.ttft_ms:,.0f}", spread, faster, *cpus])
     head = ["history", "target", "n", "prompt", "found cached", "computed", "first token ms", "from, to", "times faster"]
     title = f"{WORDS[kind]}; {'replies drift' if drift else 'no drift'}"
     return Shown(title, [*head, "API server CPU ms", "proxy CPU ms"], rows, left=2)
@@ -118,27 +96,22 @@ def bodies(rows: list[dict[str, Any]]) -> Shown:
 
 def load(rows: list[dict[str, Any]]) -> Shown:
     """Calls per second, first tokens and CPU, by the length of the history."""
-    lengths = dict.fromkeys(row["tokens"] for row in rows)
-    out = [_of_load(row) for tokens in lengths for row in rows if row["tokens"] == tokens]
-    head = ["history", "target", "n", "calls/s", "first token p50 ms", "p99 ms", "API server CPU ms", "calls/s of one API server"]
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "history": lambda row: f"{row['tokens']:,}" if row["target"] == "direct" else "",
+        "target": lambda row: str(row["target"]),
+        "n": lambda row: f"{row['calls']:,}",
+        "calls/s": lambda row: f"{row['calls_per_s']:.1f}",
+        "first token p50 ms": lambda row: f"{row['ttft_p50_ms']:,.0f}",
+        "p99 ms": lambda row: f"{row['ttft_p99_ms']:,.0f}",
+        "API server CPU ms": lambda row: f"{row['api_cpu_ms']:.1f}",
+        "calls/s of one API server": lambda row: f"{1000 / row['api_cpu_ms']:.0f}",
+        "CPU ms in front of it": lambda row: "" if row["target"] == "direct" else f"{row['front_cpu_ms']:.1f}",
+        "found cached": lambda row: f"{100 * row['found_cached']:.1f} %",
+    }
+    lengths = [*dict.fromkeys(row["tokens"] for row in rows)]
+    ordered = sorted(rows, key=lambda row: lengths.index(row["tokens"]))
     caption = "calls/s of one API server: what its CPU allows on a core of its own"
-    return Shown("32 sessions at once", [*head, "CPU ms in front of it", "found cached"], out, caption, left=2)
-
-
-def _of_load(row: dict[str, Any]) -> list[str]:
-    direct = row["target"] == "direct"
-    return [
-        f"{row['tokens']:,}" if direct else "",
-        row["target"],
-        f"{row['calls']:,}",
-        f"{row['calls_per_s']:.1f}",
-        f"{row['ttft_p50_ms']:,.0f}",
-        f"{row['ttft_p99_ms']:,.0f}",
-        f"{row['api_cpu_ms']:.1f}",
-        f"{1000 / row['api_cpu_ms']:.0f}",
-        "" if direct else f"{row['front_cpu_ms']:.1f}",
-        f"{100 * row['found_cached']:.1f} %",
-    ]
+    return Shown("32 sessions at once", [*columns], [[cell(row) for cell in columns.values()] for row in ordered], caption, left=2)
 
 
 def workload(rows: list[dict[str, Any]]) -> Shown:
@@ -159,13 +132,10 @@ def tables(found: dict[str, Any]) -> dict[str, Shown]:
     """All tables of a run of `bench.gain` or of `bench.gain_load`, by the name of their place in the page."""
     if "load" in found:
         return {"load": load(found["load"]), "workload": workload(found["workload"])}
-    shown = {}
-    for kind in WORDS:
-        for drift in (True, False):
-            table = first_tokens(found, kind, drift=drift)
-            if table.rows:
-                shown[f"{kind} {'drift' if drift else 'same'}"] = table
-    return shown | {"bodies": bodies(found["bodies"])}
+    kinds = {
+        f"{kind} {words}": first_tokens(found, kind, drift=drift) for kind in WORDS for words, drift in (("drift", True), ("same", False))
+    }
+    return {name: shown for name, shown in kinds.items() if shown.rows} | {"bodies": bodies(found["bodies"])}
 
 
 def came_from(found: dict[str, Any]) -> str:
@@ -195,11 +165,9 @@ def parts(found: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     of_load = "gain-load-" in sys.argv[-1] or "gain_load" in sys.argv[-1]
-    found = written("bench.gain_report", PAGE, HERE / ("gain_load.json" if of_load else "gain.json"), parts)
+    found = written("bench.gain_report", PAGE, RESULTS.with_name("gain_load.json" if of_load else "gain.json"), parts)
     if not of_load:
-        from bench.gain_plot import draw  # noqa: PLC0415 - matplotlib is for who writes pages
-
-        draw(points(found), DOCS / "images")
+        draw_gain(points(found), WORDS, DOCS / "images")
 
 
 if __name__ == "__main__":

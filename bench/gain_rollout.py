@@ -4,14 +4,18 @@ The harness here is *faithful*: it sends back content, thinking and calls exactl
 what the direct calls lose comes from the text alone: tokenizing again, and what the chat template omits.
 """
 
+import contextlib
 import http.client
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench import targets
+from bench.client import turns
 from bench.gain_engine import MODEL, Engine
 from bench.processes import Process, cpu_seconds
 from bench.talk import text
@@ -24,6 +28,8 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
+DIRECT, PROXY, PLUGIN = OWN = "direct", "proxy", "proxy, plugin"
+RERENDER, LITELLM = PEERS = "rerender", "litellm"
 LONG, SHORT = (32, 16), (8, 8)
 """Tokens of thinking and of the call or answer: of a reply whose loss is measured, and of other replies."""
 SMALL = 60
@@ -31,6 +37,14 @@ SMALL = 60
 DRIFT = 0.1
 """Share of the tokens that a drifting reply emits in two pieces."""
 SETTLE_S = 0.02
+
+
+STREAMED = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def forced(say: list[int]) -> dict[str, Any]:
+    """The members of a request that force the ids of the reply (`bench.forced`)."""
+    return {"temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}
 
 
 @dataclass
@@ -45,19 +59,47 @@ class StreamedAnswer:
 
 @dataclass(frozen=True)
 class CallTarget:
-    """Where calls are sent. `proxy` is None for the engine itself."""
+    """Where calls are sent. `front`: the program in front of the engine; None for the engine itself."""
 
     name: str
     engine: Engine
-    proxy: Process | None = None
+    front: Process | None = None
 
     @property
-    def port(self) -> int:
-        return (self.proxy or self.engine.process).port
+    def process(self) -> Process:
+        """What answers the calls."""
+        return self.front or self.engine.process
 
     def cpu(self) -> list[float]:
-        """CPU seconds so far of the engine's API server (not of its engine process, which computes) and of the proxy."""
-        return [cpu_seconds(self.engine.process.pid), cpu_seconds(self.proxy.pid) if self.proxy else 0.0]
+        """CPU seconds so far of the engine's API server (not of its engine process, which computes) and of the program in front of it."""
+        return [cpu_seconds(self.engine.process.pid), self.front.cpu() if self.front else 0.0]
+
+    def continued(self, session: str) -> int:
+        """Checks that the proxy matched each call of a session as the continuation of the one before. Returns the number of its turns.
+
+        Raises:
+            RuntimeError: It did not, so the figures do not measure what they should: a proxy that only relays is fast, too.
+        """
+        kinds = [turn["match"] for turn in turns(self.process.port, session)]
+        if set(kinds[1:]) != {"continue"}:
+            raise RuntimeError(f"{self.name}: a session was torn: {' '.join(kinds)}")
+        return len(kinds)
+
+
+@contextlib.contextmanager
+def opened(name: str, engine: Engine, *, tokenizer: bool = True) -> Iterator[CallTarget]:
+    """A target: the engine itself, another program in front of it, or the proxy with the engine's tokenizer, or without one."""
+    with contextlib.ExitStack() as stack:
+        front = None
+        if name == RERENDER:
+            os.environ["BENCH_TOKENIZER"] = str(engine.model_dir)
+            front = stack.enter_context(targets.program(engine.process, "rerender")).processes[0]
+        elif name == LITELLM:
+            front = stack.enter_context(targets.litellm(engine.process, MODEL)).processes[0]
+        elif name != DIRECT:
+            more = ["--tokenizer", str(engine.model_dir)] if tokenizer else []
+            front = stack.enter_context(targets.serve(engine.process, "memory:", *more))
+        yield CallTarget(name, engine, front)
 
 
 def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -> StreamedAnswer:
@@ -66,7 +108,7 @@ def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -
     Raises:
         RuntimeError: The answer is not a stream.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=300)
+    connection = http.client.HTTPConnection("127.0.0.1", target.process.port, timeout=300)
     connection.connect()
     headers = {"Content-Type": "application/json"} | ({"X-Tokencache-Session": session} if session else {})
     begun = time.perf_counter()
@@ -151,14 +193,12 @@ class Rollout:
         """
         self.add_input(new_tokens)
         sampled_text = self.reply(sizes, calls=calls)
-        body = {"model": MODEL, "messages": self.messages, "stream": True, "stream_options": {"include_usage": True}}
-        body |= {"tools": [TOOL]} if self.tools else {}
         say = self.target.engine.tokenizer.resample(sampled_text, self.rng, self.drift)
-        sent = json.dumps({**body, "temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}).encode()
+        sent = json.dumps({"messages": self.messages, **STREAMED, **({"tools": [TOOL]} if self.tools else {}), **forced(say)}).encode()
         looked_up = self.target.engine.prefix_cache()
         time.sleep(SETTLE_S)  # background work of an earlier call must not count as this call's CPU
         before = self.target.cpu()
-        answered = send_streamed(self.target, sent, self.name if self.target.proxy else None)
+        answered = send_streamed(self.target, sent, self.name if self.target.front else None)
         queries, hits = (now - then for now, then in zip(self.target.engine.prefix_cache(), looked_up, strict=True))
         if bool(answered.message.get("tool_calls")) != calls or not answered.message.get("reasoning"):
             raise RuntimeError(f"the model should have replied {sampled_text!r}, but replied {answered.message!r}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import uvloop
 
-from bench.client import Client, reply_text
+from bench.client import Client, request, take_turn
 from bench.processes import Process
 from bench.talk import Talk
 from bench.targets import mock
@@ -46,31 +46,24 @@ class Held(NamedTuple):
     places: list[tuple[str, float]]
 
 
-class _Rollout:
-    """A session whose client has had some turns, and reads the beginning of another one."""
+def _warm(number: int, size: int, port: int) -> tuple[Client, bytes]:
+    """A client whose session has had some turns, and its next request, which is streamed."""
+    client, session = Client(port), f"held-{number}"
+    talk = Talk(f"held {number}", size=size, messages=max(2, size // 700), mock_tokens=20)
+    for _ in range(_WARM_TURNS):
+        take_turn(client, talk, session, 200)
+    paced = {"stream": True, "mock_tokens": _TOKENS, "mock_chunks": _TOKENS, "mock_pace_ms": _PACE_MS}
+    return client, request(talk.body(talk.members | paced), session)
 
-    def __init__(self, number: int, size: int, port: int) -> None:
-        self._name, self._client = f"held-{number}", Client(port)
-        self._talk = Talk(f"held {number}", size=size, messages=max(2, size // 700), mock_tokens=20)
-        for _ in range(_WARM_TURNS):
-            self._talk.add_turn(reply_text(self._client.post(self._talk.body(), self._name)), 200)
-        self._talk.members |= {"stream": True, "mock_tokens": _TOKENS, "mock_chunks": _TOKENS, "mock_pace_ms": _PACE_MS}
-        body = self._talk.body()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Tokencache-Session: {self._name}\r\nContent-Type: application/json\r\n"
-        self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
-    def begin(self) -> None:
-        """Send the request, and read the first text."""
-        self._client.socket.sendall(self._request)
-        got = b""
-        while _BEGUN not in got:
-            if not (data := self._client.socket.recv(1 << 16)):
-                raise ConnectionError(f"{self._name}: {got[:300]!r}")
-            got += data
-
-    def close(self) -> None:
-        """Leave the stream."""
-        self._client.close()
+def _begin(client: Client, sent: bytes) -> None:
+    """Send the request, and read the first text."""
+    client.socket.sendall(sent)
+    got = b""
+    while _BEGUN not in got:
+        if not (data := client.socket.recv(1 << 16)):
+            raise ConnectionError(f"{got[:300]!r}")
+        got += data
 
 
 def held(size: int, *, places: int = 0) -> Held:
@@ -80,25 +73,25 @@ def held(size: int, *, places: int = 0) -> Held:
 
 
 async def _held(engine: Process, size: int, places: int) -> Held:
-    async with serving(Settings(upstream=f"http://127.0.0.1:{engine.port}", port=0)) as (url, proxy):
+    async with serving(Settings(upstream=engine.url, port=0)) as (url, proxy):
         await proxy.engine.model()
         tracemalloc.start()
-        rollouts = [await asyncio.to_thread(_Rollout, number, size, int(url.rpartition(":")[2])) for number in range(_STREAMS + 1)]
+        rollouts = [await asyncio.to_thread(_warm, number, size, int(url.rpartition(":")[2])) for number in range(_STREAMS + 1)]
         try:
             first = rollouts.pop()  # for what the first stream imports and makes once
-            await asyncio.to_thread(first.begin)
-            first.close()
+            await asyncio.to_thread(_begin, *first)
+            first[0].close()
             await until(lambda: not metrics.REGISTRY.get_sample_value("tokencache_calls_in_flight"))
             await proxy.ledger.settled()
             idle, before = _coroutines(), _settled()
             for rollout in rollouts:
-                await asyncio.to_thread(rollout.begin)
+                await asyncio.to_thread(_begin, *rollout)
             after, busy = _settled(), _coroutines()
             traced = after.compare_to(before, "lineno")
         finally:
             tracemalloc.stop()
-            for rollout in rollouts:
-                rollout.close()
+            for client, _ in rollouts:
+                client.close()
     grown = sum(place.size_diff for place in traced)
     lines = [(f"{place.traceback[0].filename}:{place.traceback[0].lineno}", place.size_diff / _STREAMS) for place in traced[:places]]
     return Held(grown / _STREAMS, (busy - idle) / _STREAMS, lines)

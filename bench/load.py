@@ -1,9 +1,4 @@
-"""The load generator: a separate process that runs rollouts and reports how long each call took.
-
-*Closed loop*: a fixed number of rollouts at once, each asks again as soon as it is answered; the result is what a server can carry.
-*Open loop*: the rollouts' calls arrive at random (Poisson), whether or not earlier ones were answered. A call's latency counts from the
-moment it was due, so a server that stalls cannot hide it by delaying the generator ("coordinated omission"). A call continues an
-idle rollout, or begins one.
+"""The load generator: a separate process that runs rollouts and reports how long each call took; README.md explains closed and open loop.
 
     python -m bench.load '{"ports": [8100], "sessions": true, "connections": 64, "seconds": 3}'
 
@@ -13,38 +8,130 @@ prints `go` when the measured time begins, `end` when it is over, then one line 
 import asyncio
 import json
 import random
+import re
 import sys
 import threading
 import time
 from collections import Counter, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
 
 from bench.mock import reply_of
 from bench.stats import percentile, quantiles
-from bench.talk import Talk
-from bench.wire import Answer, Connection
+from bench.talk import Shape
 
 CONNECTING = 128
 PER_SOURCE = 20_000
 """Connections per source address of this machine: each has 28,000 ports for one destination."""
 
+_SHORT = 8
+"""Tokens of the reply of a call before the clock starts."""
 LATE_SECONDS = 120.0
 """How long calls in progress may take once the time is over."""
+
+
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
+_NUMBER = re.compile(rb'"content": ?"(\d{8})')
+_SENT = re.compile(rb'"mock_sent": ?(\d+)')
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Answer(NamedTuple):
+    """CLOCK_MONOTONIC in nanoseconds. `pause`: the longest time between two arrivals; `sent`: when the mock wrote the last event, or 0."""
+
+    status: int
+    first: int
+    ended: int
+    pause: int
+    sent: int
+    number: bytes
+    error: str = ""
+
+
+class Connection(asyncio.Protocol):
+    """A connection that carries one call at a time.
+
+    It parses only what marks the end of an answer. An answer of a known length ends there, a chunked one at its last chunk.
+    """
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Future[Answer] | None = None
+
+    @classmethod
+    async def open(cls, port: int, source: str) -> "Connection":
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(cls, "127.0.0.1", port, local_addr=(source, 0) if source else None)
+        return made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+
+    @property
+    def usable(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def call(self, head: bytes, body: bytes) -> "asyncio.Future[Answer]":
+        assert self.transport is not None  # noqa: S101 - `open` returns connected ones only
+        self._got = bytearray()
+        self._first = self._last = self._pause = 0
+        self._end = self._start = -1
+        self._waiting = asyncio.get_running_loop().create_future()
+        self.transport.writelines([head, body])
+        return self._waiting
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic_ns()
+        if self._waiting is None:
+            return
+        self._got += data
+        if self._start < 0:
+            found = self._got.find(b"\r\n\r\n")
+            if found < 0:
+                return
+            self._start = found + 4
+            length = _LENGTH.search(self._got, 0, self._start)
+            self._end = self._start + int(length[1]) if length else -1
+        if self._first:
+            self._pause = max(self._pause, now - self._last)
+        elif len(self._got) > self._start:
+            self._first = now
+        self._last = now
+        if len(self._got) >= self._end if self._end >= 0 else self._got.endswith(_LAST_CHUNK):
+            self._finish(now)
+
+    def _finish(self, now: int) -> None:
+        status = int(self._got[9:12])
+        number, sent = _NUMBER.search(self._got, self._start), _SENT.search(self._got, max(0, len(self._got) - 400))
+        error = "" if status == 200 and number else bytes(self._got[self._start : self._start + 300]).decode(errors="replace")
+        answer = Answer(status, self._first, now, self._pause, int(sent[1]) if sent else 0, number[1] if number else b"", error)
+        self._settle(answer)
+
+    def connection_lost(self, reason: Exception | None) -> None:
+        now = time.monotonic_ns()
+        self._settle(Answer(0, now, now, 0, 0, b"", f"connection lost: {reason or 'closed'}"))
+
+    def _settle(self, answer: Answer) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """What to run. `rate`: calls per second, open loop; else `connections` rollouts at once, closed loop.
 
     `turns`: of each rollout; then another replaces it, or none (`once`). `warm_turn`: each rollout makes a short call before the clock
-    starts.
-    `warm_s`: warm-up time before the clock starts. `ramp_s`: the first calls are spread over it.
+    starts. `warm_s`: warm-up time before the clock starts. `ramp_s`: the first calls are spread over it.
     """
 
-    ports: list[int]
-    sessions: bool
+    ports: list[int] = []
+    sessions: bool = False
     name: str = "load"
     connections: int = 1
     rate: float = 0.0
@@ -54,12 +141,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     warm_turn: bool = False
     ramp_s: float = 0.0
     turns: int = 16
-    size: int = 1_000
-    messages: int = 4
-    tokens: int = 200
-    tail: int = 800
-    chunks: int = 0
-    pace_ms: int = 0
+    shape: Shape = Shape()
 
 
 class Rollout:
@@ -68,11 +150,7 @@ class Rollout:
     def __init__(self, spec: Spec, number: int) -> None:
         self.spec = spec
         self.session = f"{spec.name}-{number}"
-        grown = 0 if spec.once else (spec.tokens * 4 + spec.tail + 100) * spec.turns // 2
-        more = {"mock_tokens": spec.tokens, **({"stream": True, "mock_chunks": spec.chunks} if spec.chunks else {})}
-        size = max(300, spec.size - grown)
-        self.talk = Talk(self.session, size=size, messages=spec.messages, **more, **({"mock_pace_ms": spec.pace_ms} if spec.chunks else {}))
-        self.short = {"model": "mock", "mock_tokens": 8}
+        self.talk = spec.shape.talk(self.session, 0 if spec.once else spec.turns)
         self.port = spec.ports[number % len(spec.ports)]
         self.source = f"127.0.0.{2 + number // PER_SOURCE}" if number >= PER_SOURCE else ""
         self.turn = 0
@@ -87,11 +165,8 @@ class Rollout:
 
     async def call(self, gate: asyncio.Semaphore, *, short: bool = False) -> Answer:
         """Makes the next call. A failure to connect counts as an answer that reports the error."""
-        members = self.talk.members
-        if short:
-            self.talk.members = self.short
-        body = self.talk.body()
-        self.talk.members = members
+        tokens = _SHORT if short else self.spec.shape.tokens
+        body = self.talk.body({"model": "mock", "mock_tokens": tokens} if short else None)
         try:
             await self.connect(gate)
         except OSError as error:
@@ -100,8 +175,7 @@ class Rollout:
         assert self.connection is not None  # noqa: S101 - just made
         answer = await self.connection.call(f"{self._head}{len(body)}\r\n\r\n".encode(), body)
         self.turn += 1
-        n = 8 if short else self.spec.tokens
-        self.talk.add_turn(answer.number.decode() + reply_of(n).json_text.decode(), self.spec.tail)
+        self.talk.add_turn(answer.number.decode() + reply_of(tokens).json_text.decode(), self.spec.shape.tail)
         return answer
 
     def close(self) -> None:
@@ -214,9 +288,6 @@ class Generator:
             late = len(pending)
             for task in pending:
                 task.cancel()
-        return self.result(begun, ended, used, late)
-
-    def result(self, begun: int, ended: int, used: float, late: int) -> dict[str, Any]:
         return summary(self.calls, begun, ended, open_loop=self.spec.rate > 0) | {
             "late": late,
             "generator_cpu_s": round(used, 4),

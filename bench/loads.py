@@ -1,29 +1,34 @@
-"""Load: calls per second, latency and cost per call, from one rollout at a time to thousands.
+"""Puts load on targets: calls per second, latency and cost per call, from one rollout at a time to thousands.
 
 Every row is measured in rounds, target after target within each round, so that a change of the machine's speed appears as spread and not as
-a difference between targets.
+a difference between targets. With two cores or more, a single-process target has one core and everything else shares the others. Its calls
+per second are then those of *one core*, and a figure names what limited it (`limited_by`).
 """
 
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from bench import client
 from bench.cost import SLOW
-from bench.drive import drive
 from bench.load import Spec
-from bench.processes import Process
-from bench.targets import FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, Target
+from bench.processes import ROOT, Process
+from bench.talk import LONG, LONGEST, NEW, SMALL, Shape
+from bench.targets import NOT_STREAMED, Target
 
-_NONE = Spec(ports=[], sessions=False)
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "1 KB": {"size": 1_000, "messages": 4, "tokens": 16, "tail": 64},
-    "141 KB": {"size": 141_000, "messages": 200, "tokens": 200, "tail": 800},
-    "1 MB": {"size": 1_000_000, "messages": 400, "tokens": 200, "tail": 800},
-    "1 KB, 100 chunks of 50 ms": {"size": 1_000, "messages": 4, "tokens": 100, "tail": 64, "chunks": 100, "pace_ms": 50, "turns": 4},
-    "141 KB, 500 chunks of 10 ms": {"size": 141_000, "messages": 200, "tokens": 500, "tail": 800, "chunks": 500, "pace_ms": 10, "turns": 4},
+SHAPES = {
+    "1 KB": SMALL,
+    "141 KB": LONG,
+    "1 MB": LONGEST,
+    "1 KB, 100 chunks of 50 ms": msgspec.structs.replace(SMALL, tokens=100, chunks=100, pace_ms=50),
+    "141 KB, 500 chunks of 10 ms": msgspec.structs.replace(LONG, tokens=500, chunks=500, pace_ms=10),
 }
 
 FEW = 64
@@ -32,8 +37,7 @@ FEW = 64
 FAST_SECONDS = 4.0
 """Maximum seconds for targets without sessions: thousands wait for the proxy, but not for these."""
 
-MANY_STREAMS = 16_384
-MILES = {"connections": 32, "turns": 50, "once": True, "size": 1_200, "messages": 2, "tokens": 200, "tail": 800, "seconds": 30.0}
+MILES = Spec(connections=32, once=True, shape=NEW, seconds=30.0)
 """The shape of miles' published throughput of its session server: 32 sessions x 50 turns on a mock backend (radixark/miles #1660).
 
 A run is cut off after half a minute; its turns per second are then those of the shorter histories.
@@ -51,7 +55,8 @@ class Row:
 
     def spec(self, *, slow: bool = False, fast: bool = False) -> Spec:
         """What to run; `slow` targets get three times as long, for enough answers, `fast` ones only as long as they need."""
-        streamed = SHAPES[self.shape].get("chunks", 0) * SHAPES[self.shape].get("pace_ms", 0) / 1000
+        shape = SHAPES[self.shape]
+        streamed = shape.chunks * shape.pace_ms / 1000
         queue = self.connections / 1500  # the first of thousands are answered at once, the last after all others
         if streamed:  # from the middle of one stream to the middle of another: as many are counted as were paid for
             warm, seconds = 1.5 * streamed, 2 * streamed
@@ -59,18 +64,18 @@ class Row:
             warm = min(20.0, 0.3 + queue)
             wanted = min(FAST_SECONDS, self.seconds) if fast else self.seconds * (3 if slow else 1)
             seconds = min(40.0, wanted + 2 * queue)
-        return msgspec.structs.replace(_NONE, connections=self.connections, seconds=seconds, warm_s=warm, **SHAPES[self.shape])
+        return Spec(connections=self.connections, seconds=seconds, warm_s=warm, turns=4 if streamed else 16, shape=shape)
 
 
 def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
     """The targets that can carry this many at once, and whose figures no other row gives."""
-    whole, few = "chunks" not in SHAPES[row.shape], row.connections <= FEW
+    whole, few = not SHAPES[row.shape].chunks, row.connections <= FEW
 
     def adds_figures(name: str, target: Target) -> bool:
         if name in SLOW:
             return whole and few and row.shape != "1 MB"  # too few answers there for a figure
-        if name in {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}:
-            return whole and few  # the first only omits a small call, the others do not stream
+        if name in NOT_STREAMED:
+            return whole and few
         if target.workers > 1:  # one call at a time needs no second process; two processes with streams are measured with 16,384
             return whole and row.connections > 1 and (few or row.shape == "1 KB")
         return True
@@ -96,36 +101,22 @@ def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares
     """Poisson arrivals of 141 KB calls at shares of a capacity, to each target at the same rates."""
     found = []
     for share in shares:
-        spec = msgspec.structs.replace(_NONE, rate=round(capacity * share, 1), seconds=seconds, warm_s=0.5, **SHAPES["141 KB"])
+        spec = Spec(rate=round(capacity * share, 1), seconds=seconds, warm_s=0.5, shape=LONG)
         found += [{"share": share, **drive(engine, target, spec)} for target in targets]
     return found
 
 
 def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns: int) -> list[dict[str, Any]]:
     """32 new sessions of `turns` turns at once, on all cores."""
-    found = []
-    for _ in range(rounds):
-        for target in targets:
-            spec = msgspec.structs.replace(_NONE, **(MILES | {"turns": turns}))
-            found.append(drive(engine, target, spec, alone=False))
-    return found
+    spec = msgspec.structs.replace(MILES, turns=turns)
+    return [drive(engine, target, spec, alone=False) for _ in range(rounds) for target in targets]
 
 
 def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pace_ms: int, ramp_s: float) -> dict[str, Any]:
     """This many streams at once through one target, or as many as its open-file limit allows; each continues its own session."""
     possible = wanted if target.name == "direct" else min(wanted, target.streams_possible())
-    spec = msgspec.structs.replace(
-        _NONE,
-        connections=possible,
-        once=True,
-        warm_turn=True,
-        turns=1,
-        ramp_s=ramp_s,
-        seconds=240.0,
-        tokens=chunks,
-        chunks=chunks,
-        pace_ms=pace_ms,
-    )
+    shape = Shape(tokens=chunks, chunks=chunks, pace_ms=pace_ms)
+    spec = Spec(connections=possible, once=True, warm_turn=True, turns=1, ramp_s=ramp_s, seconds=240.0, shape=shape)
     found = drive(engine, target, spec, alone=target.workers == 1)
     walls, lags = found["latency_us"], found.get("lag_us")
     return {
@@ -140,3 +131,100 @@ def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pa
         "lag_max_ms": round(lags[100] / 1000, 1) if lags else None,
         "bytes_per_stream": round((found["peak_bytes"] - found["idle_bytes"]) / possible),
     }
+
+
+BUSY = 0.85
+"""Share of its cores above which a target counts as the limit."""
+
+_CORES = sorted(os.sched_getaffinity(0))
+
+
+def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) -> dict[str, Any]:
+    """Puts load on a target. `alone`: pin it to one core and the rest to the others; otherwise all share all cores.
+
+    Raises:
+        RuntimeError: The generator failed.
+    """
+    engine = target.engine or engine
+    pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
+    spec = msgspec.structs.replace(spec, ports=target.ports, sessions=target.sessions, name=f"{spec.name}-{time.monotonic_ns() % 10**12}")
+    for process in target.processes:
+        process.pin({_CORES[0]} if pinned else set(_CORES))
+        process.forget_peak()
+    before = sum(process.peak() for process in target.processes)
+    rest = set(_CORES[1:]) if pinned else set(_CORES)
+    for process in (engine, *target.stores):
+        if process not in target.processes:
+            process.pin(rest)
+    command = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as generator:
+        Process("generator", 0, generator.pid, ROOT).pin(rest)
+        try:
+            found = _watch(engine, target, generator)
+        finally:
+            if generator.poll() is None:
+                generator.kill()
+    found["idle_bytes"] = before
+    return _checked(target, found, spec, 1 if pinned else len(_CORES))
+
+
+def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") -> dict[str, Any]:
+    def line() -> str:
+        assert generator.stdout is not None  # noqa: S101 - it was opened with a pipe
+        got = generator.stdout.readline()
+        if not got:
+            raise RuntimeError(f"the load generator exited with code {generator.wait()}")
+        return got
+
+    def accounts() -> list[float]:
+        return [target.cpu(), engine.cpu(), target.store_cpu(), sum(process.waited() for process in target.processes)]
+
+    line()
+    before = accounts()
+    line()
+    used = [now - then for now, then in zip(accounts(), before, strict=True)]
+    found: dict[str, Any] = json.loads(line())
+    found |= {"cpu_s": used[0], "engine_cpu_s": used[1], "store_cpu_s": used[2], "waited_s": round(used[3], 4)}
+    found["peak_bytes"] = sum(process.peak() for process in target.processes)
+    return found
+
+
+def limit(shares: dict[str, float], waited: float) -> str:
+    """What limited a closed loop; `waited` is the share of time in which the target was ready to run without a core."""
+    if shares["target"] >= BUSY:
+        return "target"
+    if shares["target"] + waited >= BUSY:
+        return "machine"
+    return max(("engine", "generator"), key=lambda name: shares[name])
+
+
+def _torn(target: Target, session: str, turns: int) -> str:
+    """What is wrong with a session: every call must have continued the previous one. Empty if the session is as it should be."""
+    try:
+        known = next(filter(None, (client.turns(port, session) for port in target.ports)), [])
+    except RuntimeError as why:
+        return str(why)
+    kinds = [turn["match"] for turn in known]
+    if len(kinds) >= turns and kinds[1:] == ["continue"] * (len(kinds) - 1):
+        return ""
+    return f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
+
+
+def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
+    """Adds what follows from the accounts. A run with `torn` sessions yields no figure: a proxy that only relays is fast, too."""
+    played = found.pop("sessions")
+    found["torn"] = [words for session, turns in played if (words := _torn(target, session, turns))] if target.records else []
+    calls = max(1, found["calls_per_s"] * found["window_s"])
+    for name in ("cpu", "engine_cpu", "store_cpu", "generator_cpu"):
+        found[f"{name}_us"] = round(found[f"{name}_s"] / calls * 1e6, 1)
+    window = found["window_s"]
+    own = min(cores, target.workers) if target.name != "direct" else 1
+    shares = {
+        "target": found["cpu_s"] / window / own,
+        "engine": found["engine_cpu_s"] / window,
+        "generator": found["generator_cpu_s"] / window,
+    }
+    found["busy"] = {name: round(share, 3) for name, share in shares.items()}
+    found["limited_by"] = limit(shares, found["waited_s"] / window / own)
+    found |= {"target": target.name, "connections": spec.connections, "rate": spec.rate}
+    return found

@@ -115,6 +115,10 @@ def packed_ids(json_ids: bytes) -> bytes:
     return np.fromstring(json_ids.decode(), dtype="<i4", sep=",").tobytes()
 
 
+_CHOICE = b'"logprobs":%s,"finish_reason":"stop","stop_reason":null,"token_ids":%s,"routed_experts":null'
+"""The members of a whole reply's choice after its message."""
+
+
 class MockReply:
     """A reply of `n` tokens, made once: four characters each, the last one the end of turn."""
 
@@ -125,16 +129,14 @@ class MockReply:
             msgspec.json.encode({"token": t, "logprob": -(1 + i % 97) / 64, "bytes": list(t.encode()), "top_logprobs": []})
             for i, t in enumerate(self.texts)
         ]
-        self.json_ids = b",".join(b"%d" % i for i in self.ids)
-        self.logprobs_json = b'{"content":[' + b",".join(self.logprob_entries) + b"]}"
+        logprobs_json, json_ids = b",".join(self.logprob_entries), b",".join(b"%d" % i for i in self.ids)
+        self.plain = _CHOICE % (b"null", b"null")
+        self.with_ids = _CHOICE % (b'{"content":[%s]}' % logprobs_json, b"[%s]" % json_ids)
         self.json_text = "".join(self.texts).encode()
         self.packed = np.array(self.ids, dtype="<i4").tobytes()
         logprobs = np.array([-(1 + i % 97) / 64 for i in range(n)], dtype="<f4").tobytes()
         members = tuple(base64.b64encode(data) for data in (self.packed, b"f" + logprobs))
-        self.packed_json = (
-            b'"logprobs":null,"finish_reason":"stop","stop_reason":null,"token_ids":null,"routed_experts":null,"tokencache":'
-            + (b'{"ids":"%s","logprobs":"%s"}' % members)
-        )
+        self.with_packed = self.plain + b',"tokencache":{"ids":"%s","logprobs":"%s"}' % members
 
     def events(self, chunks: int, *, ids: bool) -> list[bytes]:
         """The deltas of a stream, without the head that all of one call share."""
@@ -243,22 +245,8 @@ class Server(asyncio.Protocol):
             self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first, usage)
             return
         reply = reply_of(n)
-        self._json(
-            b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
-            b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},"logprobs":%s,'
-            b'"finish_reason":"stop","stop_reason":null,"token_ids":%s,"routed_experts":null}],"service_tier":null,'
-            b'"system_fingerprint":"mock","usage":%s,"prompt_logprobs":null,'
-            b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
-            % (
-                number,
-                number,
-                reply.json_text,
-                reply.logprobs_json if wants_ids else b"null",
-                b"[%s]" % reply.json_ids if wants_ids else b"null",
-                _usage(_count(prompt), n),
-                b"[%s]" % prompt if wants_ids else b"null",
-            )
-        )
+        choice, echo = (reply.with_ids, b"[%s]" % prompt) if wants_ids else (reply.plain, b"null")
+        self._json(_whole(number, reply, choice, _count(prompt), echo))
 
     def _named(self, kept: KeptPrompts, name: _Name, rendered: bytes, reply: MockReply, number: bytes) -> None:
         """Answers a whole reply to a prompt by its hash, or to one that was rendered because the request has no tail."""
@@ -268,14 +256,8 @@ class Server(asyncio.Protocol):
             return
         digest = kept.keep(prompt, reply.packed)
         echo = b',"tokencache":{"prompt":"%s"}' % base64.b64encode(prompt) if name.echo or not name.tail else b""
-        self._json(
-            b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
-            b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},%s}],"service_tier":null,'
-            b'"system_fingerprint":"mock","usage":%s,"prompt_logprobs":null,'
-            b'"prompt_token_ids":null%s,"prompt_text":null,"kv_transfer_params":null}'
-            % (number, number, reply.json_text, reply.packed_json, _usage(len(prompt) // 4, len(reply.ids)), echo),
-            more=b"x-tokencache-prompt: %s\r\n" % digest.encode(),
-        )
+        body = _whole(number, reply, reply.with_packed, len(prompt) // 4, b"null" + echo)
+        self._json(body, more=b"x-tokencache-prompt: %s\r\n" % digest.encode())
 
     def _forced(self, asked: _Body) -> None:
         """Answers the probe's question: does generation stop at this token?"""
@@ -335,6 +317,17 @@ def _count(json_ids: bytes) -> int:
 
 def _usage(prompt: int, reply: int) -> bytes:
     return b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}' % (prompt, prompt + reply, reply)
+
+
+def _whole(number: bytes, reply: MockReply, choice: bytes, prompt_tokens: int, prompt_ids: bytes) -> bytes:
+    """A whole reply; `choice` has the members of its only choice after the message, `prompt_ids` those after the prompt's ids, too."""
+    return (
+        b'{"id":"chatcmpl-%s","object":"chat.completion","created":0,"model":"mock","choices":[{"index":0,"message":{"role":"assistant",'
+        b'"content":"%s%s","refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},%s}],"service_tier":null,'
+        b'"system_fingerprint":"mock","usage":%s,"prompt_logprobs":null,'
+        b'"prompt_token_ids":%s,"prompt_text":null,"kv_transfer_params":null}'
+        % (number, number, reply.json_text, choice, _usage(prompt_tokens, len(reply.ids)), prompt_ids)
+    )
 
 
 def _framed(data: bytes) -> bytes:

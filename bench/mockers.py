@@ -32,7 +32,6 @@ from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
 ENGINES, MODEL = 4, "bench"
-READY_SECONDS = 180.0
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 
 
@@ -47,22 +46,13 @@ def engine(model: Path, blocks: int) -> Iterator[str]:
         def frontend(port: int) -> Sequence[str]:
             return [python, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), *own, *_PLANES]
 
-        with running("frontend", frontend, "/health", seconds=READY_SECONDS, env=env) as front:
-            served = [
-                "--model-path",
-                str(model),
-                "--model-name",
-                MODEL,
-                "--block-size",
-                str(BLOCK),
-                "--num-gpu-blocks-override",
-                str(blocks),
-            ]
-            command = [python, "-m", "dynamo.mocker", *served, *_PLANES]
+        with running("frontend", frontend, "/health", env=env) as front:
+            served = ["--model-path", str(model), "--model-name", MODEL, "--block-size", str(BLOCK)]
+            command = [python, "-m", "dynamo.mocker", *served, "--num-gpu-blocks-override", str(blocks), *_PLANES]
             quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             mocker = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True, **quiet)
             try:
-                yield f"http://127.0.0.1:{front.port}"
+                yield front.url
             finally:
                 os.killpg(mocker.pid, signal.SIGKILL)
                 mocker.wait()
@@ -77,17 +67,18 @@ class Agents:
 
     async def play(self, rollout: Rollout) -> None:
         """Play one rollout to its end."""
-        messages = [{"role": "user", "content": f"{self._run} group {rollout.group} " + "the " * rollout.turns[0].added}]
-        for n, turn in enumerate(rollout.turns):
-            if n:
-                messages.append({"role": "user", "content": f"{rollout.name} " + "the " * turn.added})
-            body = {"model": MODEL, "messages": messages, "max_tokens": turn.sampled}
+        messages, known = list[dict[str, str]](), 0
+        for n, call in enumerate(rollout.calls):
+            await asyncio.sleep(call.after.get(n - 1, 0))
+            name = rollout.name if n else f"{self._run} group {rollout.group}"
+            messages.append({"role": "user", "content": f"{name} " + "the " * (call.prompt - known)})
+            known = call.prompt + call.sampled
+            body = {"model": MODEL, "messages": messages, "max_tokens": call.sampled}
             async with self._http.post(f"{self._url}/s/{self._run}-{rollout.name}/v1/chat/completions", json=body) as answer:
                 reply = await answer.json()
                 if answer.status != 200:
                     raise RuntimeError(f"the call of {rollout.name} was answered with {answer.status}: {json.dumps(reply)[:300]}")
             messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"] or ""})
-            await asyncio.sleep(turn.pause if n + 1 < len(rollout.turns) else 0)
         self.ends[rollout.group] = time.monotonic()
 
 

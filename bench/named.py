@@ -15,13 +15,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import msgspec
 import uvloop
-from aiohttp import web
 
-from bench.floor import LAST_END, SESSION, WANTED
-from bench.proven import Known, Message, Proven, digest, digests_of, new_messages, pack_json_ids, pack_turn
-from bench.relay import passed_on, serve
+from bench.floor import LAST_END, WANTED
+from bench.proven import Known, Message, Proven, pack_json_ids
+from bench.relay import serve
 
 _HEADER = "x-tokencache-prompt"
 _STAND_IN = b'{"messages":[{"role":"user","content":"x"}'
@@ -61,27 +61,17 @@ class KnownByHash(Known):
 
 
 class Named(Proven):
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Whole replies only."""
-        name = request.headers.get(SESSION)
-        if name is None:
-            return await self.floor.relay.handle(request)
-        body = await request.read()
-        known: Any = self.sessions.pop(name, None) or KnownByHash()
-        new = new_messages(known, body)
-        digests = digests_of(new)
-        tail = b""
-        if known.hashed is None:
-            sent = body[:-1] + WANTED + _RENDERED
-        else:
-            if digests[0] != known.reply:
-                raise ValueError("this is not what was sampled")
-            tail = pack_json_ids(await self.floor.tail(body))
-            asked = _NAMED % (known.hashed.hexdigest().encode(), known.tokens, base64.b64encode(tail))
-            sent = b"".join((_STAND_IN, memoryview(body)[body.rindex(LAST_END) : -1], WANTED, asked))
-        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=sent) as answer:
-            answer_body = await answer.read()
-        reply = _REPLY.decode(answer_body)
+    known = KnownByHash
+
+    def sent(self, known: Any, body: bytes, tail: bytes) -> tuple[bytes, bytes]:
+        if not tail:
+            return body[:-1] + WANTED + _RENDERED, tail
+        packed = pack_json_ids(tail)
+        asked = _NAMED % (known.hashed.hexdigest().encode(), known.tokens, base64.b64encode(packed))
+        return b"".join((_STAND_IN, memoryview(body)[body.rindex(LAST_END) : -1], WANTED, asked)), packed
+
+    def verified(self, known: Any, tail: bytes, answer: aiohttp.ClientResponse, body: bytes) -> tuple[str, tuple[bytes, bytes], bytes]:
+        reply = _REPLY.decode(body)
         if known.hashed is None:
             if reply.tokencache is None:
                 raise ValueError("the engine did not return the ids of the prompt")
@@ -90,22 +80,14 @@ class Named(Proven):
         if answer.headers.get(_HEADER) != known.hashed.hexdigest():
             raise ValueError("the engine used another prompt")
         known.turns.append(tail)
-        _keep(known, new, digests, reply.choices[0])
-        known.tokens += len(tail) // 4
-        self.keep(name, known)
-        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(answer_body))
-
-
-def _keep(known: KnownByHash, new: bytes, digests: list[bytes], choice: _Choice) -> None:
-    """The packed turn; the next call is compared with it."""
-    sampled, values = choice.tokencache.ids, choice.tokencache.logprobs
-    tokens = len(sampled) // 4
-    if values[:1] != b"f" or len(values) != 1 + 4 * tokens or any(map(math.isnan, struct.unpack(f"<{tokens}f", values[1:]))):
-        raise ValueError("the engine returned no log probabilities")
-    known.reply = digest("assistant", choice.message.content)
-    known.turns.append(pack_turn(sampled, values[1:], new, digests))
-    known.hashed.update(sampled)
-    known.tokens += tokens
+        choice = reply.choices[0]
+        sampled, values = choice.tokencache.ids, choice.tokencache.logprobs
+        tokens = len(sampled) // 4
+        if values[:1] != b"f" or len(values) != 1 + 4 * tokens or any(map(math.isnan, struct.unpack(f"<{tokens}f", values[1:]))):
+            raise ValueError("the engine returned no log probabilities")
+        known.hashed.update(sampled)
+        known.tokens += len(tail) // 4 + tokens
+        return choice.message.content, (sampled, values[1:]), _hidden(body)
 
 
 def _hidden(reply: bytes) -> bytes:

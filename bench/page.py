@@ -22,16 +22,6 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 PAGE = DOCS / "performance.md"
 RESULTS = HERE / "results.json"
-NAMES = {
-    "Functions that a call enters": "entries",
-    "One call at a time": "cost",
-    "One session that grows: CPU µs per call": "growth",
-    "Closed loop: each rollout asks again as soon as it was answered": "load",
-    "Open loop: calls arrive at random": "open",
-    "32 sessions at once, each from nothing": "rollouts",
-    "Streams in flight": "streams",
-    "1 KB calls while a large rollout is fetched without a pause, ms": "exports",
-}
 
 
 def markdown(shown: Shown) -> str:
@@ -108,7 +98,7 @@ def abridged(found: dict[str, Any]) -> dict[str, Any]:
 
 def _parts(found: dict[str, Any]) -> dict[str, str]:
     own = {"machine": came_from(found), "aims": markdown(aim_rows(found))}
-    return own | {NAMES[shown.title]: markdown(shown) for shown in tables(abridged(found))}
+    return own | {name: markdown(shown) for name, shown in tables(abridged(found)).items()}
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing.synchronize import Event
 from types import FrameType
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import uvloop
 
-from bench.client import Client, reply_text
+from bench.client import Client, take_turn
 from bench.processes import Process
 from bench.talk import Talk
 from bench.targets import mock
@@ -124,13 +124,10 @@ def _rollouts(port: int, size: int, each: int, ended: Event) -> None:
                 if ended.is_set():
                     client.close()
                     return
-                talk.add_turn(reply_text(client.post(talk.body(), f"pause-{thread}-{number}")), 200)
+                take_turn(client, talk, f"pause-{thread}-{number}", 200)
 
-    threads = [threading.Thread(target=one, args=(thread,)) for thread in range(_ROLLOUTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(_ROLLOUTS) as threads:
+        list(threads.map(one, range(_ROLLOUTS)))
 
 
 def measured(size: int = SIZE, *, each: int = EACH, seconds: float = 10.0, places: int = 0) -> Pauses:
@@ -140,7 +137,7 @@ def measured(size: int = SIZE, *, each: int = EACH, seconds: float = 10.0, place
 
 
 async def _measured(engine: Process, size: int, each: int, seconds: float, places: int) -> Pauses:
-    async with serving(Settings(upstream=f"http://127.0.0.1:{engine.port}", port=0)) as (url, proxy):
+    async with serving(Settings(upstream=engine.url, port=0)) as (url, proxy):
         await proxy.engine.model()
         freeze_memory()
         start = multiprocessing.get_context("spawn")

@@ -111,12 +111,12 @@ def rollouts(load: Load, seed: int) -> list[Rollout]:
                     break
                 calls.append(Call(total + added, sampled, {n - 1: pause} if n else {}))
                 total, pause = total + added + sampled, draw(load.pause, 1.2, 0.1, 60)
-            made.append(Rollout(f"g{group}s{sibling}", group, calls, partial(_synthetic, group, sibling, shared // BLOCK)))
+
+            def block(_call: int, place: int, ids: tuple[int, int, int] = (group, sibling, shared // BLOCK)) -> Block:
+                return ids[0], -1 if place < ids[2] else ids[1], place
+
+            made.append(Rollout(f"g{group}s{sibling}", group, calls, block))
     return made
-
-
-def _synthetic(group: int, sibling: int, shared: int, _call: int, place: int) -> Block:
-    return group, -1 if place < shared else sibling, place
 
 
 def recorded(path: Path) -> list[Rollout]:
@@ -154,13 +154,13 @@ class Request:
     """A request at an engine. `blocks` are those that it holds; `None` for one that is not full yet."""
 
     def __init__(self, call: Call, block: Callable[[int], Block], done: Callable[[], None]) -> None:
-        self.prompt, self.wanted, self.block, self.done = call.prompt, call.sampled, block, done
+        self.call, self.block, self.done = call, block, done
         self.computed = self.sampled = self.short = 0
         self.blocks: list[Block | None] = []
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.sampled
+        return self.call.prompt + self.sampled
 
 
 class Engine:
@@ -263,7 +263,7 @@ class Engine:
         for request, tokens in plan.items():
             request.computed += tokens
             request.sampled += request.computed >= request.tokens
-            if request.sampled >= request.wanted:
+            if request.sampled >= request.call.sampled:
                 self._running.remove(request)
                 self._release(request)
                 request.done()
@@ -327,17 +327,18 @@ class Replay:
         self._admit()
 
     def _admit(self) -> None:
-        while self._created and (self._admission is None or self._has_room(self._admission)):
+        while self._created and self._has_room(self._created[0].name):
             run = Run(self._created.popleft())
             first, *others = [n for n, call in enumerate(run.rollout.calls) if not call.after]
             self._ask(run, first)
             for n in others:
                 self._later(run.rollout.calls[n].start, partial(self._ask, run, n))
 
-    def _has_room(self, admission: Admission) -> bool:
+    def _has_room(self, session: str) -> bool:
+        if self._admission is None:
+            return True
         empty = sum(not self._placement.load(url, self._now) for url in self._engines)
-        session = self._created[0].name
-        return admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
+        return self._admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
 
     def _place(self, session: str) -> str:
         urls = list(self._engines)
@@ -367,43 +368,28 @@ class Replay:
         self._engines[url].add(Request(call, partial(run.rollout.block, n), done))
 
 
-class Row(NamedTuple):
-    """For each seed: makespans with `hash` and `sticky` in seconds; as shares of that with `hash`, groups, and both with admission."""
-
-    hashed: list[float]
-    sticky: list[float]
-    groups: list[float]
-    admitted: list[float]
-    admitted_groups: list[float]
-
-    @property
-    def ratios(self) -> list[float]:
-        return [sticky / hashed for hashed, sticky in zip(self.hashed, self.sticky, strict=True)]
-
-
-def row(load: Load, replayed: Sequence[Sequence[Rollout]]) -> Row:
-    found = Row([], [], [], [], [])
-    for made in replayed:
-        hashed, sticky = Replay(load, made, sticky=False).run(), Replay(load, made, sticky=True).run()
-        found.hashed.append(hashed[0])
-        found.sticky.append(sticky[0])
-        found.groups.append(sticky[1] / hashed[1])
-        admitted = Replay(load, made, sticky=True, admits=True).run()
-        found.admitted.append(admitted[0] / hashed[0])
-        found.admitted_groups.append(admitted[1] / hashed[1])
-    return found
-
-
-def table_row(name: str, found: Row) -> str:
-    hashed, sticky = statistics.median(found.hashed), statistics.median(found.sticky)
-    return (
-        f"| {name} | {hashed:.0f} | {sticky:.0f} | {statistics.median(found.ratios):.2f} "
-        f"| {min(found.ratios):.2f} to {max(found.ratios):.2f} | {statistics.median(found.groups):.2f} "
-        f"| {statistics.median(found.admitted):.2f} | {statistics.median(found.admitted_groups):.2f} |"
-    )
-
-
+POLICIES = {"hash": {"sticky": False}, "sticky": {"sticky": True}, "admission": {"sticky": True, "admits": True}}
+Outcome = dict[str, tuple[float, float]]
+"""Policy → makespan, and mean time until a group is complete, in seconds."""
 HEAD = "| load | hash, s | sticky, s | ratio | from, to | groups | admission | groups |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+
+
+def replayed(load: Load, made: Sequence[Rollout]) -> Outcome:
+    return {name: Replay(load, made, **policy).run() for name, policy in POLICIES.items()}
+
+
+def ratios(found: Sequence[Outcome], policy: str, *, groups: bool = False) -> list[float]:
+    """What a policy takes as a share of what the hash takes: the makespans, or the times of the groups."""
+    return [one[policy][groups] / one["hash"][groups] for one in found]
+
+
+def table_row(name: str, found: Sequence[Outcome]) -> str:
+    makespans = [f"{statistics.median(one[policy][0] for one in found):.0f}" for policy in ("hash", "sticky")]
+    sticky = ratios(found, "sticky")
+    others = [ratios(found, "sticky", groups=True), ratios(found, "admission"), ratios(found, "admission", groups=True)]
+    medians = [f"{statistics.median(values):.2f}" for values in (sticky, *others)]
+    cells = [name, *makespans, medians[0], f"{min(sticky):.2f} to {max(sticky):.2f}", *medians[1:]]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -420,7 +406,8 @@ def main() -> None:
     print(HEAD, flush=True)
     for name, load in LOADS.items():
         if any(name.startswith(wanted) for wanted in options.loads.split(",")):
-            lines.append(table_row(name, row(load, traced or [rollouts(load, seed) for seed in range(options.seeds)])))
+            played = traced or [rollouts(load, seed) for seed in range(options.seeds)]
+            lines.append(table_row(name, [replayed(load, made) for made in played]))
             print(lines[-1], flush=True)
     if options.write:
         PAGE.write_text(replaced(PAGE.read_text(), "placement", "\n".join(lines)))

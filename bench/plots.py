@@ -1,9 +1,11 @@
-"""Draws the bench's pictures: latency percentiles, calls per second by concurrent rollouts, cost by length of history.
+"""Draws the pictures of the pages: latency percentiles, calls per second by concurrent rollouts, cost by length of history, first tokens.
 
 A target has the same colour in all of them. SVG without a date and with fixed ids, so that the same figures draw the same file.
 """
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +14,12 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from bench.report import middle
 
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from bench.gain_report import Point
 
 COLOURS = {
     "direct": "#8c8c8c",
@@ -33,6 +37,12 @@ COLOURS = {
     "rerender": "#4f8f5b",
     "litellm": "#222222",
 }
+GAIN_COLOURS = {
+    "direct": COLOURS["direct"],
+    "proxy": COLOURS["proxy memory"],
+    "proxy --tokenizer": COLOURS["proxy redis"],
+    "proxy, plugin": COLOURS["litellm"],
+}
 STYLE = {
     "svg.hashsalt": "bench",
     "font.size": 9,
@@ -46,36 +56,36 @@ STYLE = {
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[str]:
-    """Draws the pictures for which the run has figures; returns the names of the files.
-
-    `bench-latency.svg` (closed loop), `bench-open.svg`, `bench-throughput.svg`, `bench-growth.svg`.
-    """
-    makers: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
+    """Draws the pictures for which the run has figures; returns the names of the files."""
+    makers: dict[str, tuple[str, Callable[[Any], None]]] = {
         "bench-latency.svg": ("load", _latency),
         "bench-throughput.svg": ("load", _throughput),
         "bench-open.svg": ("open", _open),
         "bench-growth.svg": ("growth", _growth),
     }
-    written = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (part, make) in makers.items():
-        if part in found:
-            with mpl.rc_context(STYLE):
-                make(found)
-                plt.savefig(folder / name, metadata={"Date": None})
-                plt.close("all")
-            written.append(name)
-    return written
+    kept = {name: (part, make) for name, (part, make) in makers.items() if part in found}
+    for name, (part, make) in kept.items():
+        _save(folder / name, partial(make, found[part]))
+    return [*kept]
 
 
-def _middle(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    return sorted(runs, key=lambda run: run["calls_per_s"])[len(runs) // 2]
+def _save(file: Path, make: Callable[[], None]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        make()
+        plt.savefig(file, metadata={"Date": None})
+        plt.close("all")
 
 
-def _percentiles(axes: "Axes", name: str, latency: list[float], style: str = "-") -> None:
+def _columns(count: int, width: float, height: float, **more: Any) -> "list[Axes]":
+    """Empty diagrams, side by side."""
+    return list(plt.subplots(1, count, figsize=(width * count, height), squeeze=False, **more)[1][0])
+
+
+def _percentiles(axes: "Axes", name: str, latency: list[float]) -> None:
     """Latency over the fraction of calls that are slower, logarithmic: 50 % at the left, 99 % at the right."""
     shown = range(1, 100)
-    axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], style, color=COLOURS.get(name), label=name)
+    axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], "-", color=COLOURS.get(name), label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([1, 2, 10, 100], ["0", "50", "90", "99"])
@@ -83,65 +93,97 @@ def _percentiles(axes: "Axes", name: str, latency: list[float], style: str = "-"
     axes.set_ylabel("latency, ms")
 
 
-def _latency(found: dict[str, Any]) -> None:
-    rows = [row for row in found["load"] if row["shape"] == "141 KB" and row["connections"] <= 64]
-    _, all_axes = plt.subplots(1, len(rows), figsize=(4.2 * len(rows), 3.6), squeeze=False)
-    for axes, row in zip(all_axes[0], rows, strict=True):
+def _legend(axes: "Axes") -> None:
+    """To the right of the last diagram."""
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+def _latency(load: list[dict[str, Any]]) -> None:
+    rows = [row for row in load if row["shape"] == "141 KB" and row["connections"] <= 64]
+    columns = _columns(len(rows), 4.2, 3.6)
+    for axes, row in zip(columns, rows, strict=True):
         for name, runs in row["targets"].items():
-            if runs and _middle(runs)["latency_us"]:
-                _percentiles(axes, name, _middle(runs)["latency_us"])
+            if runs and middle(runs)["latency_us"]:
+                _percentiles(axes, name, middle(runs)["latency_us"])
         axes.set_title(f"141 KB, {row['connections']} at once")
-    all_axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    _legend(columns[-1])
 
 
-def _throughput(found: dict[str, Any]) -> None:
-    shapes = [s for s in ("1 KB", "141 KB") if sum(row["shape"] == s for row in found["load"]) > 0]
-    _, all_axes = plt.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.6), squeeze=False)
-    for axes, shape in zip(all_axes[0], shapes, strict=True):
-        rows = [row for row in found["load"] if row["shape"] == shape]
+def _throughput(load: list[dict[str, Any]]) -> None:
+    shapes = [shape for shape in ("1 KB", "141 KB") if any(row["shape"] == shape for row in load)]
+    columns = _columns(len(shapes), 4.2, 3.6)
+    for axes, shape in zip(columns, shapes, strict=True):
         for name, colour in COLOURS.items():
-            points = [(row["connections"], [run["calls_per_s"] for run in row["targets"].get(name, ())]) for row in rows]
-            points = [(at, rates) for at, rates in points if rates]
+            points = {
+                row["connections"]: [run["calls_per_s"] for run in row["targets"][name]]
+                for row in load
+                if row["shape"] == shape and row["targets"].get(name)
+            }
             if points:
-                axes.plot([at for at, _ in points], [statistics.median(r) for _, r in points], "o-", ms=3, color=colour, label=name)
-                axes.fill_between(
-                    [at for at, _ in points], [min(r) for _, r in points], [max(r) for _, r in points], color=colour, alpha=0.15
-                )
+                rates = points.values()
+                axes.plot([*points], [*map(statistics.median, rates)], "o-", ms=3, color=colour, label=name)
+                axes.fill_between([*points], [*map(min, rates)], [*map(max, rates)], color=colour, alpha=0.15)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_title(shape)
         axes.set_xlabel("rollouts at once")
         axes.set_ylabel("calls a second")
-    all_axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    _legend(columns[-1])
 
 
 def _open(found: dict[str, Any]) -> None:
-    runs = found["open"]["runs"]
-    rates = sorted({run["rate"] for run in runs})
-    _, all_axes = plt.subplots(1, len(rates), figsize=(3.2 * len(rates), 3.4), squeeze=False, sharey=True)
-    for axes, rate in zip(all_axes[0], rates, strict=True):
-        for run in (run for run in runs if run["rate"] == rate):
-            if run["latency_us"]:
+    rates = sorted({run["rate"] for run in found["runs"]})
+    columns = _columns(len(rates), 3.2, 3.4, sharey=True)
+    for axes, rate in zip(columns, rates, strict=True):
+        for run in found["runs"]:
+            if run["rate"] == rate and run["latency_us"]:
                 _percentiles(axes, run["target"], run["latency_us"])
         axes.set_title(f"{rate:,.0f} calls/s")
-    all_axes[0][-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    _legend(columns[-1])
 
 
-def _growth(found: dict[str, Any]) -> None:
-    marks = found["growth"]["marks"]
-    _, all_axes = plt.subplots(1, 2, figsize=(8.4, 3.6))
-    for axes, shown, title in zip(
-        all_axes,
-        (set(COLOURS) - {"rerender", "litellm", "direct"}, set(COLOURS) - {"direct"}),
-        ("", "with rerender and LiteLLM"),
-        strict=True,
+def _growth(grown: dict[str, Any]) -> None:
+    for axes, without, title in zip(
+        _columns(2, 4.2, 3.6), ({"direct", "rerender", "litellm"}, {"direct"}), ("", "with rerender and LiteLLM"), strict=True
     ):
         for name, colour in COLOURS.items():
-            points = [(mark["turn"], mark["targets"][name]["cpu_us"] / 1000) for mark in marks if name in mark["targets"]]
-            if name in shown and points:
+            points = [(mark["turn"], mark["targets"][name]["cpu_us"] / 1000) for mark in grown["marks"] if name in mark["targets"]]
+            if name not in without and points:
                 axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=name)
         axes.set_xlabel("turn of one session")
         axes.set_ylabel("CPU a call, ms")
         axes.set_ylim(bottom=0)
         axes.set_title(title)
         axes.legend()
+
+
+def draw_gain(seen: "list[Point]", titles: dict[str, str], folder: Path) -> None:
+    """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
+    _save(folder / "gain.svg", partial(_gain, seen, titles))
+
+
+def _gain(seen: "list[Point]", titles: dict[str, str]) -> None:
+    kinds = [kind for kind in titles if any(point.kind == kind for point in seen)]
+    marks = sorted({point.mark // 1000 for point in seen})
+    _, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1.6, 5.6), squeeze=False, sharex=True, sharey="row")
+    for kind, above, below in zip(kinds, *axes, strict=True):
+        for target, colour in GAIN_COLOURS.items():
+            for drift, style in ((True, "o-"), (False, "o--")):
+                line = [point for point in seen if (point.kind, point.target, point.drift) == (kind, target, drift)]
+                if not line:
+                    continue
+                label = f"{target}{'' if drift else ', no drift'}"
+                at = [point.mark / 1000 for point in line]
+                above.plot(at, [point.ttft_ms for point in line], style, ms=3, color=colour, label=label)
+                above.fill_between(at, [point.least for point in line], [point.most for point in line], color=colour, alpha=0.15)
+                below.plot(at, [100 * point.hit_rate for point in line], style, ms=3, color=colour, label=label)
+        above.set_title(titles[kind])
+        above.set_xscale("log")
+        above.set_yscale("log")
+        above.set_xticks(marks, [f"{mark}k" for mark in marks])
+        above.minorticks_off()
+        below.set_ylim(0, 103)
+        below.set_xlabel("tokens of history")
+    axes[0][0].set_ylabel("first token after, ms")
+    axes[1][0].set_ylabel("found in the prefix cache, %")
+    axes[0][0].legend(loc="upper left")

@@ -25,6 +25,10 @@ class Process(NamedTuple):
     pid: int
     log: Path
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def family(self) -> list[int]:
         """The process and all its descendants."""
         found = [self.pid]
@@ -44,17 +48,13 @@ class Process(NamedTuple):
 
     def peak(self) -> int:
         """Peak of resident memory since the start or `forget_peak`, in bytes, children included (shared pages count in each)."""
-        return sum(_status(pid, "VmHWM") for pid in self.family())
+        peaks = (re.search(r"VmHWM:\s+(\d+)", _read(f"/proc/{pid}/status")) for pid in self.family())
+        return sum(int(found[1]) * 1024 for found in peaks if found)
 
     def forget_peak(self) -> None:
         for pid in self.family():
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-    def open_files(self) -> int:
-        """How many files one process of the family may open."""
-        found = re.search(r"Max open files\s+(\d+)", Path(f"/proc/{self.pid}/limits").read_text())
-        return int(found[1]) if found else 1024
 
     def pin(self, cores: set[int]) -> None:
         """Restricts all of its threads to these cores."""
@@ -81,25 +81,21 @@ def cpu_seconds(pid: int) -> float:
     try:
         return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
     except (OSError, ValueError, IndexError):
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def waited(pid: int | str) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    """Seconds that a process's main thread was ready to run without a core; 0 if the kernel does not count them."""
+    fields = _read(f"/proc/{pid}/schedstat").split()
+    return int(fields[1]) / 1e9 if fields else 0.0
 
 
-def _status(pid: int, what: str) -> int:
-    try:
-        found = re.search(rf"{what}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) * 1024 if found else 0
+def _read(file: str) -> str:
+    """A file of /proc; empty if its process has ended."""
+    with contextlib.suppress(OSError):
+        return Path(file).read_text()
+    return ""
 
 
 def free_port() -> int:
@@ -114,14 +110,16 @@ def running(
     command: Callable[[int], Sequence[str]],
     ready: str | None = None,
     *,
-    seconds: float = 30.0,
+    seconds: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Process]:
     """Runs a server while the context is open.
 
     `command` gets the port to listen on; `ready` is a path that answers 200 when the server can be used (None: a listening socket is
-    enough);
-    `seconds`: how long that may take.
+    enough); `seconds`: how long that may take.
+
+    Raises:
+        RuntimeError: The server did not start; the message has the end of its log.
     """
     port = free_port()
     with tempfile.NamedTemporaryFile("w", prefix=f"bench-{name}-", suffix=".log", delete=False) as log:
@@ -144,20 +142,9 @@ def running(
 
 def _await(process: Process, started: "subprocess.Popen[Any]", ready: str | None, seconds: float) -> None:
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if started.poll() is not None:
-            break
-        try:
-            client = Client(process.port)
-        except OSError:
-            time.sleep(0.01)
-            continue
-        try:
+    while time.monotonic() < until and started.poll() is None:
+        with contextlib.suppress(OSError), contextlib.closing(Client(process.port)) as client:
             if ready is None or client.get(ready).status == 200:
                 return
-        except OSError:
-            pass
-        finally:
-            client.close()
-        time.sleep(0.02)
+        time.sleep(0.01)
     raise RuntimeError(f"{process.name} did not start:\n{process.log.read_text()[-3000:]}")

@@ -21,6 +21,7 @@ import math
 import struct
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -84,9 +85,13 @@ class Known:
 
 
 class Proven:
+    """The floor with verification; how the prompt is sent, and how the answer is verified, is in `sent` and `verified`."""
+
+    known: type[Known] = Known
+
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
         self.floor = Floor(upstream, engine, local=False)
-        self.sessions: dict[str, Known] = {}
+        self.sessions: dict[str, Any] = {}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Whole replies only: for streams the floor's figures are sufficient."""
@@ -94,29 +99,44 @@ class Proven:
         if name is None:
             return await self.floor.relay.handle(request)
         body = await request.read()
-        known = self.sessions.pop(name, None) or Known()
+        known = self.sessions.pop(name, None) or self.known()
         new = new_messages(known, body)
-        digests = digests_of(new)
-        sent = [memoryview(body)[:-1], WANTED]
-        if known.pieces:
+        digests = [digest(entry.role, entry.content) for entry in _ENTRIES.decode(new)]
+        tail = b""
+        if known.reply:
             if digests[0] != known.reply:
                 raise ValueError("this is not what was sampled")
             tail = await self.floor.tail(body)
-            known.turns.append(pack_json_ids(tail))
-            known.pieces += (b",", tail)
-            sent += (SUPPLIED, *known.pieces, b"]}")
-        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=b"".join((*sent, b"}"))) as answer:
+        sent, tail = self.sent(known, body, tail)
+        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=sent) as answer:
             answer_body = await answer.read()
-        brief = _without_echo(known, answer_body)
-        _keep(known, new, digests, brief)
-        self.keep(name, known)
-        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=_hidden(brief))
-
-    def keep(self, name: str, known: Known) -> None:
-        """Keeps the state of a session."""
+        content, turn, brief = self.verified(known, tail, answer, answer_body)
+        known.reply = digest("assistant", content)
+        known.turns.append(_PACK.encode([*turn, isal_zlib.compress(new), *digests]))
         self.sessions[name] = known
         if len(self.sessions) > _MOST:
             del self.sessions[next(iter(self.sessions))]
+        return web.Response(status=answer.status, headers=passed_on(answer.headers), body=brief)
+
+    def sent(self, known: Any, body: bytes, tail: bytes) -> tuple[bytes, bytes]:
+        """The request, and the tail as `verified` gets it; `tail` is JSON, and empty for the first call of a session."""
+        parts = [memoryview(body)[:-1], WANTED]
+        if tail:
+            known.turns.append(pack_json_ids(tail))
+            known.pieces += (b",", tail)
+            parts += (SUPPLIED, *known.pieces, b"]}")
+        return b"".join((*parts, b"}")), tail
+
+    def verified(self, known: Any, _tail: bytes, _answer: aiohttp.ClientResponse, body: bytes) -> tuple[str, tuple[bytes, bytes], bytes]:
+        """The reply's text, its packed ids and log probabilities, and the body for the client."""
+        brief = _without_echo(known, body)
+        choice = _REPLY.decode(brief).choices[0]
+        values = [one.logprob for one in choice.logprobs.content]
+        if len(choice.token_ids) != len(values) or any(map(math.isnan, values)):
+            raise ValueError("the engine returned no log probabilities")
+        known.pieces.append(sampled_in(brief))
+        turn = _ints(choice.token_ids), struct.pack(f"<{len(values)}f", *values)
+        return choice.message.content, turn, _hidden(brief)
 
 
 def new_messages(known: Known, body: bytes) -> bytes:
@@ -128,10 +148,6 @@ def new_messages(known: Known, body: bytes) -> bytes:
         raise ValueError("this does not continue what was sent before")
     known.body_size, known.body_hash = end, xxhash.xxh3_64_intdigest(memoryview(body)[:end])
     return new
-
-
-def digests_of(new: bytes) -> list[bytes]:
-    return [digest(entry.role, entry.content) for entry in _ENTRIES.decode(new)]
 
 
 def digest(role: str, content: str) -> bytes:
@@ -168,22 +184,6 @@ def _hidden(reply: bytes) -> bytes:
         at = reply.index(begin) + len(begin) - 1
         reply = reply[:at] + b"null" + reply[reply.index(end, at) + (end == b"]") :]
     return reply
-
-
-def pack_turn(ids: bytes, logprobs: bytes, new: bytes, digests: list[bytes]) -> bytes:
-    """A turn as it would be stored; `ids` and `logprobs` are packed, `new` is the JSON of its new messages."""
-    return _PACK.encode([ids, logprobs, isal_zlib.compress(new), *digests])
-
-
-def _keep(known: Known, new: bytes, digests: list[bytes], reply: bytes) -> None:
-    """The packed turn; the next call is compared with it."""
-    choice = _REPLY.decode(reply).choices[0]
-    values = [one.logprob for one in choice.logprobs.content]
-    if len(choice.token_ids) != len(values) or any(map(math.isnan, values)):
-        raise ValueError("the engine returned no log probabilities")
-    known.reply = digest("assistant", choice.message.content)
-    known.turns.append(pack_turn(_ints(choice.token_ids), struct.pack(f"<{len(values)}f", *values), new, digests))
-    known.pieces.append(sampled_in(reply))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,11 @@ async def listening(port: int, handler: Handler) -> web.AppRunner:
     return runner
 
 
-async def serve(port: int, handler: Callable[[aiohttp.ClientSession], Handler]) -> None:
+async def serve(
+    port: int, handler: Callable[[aiohttp.ClientSession], Handler], connect: Callable[[], aiohttp.ClientSession] = pool
+) -> None:
     """Serves until the process ends; `handler` is made from the connections to the engine."""
-    async with pool() as engine:
+    async with connect() as engine:
         await listening(port, handler(engine))
         await asyncio.Event().wait()
 

@@ -1,7 +1,7 @@
 """Shows a run's results as tables: printed here, written into docs/performance.md by bench/page.py."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,19 +36,30 @@ def wrong(runs: Sequence[dict[str, Any]]) -> str:
     return f"{sum(run['errors'] for run in runs)}" + (f", {torn} sessions torn" if torn else "")
 
 
-def tables(found: dict[str, Any]) -> list[Shown]:
-    """All tables of a run; parts that did not run are omitted."""
-    makers = (
-        ("entries", entries),
-        ("cost", cost),
-        ("growth", growth),
-        ("load", load),
-        ("open", open_loop),
-        ("rollouts", rollouts),
-        ("streams", streams),
-        ("exports", exports),
-    )
-    return [make(found[part]) for part, make in makers if part in found]
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The repetition with the median of calls per second."""
+    return sorted(runs, key=lambda run: float(run["calls_per_s"]))[len(runs) // 2]
+
+
+def latencies(run: dict[str, Any], *percentiles: int) -> list[str]:
+    """Percentiles of a run's latency, in ms; zeros if no call was answered."""
+    walls = run["latency_us"] or [0.0] * 101
+    return [ms(walls[q]) for q in percentiles]
+
+
+def tables(found: dict[str, Any]) -> dict[str, Shown]:
+    """All tables of a run, by the name of their part; parts that did not run are omitted."""
+    makers: dict[str, Callable[[Any], Shown]] = {
+        "entries": entries,
+        "cost": cost,
+        "growth": growth,
+        "load": load,
+        "open": open_loop,
+        "rollouts": rollouts,
+        "streams": streams,
+        "exports": exports,
+    }
+    return {part: make(found[part]) for part, make in makers.items() if part in found}
 
 
 def entries(found: dict[str, dict[str, int]]) -> Shown:
@@ -96,21 +107,24 @@ def _is_shown(marks: list[dict[str, Any]], name: str, what: str | None) -> bool:
 def load(rows: list[dict[str, Any]]) -> Shown:
     out = []
     for row in rows:
-        first = True
+        title = f"{row['shape']} x{row['connections']:,}"
         relay = row["targets"].get("relay")
         for name, runs in row["targets"].items():
-            rate = [run["calls_per_s"] for run in runs]
-            middle = sorted(runs, key=lambda run: run["calls_per_s"])[len(runs) // 2]
-            walls = middle["latency_us"] or [0.0] * 101
+            rates, one = [run["calls_per_s"] for run in runs], middle(runs)
             cpu = statistics.median(run["cpu_us"] for run in runs)
             over = f"{cpu / statistics.median(run['cpu_us'] for run in relay):.2f}" if relay and name != "direct" else ""
-            spread = f"±{(max(rate) - min(rate)) / 2:.0f}" if len(rate) > 1 else ""
-            busy = f"{middle['busy']['target']:.0%}"
-            limit = middle["limited_by"] if name != "direct" else "generator and engine"
-            peak = f"{middle['peak_bytes'] / 2**20:.0f}"
-            figures = [f"{statistics.median(rate):,.0f}", spread, ms(walls[50]), ms(walls[99]), f"{cpu:.0f}", over, busy, limit, peak]
-            out.append([f"{row['shape']} x{row['connections']:,}" if first else "", name, *figures, wrong(runs)])
-            first = False
+            spread = f"±{(max(rates) - min(rates)) / 2:.0f}" if len(rates) > 1 else ""
+            limit = one["limited_by"] if name != "direct" else "generator and engine"
+            figures = [
+                f"{statistics.median(rates):,.0f}",
+                spread,
+                *latencies(one, 50, 99),
+                f"{cpu:.0f}",
+                over,
+                f"{one['busy']['target']:.0%}",
+            ]
+            out.append([title, name, *figures, limit, f"{one['peak_bytes'] / 2**20:.0f}", wrong(runs)])
+            title = ""
         for name, possible in row["impossible"].items():
             out.append(["", name, *[""] * 9, f"open files: {possible:,} at most"])
     head = ["call x at once", "target", "calls/s", "", "p50 ms", "p99 ms", "CPU µs", "over relay", "busy", "limited by", "MiB", "errors"]
@@ -119,19 +133,10 @@ def load(rows: list[dict[str, Any]]) -> Shown:
 
 
 def open_loop(found: dict[str, Any]) -> Shown:
-    rows = []
-    for run in found["runs"]:
-        walls = run["latency_us"] or [0.0] * 101
-        cells = [
-            run["target"],
-            f"{run['calls_per_s']:,.0f}",
-            ms(walls[50]),
-            ms(walls[90]),
-            ms(walls[99]),
-            ms(walls[100]),
-            wrong([run]),
-        ]
-        rows.append([f"{run['rate']:,.0f}", *cells])
+    rows = [
+        [f"{run['rate']:,.0f}", run["target"], f"{run['calls_per_s']:,.0f}", *latencies(run, 50, 90, 99, 100), wrong([run])]
+        for run in found["runs"]
+    ]
     head = ["calls/s due", "target", "answered/s", "p50 ms", "p90", "p99", "max", "errors"]
     caption = f"141 KB; latency from the moment a call was due; one proxy core can carry {found['capacity']:,.0f} calls/s"
     return Shown("Open loop: calls arrive at random", head, rows, caption, left=2)
@@ -140,50 +145,35 @@ def open_loop(found: dict[str, Any]) -> Shown:
 def rollouts(runs: list[dict[str, Any]]) -> Shown:
     rows = []
     for name in dict.fromkeys(run["target"] for run in runs):
-        mine = sorted((run for run in runs if run["target"] == name), key=lambda run: run["calls_per_s"])
-        run = mine[len(mine) // 2]
-        walls = run["latency_us"] or [0.0] * 101
-        spread = f"{mine[0]['calls_per_s']:,.0f} to {mine[-1]['calls_per_s']:,.0f}" if len(mine) > 1 else ""
-        rows.append([name, f"{run['calls_per_s']:,.0f}", spread, ms(walls[50]), ms(walls[99]), f"{run['cpu_us']:.0f}", wrong(mine)])
+        mine = [run for run in runs if run["target"] == name]
+        one, rates = middle(mine), [run["calls_per_s"] for run in mine]
+        spread = f"{min(rates):,.0f} to {max(rates):,.0f}" if len(mine) > 1 else ""
+        rows.append([name, f"{one['calls_per_s']:,.0f}", spread, *latencies(one, 50, 99), f"{one['cpu_us']:.0f}", wrong(mine)])
     head = ["target", "turns/s", "", "p50 ms", "p99 ms", "CPU µs", "errors"]
     caption = "all cores, shared with engine and generator; miles publishes 58 turns/s with one process and 477 with 16 (issue 1660)"
     return Shown("32 sessions at once, each from nothing", head, rows, caption)
 
 
 def streams(runs: list[dict[str, Any]]) -> Shown:
-    rows = []
-    for run in runs:
-        walls = run["latency_us"] or [0.0] * 101
-        seconds = [f"{walls[q] / 1e6:.1f}" for q in (50, 100)]
-        memory = [f"{run['peak_bytes'] / 2**20:,.0f}", f"{run['bytes_per_stream'] / 1024:.0f}"]
-        lags = [f"{run['lag_p50_ms']}", f"{run['lag_max_ms']}"]
-        most = f"{run['pause_us'][99] / 1e6:.1f}" if run.get("pause_us") else ""
-        counts = [f"{run['streams']:,}", f"{run['peak']:,}", *seconds, str(run["slowest_over_median"]), most, *lags, *memory]
-        rows.append(
-            [
-                run["target"],
-                *counts,
-                f"{run['busy']['target']:.0%}",
-                str(run["errors"] + run["unfinished"]) + (", torn" if run["torn"] else ""),
-            ]
-        )
-    head = [
-        "target",
-        "streams",
-        "in flight",
-        "median s",
-        "slowest s",
-        "ratio",
-        "longest pause s",
-        "lag p50 ms",
-        "lag max",
-        "MiB",
-        "KiB each",
-    ]
-    paced = f"{runs[0]['chunks']} chunks, one each {runs[0]['pace_ms'] / 1000:g} s" if runs else ""
-    wanted = [run for run in runs if run["streams"] < run["wanted"]]
-    short = f"; {wanted[0]['wanted']:,} were wanted, the limit of open files allows fewer: two for each stream" if wanted else ""
-    return Shown("Streams in flight", [*head, "busy", "errors"], rows, f"{paced}; lag: the last event's way from engine to reader{short}")
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "target": lambda run: str(run["target"]),
+        "streams": lambda run: f"{run['streams']:,}",
+        "in flight": lambda run: f"{run['peak']:,}",
+        "median s": lambda run: f"{run['latency_us'][50] / 1e6:.1f}" if run["latency_us"] else "",
+        "slowest s": lambda run: f"{run['latency_us'][100] / 1e6:.1f}" if run["latency_us"] else "",
+        "ratio": lambda run: str(run["slowest_over_median"]),
+        "longest pause s": lambda run: f"{run['pause_us'][99] / 1e6:.1f}" if run.get("pause_us") else "",
+        "lag p50 ms": lambda run: str(run["lag_p50_ms"]),
+        "lag max": lambda run: str(run["lag_max_ms"]),
+        "MiB": lambda run: f"{run['peak_bytes'] / 2**20:,.0f}",
+        "KiB each": lambda run: f"{run['bytes_per_stream'] / 1024:.0f}",
+        "busy": lambda run: f"{run['busy']['target']:.0%}",
+        "errors": lambda run: str(run["errors"] + run["unfinished"]) + (", torn" if run["torn"] else ""),
+    }
+    paced = f"{runs[0]['chunks']} chunks, one each {runs[0]['pace_ms'] / 1000:g} s; lag: the last event's way from engine to reader"
+    wanted = [run["wanted"] for run in runs if run["streams"] < run["wanted"]]
+    short = f"; {wanted[0]:,} were wanted, the limit of open files allows fewer: two for each stream" if wanted else ""
+    return Shown("Streams in flight", [*columns], [[cell(run) for cell in columns.values()] for run in runs], paced + short)
 
 
 def exports(rows: list[dict[str, Any]]) -> Shown:
@@ -199,16 +189,9 @@ def exports(rows: list[dict[str, Any]]) -> Shown:
 def aim_rows(found: dict[str, Any]) -> Shown:
     rows = []
     for aim in found["aims"]:
-        sign = "≥" if aim.get("least") else "≤"
-        rows.append(
-            [
-                aim["aim"],
-                f"{aim['figure']:g} {aim['unit']}",
-                f"{sign} {aim['limit']:g} {aim['unit']}",
-                verdict(aim),
-                *(f"{aim['floors'][name]:g} {aim['unit']}" if name in aim["floors"] else "" for name in FLOORS),
-            ]
-        )
+        limit = f"{'≥' if aim.get('least') else '≤'} {aim['limit']:g} {aim['unit']}"
+        floors = [f"{aim['floors'][name]:g} {aim['unit']}" if name in aim["floors"] else "" for name in FLOORS]
+        rows.append([aim["aim"], f"{aim['figure']:g} {aim['unit']}", limit, verdict(aim), *floors])
     return Shown("Aims", ["aim", "figure", "limit", "", *FLOORS], rows)
 
 
@@ -239,5 +222,5 @@ def print_table(shown: Shown, console: Console) -> None:
 
 def show(found: dict[str, Any], baseline: dict[str, Any] | None, console: Console) -> None:
     against = compared(found, baseline)
-    for shown in [*tables(found), *([against] if against else []), aim_rows(found)]:
+    for shown in [*tables(found).values(), *([against] if against else []), aim_rows(found)]:
         print_table(shown, console)

@@ -8,7 +8,6 @@ memory. Their code is not copied, and their further checks are omitted, so it is
 `BENCH_TOKENIZER`: a folder with `tokenizer.json` and `chat_template.jinja`; else the tokenizer of tokencache.testing (6,000 entries).
 """
 
-import asyncio
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import uvloop
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from bench.relay import HOP_BY_HOP
+from bench.relay import Relay, serve
 from tokencache.testing import build_tokenizer
 from tokencache.testing.template import render
 
@@ -49,18 +48,20 @@ def tokenizer() -> tuple[Tokenizer, str]:
 class Capture:
     """Turns of sessions, as ids; the session is only a key here."""
 
-    def __init__(self, upstream: str, session: aiohttp.ClientSession) -> None:
-        self.upstream, self.session = upstream, session
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
+        self.upstream, self.engine, self.relay = upstream, engine, Relay(upstream, engine)
         self.backend, self.template = tokenizer()
         self.turns: list[tuple[list[int], list[int], bytes]] = []
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.method != "POST":
+            return await self.relay.handle(request)
         asked: dict[str, Any] = msgspec.json.decode(await request.read())
         text = render(self.template, asked["messages"], asked.get("tools"))
         prompt = self.backend.encode(text, add_special_tokens=False).ids
         streamed, _ = asked.pop("stream", False), asked.pop("stream_options", None)
         asked |= {"return_token_ids": True, "logprobs": True, "kv_transfer_params": {"prompt_token_ids": prompt}}
-        async with self.session.post(self.upstream + request.path_qs, data=msgspec.json.encode(asked)) as answer:
+        async with self.engine.post(self.upstream + request.path_qs, data=msgspec.json.encode(asked)) as answer:
             body = await answer.read()
         choice = _reply.decode(body).choices[0]
         self.turns.append((prompt, choice.token_ids, bytes(choice.logprobs)))
@@ -72,25 +73,11 @@ class Capture:
         body = body.replace(b'"message":', b'"delta":', 1)
         return web.Response(body=b"data: " + body + b"\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
-    async def relay(self, request: web.Request) -> web.Response:
-        async with self.session.request(request.method, self.upstream + request.path_qs) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP}
-            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
 
-
-async def main(port: int, upstream: str) -> None:
+def connect() -> aiohttp.ClientSession:
     # vLLM closes idle connections after 5 s. While this loop tokenizes, it does not see that, and would use a closed one.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}) as session:
-        capture = Capture(upstream, session)
-        app = web.Application(client_max_size=64 * 2**20)
-        app.router.add_post("/v1/chat/completions", capture.chat)
-        app.router.add_get("/{path:.*}", capture.relay)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
-        await asyncio.Event().wait()
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={"Content-Type": "application/json"})
 
 
 if __name__ == "__main__":
-    uvloop.run(main(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(int(sys.argv[1]), lambda engine: Capture(sys.argv[2], engine).handle, connect))

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from bench.page import markdown, replaced
-from bench.queueing import Draw, empirical, scaled, simulate
+from bench.queueing import Draw, empirical, simulate
 from bench.report import Shown, ms
 
 DOC = Path(__file__).parent.parent / "docs" / "several-engines.md"
@@ -151,7 +151,8 @@ def service_of(runs: Sequence[dict[str, Any]], cpu_us: float) -> Draw:
     network, during which no proxy is busy. Therefore the mean is that of the CPU.
     """
     lowest = min(runs, key=lambda run: float(run["rate"]))["latency_us"]
-    return scaled(empirical(lowest), cpu_us / statistics.fmean(lowest))
+    factor = cpu_us / statistics.fmean(lowest)
+    return empirical([factor * value for value in lowest])
 
 
 def checked(found: dict[str, Any], name: str = "proxy memory") -> Shown:

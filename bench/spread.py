@@ -15,13 +15,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.client import Client, reply_text
-from bench.drive import drive
+from bench.client import Client, take_turn
 from bench.held import SIZES
-from bench.loads import Row
+from bench.loads import Row, drive
 from bench.processes import Process
 from bench.talk import Talk
-from bench.targets import Target, mock, proxies_of, redis
+from bench.targets import Target, mock, redis, redis_url, serve
 
 _SESSIONS, _TURNS, _ROUNDS, _TAIL = 4, 4, 8, 200
 
@@ -39,10 +38,7 @@ class _Proxy:
         proxy, store = self._process.cpu(), self._store.cpu()
         for _ in range(_TURNS):
             for name, talk in self._talks.items():
-                answer = self._client.post(talk.body(), name)
-                if answer.status != 200:
-                    raise RuntimeError(f"{name}: {answer.body[:300]!r}")
-                talk.add_turn(reply_text(answer), _TAIL)
+                take_turn(self._client, talk, name, _TAIL)
         calls = _SESSIONS * _TURNS
         return (self._process.cpu() - proxy) / calls, (self._store.cpu() - store) / calls
 
@@ -57,7 +53,7 @@ def spread(numbers: Sequence[int], size: int) -> dict[int, tuple[float, float]]:
         made: dict[int, list[_Proxy]] = {}
         for number in numbers:
             store = opened.enter_context(redis())
-            processes = opened.enter_context(proxies_of(engine, store, number))
+            processes = [opened.enter_context(serve(engine, redis_url(store))) for _ in range(number)]
             made[number] = [_Proxy(process, store, f"spread {number} {size} {one}", size) for one, process in enumerate(processes)]
         for proxy in [proxy for proxies in made.values() for proxy in proxies]:
             opened.callback(proxy.close)
@@ -70,7 +66,7 @@ def spread(numbers: Sequence[int], size: int) -> dict[int, tuple[float, float]]:
 
 
 def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], seconds: float) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield a shape, a number of processes, and what `bench.drive` found with so many rollouts of the shape for each process.
+    """Yield a shape, a number of processes, and what `bench.loads` found with so many rollouts of the shape for each process.
 
     Args:
         numbers: the numbers of processes.
@@ -80,7 +76,7 @@ def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], second
     with contextlib.ExitStack() as opened:
         store = opened.enter_context(redis())
         engines = [opened.enter_context(mock()) for _ in range(max(numbers))]
-        processes = [one for engine in engines for one in opened.enter_context(proxies_of(engine, store, 1))]
+        processes = [opened.enter_context(serve(engine, redis_url(store))) for engine in engines]
         for shape, each in shapes:
             for number in numbers:
                 target = Target("proxies", (*processes[:number],), (store,), sessions=True, records=True, workers=number, engine=engines[0])

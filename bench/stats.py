@@ -36,11 +36,10 @@ def trimmed(values: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut] or ordered)
 
 
-def blocks(values: Sequence[float], count: int) -> list[float]:
-    """Medians of `count` runs of consecutive values: repetitions of one long measurement."""
+def blocks(values: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Cuts values into `count` runs of consecutive ones: repetitions of one long measurement."""
     size = max(1, len(values) // count)
-    cut = [values[at : at + size] for at in range(0, size * min(count, len(values)), size)]
-    return [statistics.median(block) for block in cut]
+    return [values[at : at + size] for at in range(0, size * min(count, len(values)), size)]
 
 
 def figure(values: Sequence[float], unit: str, better: Better = "lower") -> dict[str, Any]:

@@ -6,7 +6,6 @@ assistant message is the model's, as in a real rollout.
 """
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -51,8 +50,9 @@ class Talk:
     def _entry(role: str, content: str) -> msgspec.Raw:
         return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
 
-    def body(self) -> bytes:
-        return msgspec.json.encode({"messages": self.entries, **self.members})
+    def body(self, members: dict[str, Any] | None = None) -> bytes:
+        """The next request; with `members` in place of the conversation's own."""
+        return msgspec.json.encode({"messages": self.entries, **(members or self.members)})
 
     def add_turn(self, reply: str, tail_bytes: int) -> None:
         """Adds the model's reply and the user's next message."""
@@ -60,9 +60,29 @@ class Talk:
         self.entries.append(self._entry("user", text(self._rng, tail_bytes)))
 
 
-def names(what: str) -> Iterator[str]:
-    """Session names, unique within a run."""
-    n = 0
-    while True:
-        n += 1
-        yield f"{what}-{n}"
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a conversation's calls.
+
+    `size`: bytes of a body, in `messages` messages; `tokens`: of a reply; `tail`: bytes of the user's next message; `chunks`: of a stream,
+    one in each `pace_ms`; 0 if it is not streamed.
+    """
+
+    size: int = 1_000
+    messages: int = 4
+    tokens: int = 200
+    tail: int = 800
+    chunks: int = 0
+    pace_ms: int = 1
+
+    def talk(self, seed: str, turns: int = 0, **more: bool) -> Talk:
+        """A conversation that has this size in the middle of so many turns; `more`: as `Talk` takes it."""
+        grown = (self.tokens * 4 + self.tail + 100) * turns // 2
+        streamed: dict[str, Any] = {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms} if self.chunks else {}
+        return Talk(seed, size=max(300, self.size - grown), messages=self.messages, mock_tokens=self.tokens, **streamed, **more)
+
+
+SMALL = Shape(tokens=16, tail=64)
+LONG = Shape(size=141_000, messages=200)
+LONGEST = Shape(size=1_000_000, messages=400)
+NEW = Shape(size=1_200, messages=2)
+"""A session that begins with nothing."""

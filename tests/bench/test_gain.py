@@ -10,10 +10,10 @@ import pytest
 from bench import gain_report
 from bench.gain import FULL
 from bench.gain_engine import counted
-from bench.gain_plot import draw
 from bench.gain_report import bodies, first_tokens, parts, points, tables
 from bench.gain_rollout import LONG, TOOL, CallTarget, Rollout, agent, assembled, chat
 from bench.page import filled
+from bench.plots import draw_gain
 from tokencache.testing import build_tokenizer
 
 
@@ -102,7 +102,7 @@ def test_the_page_has_a_place_for_every_table_of_a_full_run(found):
 @pytest.mark.whole
 def test_the_picture_of_a_run_is_the_same_file_each_time(found, tmp_path):
     for name in ("one", "two"):
-        draw(points(found), tmp_path / name)
+        draw_gain(points(found), gain_report.WORDS, tmp_path / name)
     assert (tmp_path / "one/gain.svg").read_bytes() == (tmp_path / "two/gain.svg").read_bytes()
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.gain_load import Player, recordings
 from bench.gain_report import PAGE, load, parts, workload
-from bench.gain_workload import Player, recordings
 from bench.page import filled
 from tokencache.testing import build_tokenizer
 

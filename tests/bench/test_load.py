@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from bench.load import Generator, Spec, summary
+from bench.load import Answer, Connection, Generator, Spec, summary
 from bench.loads import Row, chosen
 from bench.mock import Server, reply_of
+from bench.talk import SMALL, Shape
 from bench.targets import Target
-from bench.wire import Answer, Connection
 
 MS = 1_000_000
 
@@ -47,7 +47,7 @@ def test_errors_are_counted_and_reported_without_a_latency():
 
 
 async def test_rollouts_send_back_the_replies(port, capsys):
-    spec = Spec(ports=[port], sessions=True, connections=3, once=True, turns=4, seconds=20.0, tokens=16)
+    spec = Spec(ports=[port], sessions=True, connections=3, once=True, turns=4, seconds=20.0, shape=SMALL)
     generator = Generator(spec)
     found = await generator.run()
     assert (found["calls"], found["errors"], found["late"]) == (12, 0, 0)
@@ -56,9 +56,8 @@ async def test_rollouts_send_back_the_replies(port, capsys):
 
 
 async def test_streams_report_their_pauses_and_lag(port, capsys):
-    spec = Spec(
-        ports=[port], sessions=False, connections=2, once=True, turns=1, seconds=20.0, tokens=5, chunks=5, pace_ms=20, warm_turn=True
-    )
+    shape = Shape(tokens=5, chunks=5, pace_ms=20)
+    spec = Spec(ports=[port], sessions=False, connections=2, once=True, turns=1, seconds=20.0, shape=shape, warm_turn=True)
     found = await Generator(spec).run()
     assert capsys.readouterr().out
     assert (found["calls"], found["errors"]) == (2, 0)

@@ -8,9 +8,7 @@ import msgspec
 import pytest
 
 from bench import mock
-from bench.floor import SESSION
 from bench.named import Named
-from bench.relay import listening, pool
 from bench.talk import Talk
 from tests.bench.conftest import RecordingEngine
 
@@ -21,36 +19,24 @@ def kept():
 
 
 @pytest.fixture
-async def ask(engine, kept, monkeypatch):
-    """The floor, and a function that calls it within one session."""
+async def floor(kept, serve, monkeypatch):
     made = RecordingEngine.__init__
     monkeypatch.setattr(RecordingEngine, "__init__", lambda self: made(self, kept))
-    async with pool() as session:
-        floor = Named(engine, session)
-        runner = await listening(0, floor.handle)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
-
-        async def post(body):
-            async with session.post(url, data=body, headers={SESSION: "s"}) as answer:
-                return answer.status, await answer.read()
-
-        post.floor = floor
-        yield post
-        await runner.cleanup()
+    return await serve(Named)
 
 
 def grown(talk, reply):
     talk.add_turn(json.loads(reply)["choices"][0]["message"]["content"], 100)
 
 
-async def test_it_names_the_prompts_and_keeps_the_turns(ask, asked):
+async def test_it_names_the_prompts_and_keeps_the_turns(floor, asked):
     talk = Talk("named", size=3000, messages=4, mock_tokens=8)
     for _ in range(3):
-        status, reply = await ask(talk.body())
+        status, reply = await floor.ask(talk.body())
         assert status == 200
         assert not {"tokencache"} & json.loads(reply)["choices"][0].keys()
         grown(talk, reply)
-    turns = ask.floor.sessions["s"].turns
+    turns = floor.sessions["s"].turns
     prompts = [array.array("i", turn) for turn in turns[::2]]  # the first prompt and each tail
     sampled = [array.array("i", msgspec.msgpack.decode(turn)[0]) for turn in turns[1::2]]
     assert [*map(len, sampled)] == [8, 8, 8]
@@ -62,16 +48,16 @@ async def test_it_names_the_prompts_and_keeps_the_turns(ask, asked):
     assert named["length"] == len(prompts[0]) + len(sampled[0]) + len(prompts[1]) + len(sampled[1])
 
 
-async def test_an_engine_that_used_another_prompt_is_noticed(ask, kept):
+async def test_an_engine_that_used_another_prompt_is_noticed(floor, kept):
     talk = Talk("other", size=3000, messages=4, mock_tokens=8)
-    grown(talk, (await ask(talk.body()))[1])
+    grown(talk, (await floor.ask(talk.body()))[1])
     (digest, ids) = next(iter(kept._kept.items()))
     kept._kept[digest] = ids[:-4] + bytes(4)
-    assert (await ask(talk.body()))[0] == 500
+    assert (await floor.ask(talk.body()))[0] == 500
 
 
-async def test_a_prefix_that_the_engine_does_not_have_is_noticed(ask, kept):
+async def test_a_prefix_that_the_engine_does_not_have_is_noticed(floor, kept):
     talk = Talk("lost", size=3000, messages=4, mock_tokens=8)
-    grown(talk, (await ask(talk.body()))[1])
+    grown(talk, (await floor.ask(talk.body()))[1])
     kept._kept.clear()
-    assert (await ask(talk.body()))[0] == 500
+    assert (await floor.ask(talk.body()))[0] == 500

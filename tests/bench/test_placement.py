@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bench import placement
-from bench.placement import Call, Load, Replay, Rollout, recorded, rollouts, row
+from bench.placement import Call, Load, Replay, Rollout, ratios, recorded, replayed, rollouts
 from tests.core.forest import Forest
 from tests.trajectories.rollouts import of_forest
 from tokencache.commands import files
@@ -35,8 +35,8 @@ def test_a_replay_repeats_itself():
 
 
 def test_load_places_better_than_a_hash():
-    assert statistics.mean(row(SMALL, [rollouts(SMALL, seed) for seed in range(2)]).ratios) < 1
-    assert row(SMALL._replace(engines=1), [rollouts(SMALL, 0)]).ratios == [1]
+    assert statistics.mean(ratios([replayed(SMALL, rollouts(SMALL, seed)) for seed in range(2)], "sticky")) < 1
+    assert ratios([replayed(SMALL._replace(engines=1), rollouts(SMALL, 0))], "sticky") == [1]
 
 
 def saved(path, *forests, size=placement.BLOCK):

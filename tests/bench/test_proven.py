@@ -7,27 +7,13 @@ import msgspec
 import pytest
 
 from bench import mock
-from bench.floor import SESSION
 from bench.proven import Proven
-from bench.relay import listening, pool
 from bench.talk import Talk
 
 
 @pytest.fixture
-async def proven(engine):
-    """The proven floor, and a function that calls it within one session."""
-    async with pool() as session:
-        floor = Proven(engine, session)
-        runner = await listening(0, floor.handle)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
-
-        async def post(body):
-            async with session.post(url, data=body, headers={SESSION: "s"}) as answer:
-                return answer.status, await answer.read()
-
-        floor.ask = post
-        yield floor
-        await runner.cleanup()
+async def proven(serve):
+    return await serve(Proven)
 
 
 def words(reply):

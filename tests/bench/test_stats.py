@@ -42,9 +42,9 @@ def test_trimmed_mean_ignores_the_outer_tenths():
     assert trimmed([3.0]) == 3.0
 
 
-def test_blocks_are_medians_of_consecutive_values():
-    assert blocks([1, 1, 1, 5, 5, 5, 9, 9, 9], 3) == [1, 5, 9]
-    assert blocks([4.0, 6.0], 5) == [4.0, 6.0]
+def test_blocks_are_consecutive_values():
+    assert blocks([1, 1, 1, 5, 5, 5, 9, 9, 9], 3) == [[1, 1, 1], [5, 5, 5], [9, 9, 9]]
+    assert blocks([4.0, 6.0], 5) == [[4.0], [6.0]]
 
 
 def test_figure_is_median_and_half_the_range():
