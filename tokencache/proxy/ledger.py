@@ -191,6 +191,7 @@ class Ledger:
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
+        self._deleted: Recent[str, bool] = Recent(_MOST_SESSIONS)  # epochs
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -378,6 +379,7 @@ class Ledger:
         info = await self.store.session(session)
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
+            self._deleted[info.epoch] = True
             await self.store.withdraw(session, info.epoch)
             self.release(info)
         self._late.forget(session)
@@ -422,11 +424,11 @@ class Ledger:
         await self._backlog.close()
 
     async def _gone(self, begun: BeginResult, session: str, call: str, why: SessionGoneError) -> None:
-        """Add an incident for a session, or turns of it, that are gone when a call ends. The store drops it if the session was deleted."""
+        """Add an incident for a session, or turns, gone when a call ends. A deleted one gets none: it may have been created again."""
         lost = [_dropped(session, call)]
         if isinstance(why, TurnLostError):  # the session is there, and the call is open in it
             await self.settle(begun, session, call, lost)
-        else:
+        elif begun.epoch not in self._deleted:
             await self.add_incidents(session, lost)
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
