@@ -215,11 +215,23 @@ def test_names_are_quoted_in_the_path():
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_a_reward_that_is_not_finite_is_not_sent(number):
     """JSON would have `null` in its place, which means that there is no reward."""
-    for steps in (finish(SESSION, number), finish(SESSION, components={"tests": number}), set_reward(SESSION, None, turns={"t": number})):
+    for steps in (
+        finish(SESSION, number),
+        finish(SESSION, components={"tests": number}),
+        set_reward(SESSION, None, turns={"t": number}),
+    ):
         with pytest.raises(ValueError, match="is not a finite number"):
             drive(steps)
     with pytest.raises(ValueError, match="not JSON compliant"):
         drive(finish(SESSION, metadata={"seed": number}))
+
+
+def test_an_option_that_is_not_known_is_refused():
+    """It would have no effect, and nobody would notice that a rollout samples otherwise, or that groups have another size."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        drive(create(PROXY, "r", temperature=0.5))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'groupsize'"):
+        follow(PROXY, "c", groupsize=4)
 
 
 def test_the_typed_options_are_those_of_the_requests():

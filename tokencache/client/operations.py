@@ -16,7 +16,7 @@ from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
 from tokencache.client.errors import ClientError, InvalidUrlError, NoRoomError, TooManyReadyError
-from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
+from tokencache.client.protocol import BASE, Pause, Request, Steps, call, check_options, send_delete
 from tokencache.client.session_operations import written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
@@ -118,6 +118,7 @@ class ProxyAddress:
 
 def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[SessionOptions]) -> Steps[Access]:
     """Define a session and register an API key for it. `Client.create` documents the arguments."""
+    check_options("create", options, SessionOptions.__annotations__)
     harness, config_dir = options.get("harness", ""), options.get("config_dir")
     adapter = load(harness, proxy.adapters) if harness else None
     if adapter is not None:
