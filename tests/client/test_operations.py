@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tokencache.client import protocol
@@ -218,12 +219,18 @@ def test_a_reward_that_is_not_finite_is_not_sent(number):
     for steps in (
         finish(SESSION, number),
         finish(SESSION, components={"tests": number}),
+        set_reward(SESSION, number),
         set_reward(SESSION, None, turns={"t": number}),
     ):
         with pytest.raises(ValueError, match="is not a finite number"):
             drive(steps)
     with pytest.raises(ValueError, match="not JSON compliant"):
         drive(finish(SESSION, metadata={"seed": number}))
+
+
+def test_a_reward_may_be_a_number_of_numpy():
+    given = finish(SESSION, np.float32(0.5)), set_reward(SESSION, np.float32(0.5)), set_reward(SESSION, None)
+    assert [json.loads(next(steps).body)["reward"] for steps in given] == [0.5, 0.5, None]
 
 
 def test_an_option_that_is_not_known_is_refused():

@@ -134,7 +134,7 @@ def set_reward(
 
     `finish` documents the arguments and errors.
     """
-    body = written({"reward": reward, **_reward(None, components, turns, sequences)})
+    body = written({"reward": None, **_reward(reward, components, turns, sequences)})
     return (yield from call(Request("PUT", f"{path_of(session.id)}/reward", body=body), RewardState))
 
 
