@@ -11,7 +11,7 @@ from tokencache.client.collecting import OUTAGE_SECONDS, as_completed, follow, i
 from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
 from tokencache.client.operations import ProxyAddress, SessionOptions, create
 from tokencache.client.protocol import Item, Pause, ServerResponse
-from tokencache.client.session_operations import delete, finish, set_reward, state
+from tokencache.client.session_operations import delete, finish, label, set_reward, state
 from tokencache.core.session import NewSession
 from tokencache.trajectories.lengths import ExportOptions, ExportParameters
 
@@ -231,6 +231,12 @@ def test_a_reward_that_is_not_finite_is_not_sent(number):
 def test_a_reward_may_be_a_number_of_numpy():
     given = finish(SESSION, np.float32(0.5)), set_reward(SESSION, np.float32(0.5)), set_reward(SESSION, None)
     assert [json.loads(next(steps).body)["reward"] for steps in given] == [0.5, 0.5, None]
+
+
+def test_tags_are_not_the_characters_of_a_string():
+    for steps in (create(PROXY, "r", tags="run:7"), finish(SESSION, 1.0, tags="run:7"), label(SESSION, tags="run:7")):
+        with pytest.raises(TypeError, match=r"For one tag write \['run:7'\]"):
+            drive(steps)
 
 
 def test_an_option_that_is_not_known_is_refused():
