@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tokencache.client import protocol
@@ -10,7 +11,7 @@ from tokencache.client.collecting import OUTAGE_SECONDS, as_completed, follow, i
 from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
 from tokencache.client.operations import ProxyAddress, SessionOptions, create
 from tokencache.client.protocol import Item, Pause, ServerResponse
-from tokencache.client.session_operations import delete, finish, set_reward, state
+from tokencache.client.session_operations import delete, finish, label, set_reward, state
 from tokencache.core.session import NewSession
 from tokencache.trajectories.lengths import ExportOptions, ExportParameters
 
@@ -215,11 +216,35 @@ def test_names_are_quoted_in_the_path():
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_a_reward_that_is_not_finite_is_not_sent(number):
     """JSON would have `null` in its place, which means that there is no reward."""
-    for steps in (finish(SESSION, number), finish(SESSION, components={"tests": number}), set_reward(SESSION, None, turns={"t": number})):
+    for steps in (
+        finish(SESSION, number),
+        finish(SESSION, components={"tests": number}),
+        set_reward(SESSION, number),
+        set_reward(SESSION, None, turns={"t": number}),
+    ):
         with pytest.raises(ValueError, match="is not a finite number"):
             drive(steps)
     with pytest.raises(ValueError, match="not JSON compliant"):
         drive(finish(SESSION, metadata={"seed": number}))
+
+
+def test_a_reward_may_be_a_number_of_numpy():
+    given = finish(SESSION, np.float32(0.5)), set_reward(SESSION, np.float32(0.5)), set_reward(SESSION, None)
+    assert [json.loads(next(steps).body)["reward"] for steps in given] == [0.5, 0.5, None]
+
+
+def test_tags_are_not_the_characters_of_a_string():
+    for steps in (create(PROXY, "r", tags="run:7"), finish(SESSION, 1.0, tags="run:7"), label(SESSION, tags="run:7")):
+        with pytest.raises(TypeError, match=r"For one tag write \['run:7'\]"):
+            drive(steps)
+
+
+def test_an_option_that_is_not_known_is_refused():
+    """It would have no effect, and nobody would notice that a rollout samples otherwise, or that groups have another size."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperature'"):
+        drive(create(PROXY, "r", temperature=0.5))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'groupsize'"):
+        follow(PROXY, "c", groupsize=4)
 
 
 def test_the_typed_options_are_those_of_the_requests():

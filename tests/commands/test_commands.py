@@ -271,6 +271,20 @@ async def test_convert_says_what_is_missing(shell, tmp_path):
     assert "not a native rollout" in again.stderr
 
 
+async def test_a_failed_conversion_keeps_its_source_and_leaves_nothing_else(shell, tmp_path):
+    await record(shell.rig, "a")
+    path, source = tmp_path / "a.jsonl", tmp_path / "a.jsonl.part"  # what an interrupted export leaves
+    await shell("export", "a", "--to", str(path))
+    path.rename(source)
+    whole = source.read_bytes()
+    assert "choose another name" in (await shell("convert", str(source), "--to", str(path), far=False, code=1)).stderr
+    assert source.read_bytes() == whole
+    (tmp_path / "b.jsonl.gz.part").symlink_to("/dev/full")
+    full = await shell("convert", str(source), "--to", str(tmp_path / "b.jsonl.gz"), far=False, code=1)
+    assert "No space left on device" in full.stderr
+    assert [*tmp_path.glob("b.*")] == []
+
+
 @pytest.mark.parametrize("wanted", some(FORMATS, 4))
 async def test_verify_reads_every_format(shell, tmp_path, wanted):
     await record(shell.rig, "a")
@@ -421,15 +435,23 @@ async def test_verify_names_the_first_failure(shell, tmp_path):
     assert found[0]["breaks"][0]["token"] == start
 
 
+async def test_verify_finds_what_occurs_twice_in_any_format(shell, tmp_path):
+    """Files that were joined may have a session in both: it would be trained twice."""
+    await record(shell.rig, "a")
+    for form in FORMATS:
+        once, twice = tmp_path / f"{form}.jsonl", tmp_path / f"{form}-twice.jsonl"
+        await shell("export", "a", "--format", form, "--to", str(once))
+        twice.write_bytes(once.read_bytes() * 2)
+        rows = len(once.read_bytes().splitlines())
+        await shell("verify", str(once), far=False)
+        assert f"occurs twice: number 1 and number {rows + 1}" in (await shell("verify", str(twice), far=False, code=1)).stdout
+
+
 async def test_verify_of_a_session_and_of_unreadable_files(shell, tmp_path):
     await record(shell.rig, "a")
     assert "a: 1 rollout, 4 turns, " in (await shell("verify", "a")).stdout
     assert "there is no session 'nope'" in (await shell("verify", "nope", code=1)).stderr
     assert "cannot be read" in (await shell("verify", str(tmp_path / "no.jsonl"), far=False, code=1)).stderr
-    twice = tmp_path / "twice.jsonl"
-    await shell("export", "a", "--to", str(twice))
-    twice.write_bytes(twice.read_bytes() * 2)
-    assert "session a: occurs twice: number 1 and number 2" in (await shell("verify", str(twice), far=False, code=1)).stdout
     (tmp_path / "other.jsonl").write_text('{"session": "x", "rows": []}\n')
     assert (
         "number 1 is no row of a format of tokencache" in (await shell("verify", str(tmp_path / "other.jsonl"), far=False, code=1)).stdout

@@ -6,10 +6,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.proxy.kit import proxied
+from tests.proxy.kit import TOOLS, proxied
 from tests.support.waiting import until
 from tokencache.engine.logprob_kind import NONE, _Alternative, _Token, judge
 from tokencache.testing import SimulatedEngine
+
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 
 
 def value(own, *others):
@@ -69,6 +71,10 @@ async def test_the_finding_is_in_the_log_in_readyz_and_in_each_turn(mode, kind, 
         ("raw_logprobs", {"temperature": 0.7}, True),
         ("raw_logprobs", {"top_p": 0.9}, True),
         ("raw_logprobs", {"repetition_penalty": 1.1}, True),
+        ("raw_logprobs", {"tools": TOOLS}, False),
+        ("raw_logprobs", {"tools": STRICT}, True),  # a grammar forces the arguments of their calls
+        ("raw_logprobs", {"tools": STRICT, "tool_choice": "none"}, False),
+        ("raw_logprobs", {"logits_processors": ["package.processor"]}, True),
         ("processed_logprobs", {"temperature": 0.7}, False),
     ],
 )

@@ -388,6 +388,27 @@ async def test_a_session_deleted_while_a_call_is_open(store):
         assert [len(s["turns"]) for s in exported["sequences"]] == [1, 1]
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+async def test_a_session_created_again_while_a_call_of_the_deleted_one_is_open(store, reuse):
+    """A trainer plays a rollout again under the same name: the call that is left of the first one says nothing about the second."""
+    path = "/tokencache/v1/sessions"
+    async with proxied(store=store) as rig:
+        store.slow.add("commit")
+        call = asyncio.create_task(rig.say("s", **ASK))
+        await store.reached.wait()
+        async with rig.http.delete(f"{rig.url}{path}/s{'?reuse=true' if reuse else ''}") as answer:
+            assert answer.status == 200
+        async with rig.http.post(rig.url + path, json={"session": "s"}) as answer:
+            assert answer.status == 201
+        store.go.set()
+        await call
+        found = await rig.info()
+        assert (found["turns"], found["complete"], found["incidents"]) == (0, True, [])
+        rig.engine.ground_truth.clear()
+        await rig.say("s", **ASK)
+        assert (await rig.check())["valid"]
+
+
 @pytest.mark.parametrize("anew", [False, True])
 async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew):
     """A Redis without a log comes back empty: nobody deleted the session, so it must not look whole, nor vanish without a word."""

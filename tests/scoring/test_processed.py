@@ -73,6 +73,8 @@ NEUTRAL = {"temperature": 1, "top_p": 1.0, "top_k": -1}
         (NEUTRAL | {"top_p": 0.9}, "top_p is 0.9"),
         (NEUTRAL | {"logit_bias": {"5": 1}}, "logit_bias is {'5': 1}"),
         (NEUTRAL | {"tool_choice": "required"}, "tool_choice is required"),
+        (NEUTRAL | {"strict_tools": ["bash"]}, "strict_tools is ['bash']"),
+        (NEUTRAL | {"strict_tools": ["bash"], "tool_choice": "none"}, ""),
     ],
 )
 def test_what_changes_the_distribution(sampling, words):

@@ -14,7 +14,7 @@ from tokencache.client import session_operations
 from tokencache.client.access import Access, access_to
 from tokencache.client.errors import DeliveryExpiredError, NotFoundError, WaitTimeoutError
 from tokencache.client.operations import ProxyAddress, sessions
-from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call, through_outages
+from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call, check_options, through_outages
 from tokencache.client.session_operations import is_over, written
 from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
@@ -226,6 +226,7 @@ class FollowOptions(ExportOptions, total=False):
 
 def follow(proxy: ProxyAddress, consumer: str, **options: Unpack[FollowOptions]) -> ItemSteps[DeliveryData]:
     """Take finished sessions from the queue. `Client.follow` documents the arguments."""
+    check_options("follow", options, FollowOptions.__annotations__)
     return through_outages(_follow(proxy, consumer, options), _longest_outage(options.get("timeout")))
 
 

@@ -16,8 +16,8 @@ from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
 from tokencache.client.errors import ClientError, InvalidUrlError, NoRoomError, TooManyReadyError
-from tokencache.client.protocol import BASE, Pause, Request, Steps, call, send_delete
-from tokencache.client.session_operations import written
+from tokencache.client.protocol import BASE, Pause, Request, Steps, call, check_options, send_delete
+from tokencache.client.session_operations import listed, written
 from tokencache.core.session import Budget, History, NewSession
 from tokencache.session_url import check_proxy_url
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
@@ -118,13 +118,14 @@ class ProxyAddress:
 
 def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[SessionOptions]) -> Steps[Access]:
     """Define a session and register an API key for it. `Client.create` documents the arguments."""
+    check_options("create", options, SessionOptions.__annotations__)
     harness, config_dir = options.get("harness", ""), options.get("config_dir")
     adapter = load(harness, proxy.adapters) if harness else None
     if adapter is not None:
         check_directory(adapter, config_dir)
     session = name if name is not None else f"{harness or 'rollout'}-{secrets.token_hex(8)}"
     members: dict[str, Any] = {member: options[member] for member in NewSession.__struct_fields__ if options.get(member) is not None}  # type: ignore[literal-required]
-    members |= {"session": session, "tags": list(members.get("tags", ())), "budget": msgspec.to_builtins(members.get("budget", {}))}
+    members |= {"session": session, "tags": listed(members.get("tags", ())), "budget": msgspec.to_builtins(members.get("budget", {}))}
     registered = yield from _register(Request("POST", f"{BASE}/keys", body=written(members), repeatable=False), options.get("wait", 0.0))
     for warning in registered.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -139,7 +140,7 @@ def create(proxy: ProxyAddress, name: str | None = None, **options: Unpack[Sessi
 def fork(proxy: ProxyAddress, session: str, turn: str, name: str | None = None, **options: Unpack[ForkOptions]) -> Steps[Access]:
     """Fork a session after a turn. `Client.fork` documents the arguments."""
     members: dict[str, Any] = {member: value for member, value in options.items() if value is not None}
-    members |= {"turn": turn, "tags": list(options.get("tags", ()))} | ({} if name is None else {"session": name})
+    members |= {"turn": turn, "tags": listed(options.get("tags", ()))} | ({} if name is None else {"session": name})
     path = f"{BASE}/sessions/{quote(session, safe='')}/fork"
     forked = yield from call(Request("POST", path, body=written(members), repeatable=False), _Fork)
     return access_to(forked.public_url or proxy.url, forked.session, forked.key, forked.id)

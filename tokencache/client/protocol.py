@@ -10,7 +10,7 @@ Operations that run as long as a training, such as `collecting.follow`, repeat i
 import itertools
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from http import HTTPStatus
 from typing import Generic, TypeAlias, TypeVar
 
@@ -88,6 +88,17 @@ Steps: TypeAlias = Generator[Request | Pause, ServerResponse, T]
 
 ItemSteps: TypeAlias = Generator[Request | Pause | Item[T], ServerResponse, None]
 """The steps of an operation with several results of type `T`."""
+
+
+def check_options(operation: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Check the names of an operation's options, as Python does where they are written out.
+
+    Raises:
+        TypeError: one is not known. It would have no effect.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
 
 
 def call(request: Request, kind: type[T]) -> Steps[T]:

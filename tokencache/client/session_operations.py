@@ -134,7 +134,7 @@ def set_reward(
 
     `finish` documents the arguments and errors.
     """
-    body = written({"reward": reward, **_reward(None, components, turns, sequences)})
+    body = written({"reward": None, **_reward(reward, components, turns, sequences)})
     return (yield from call(Request("PUT", f"{path_of(session.id)}/reward", body=body), RewardState))
 
 
@@ -309,8 +309,19 @@ def _finite(name: str, value: float) -> float:
 
 def _labels(group: str | None, metadata: Mapping[str, Any] | None, tags: Iterable[str] | None) -> dict[str, Any]:
     """Write the labels that are given."""
-    given = {"group": group, "metadata": metadata, "tags": None if tags is None else list(tags)}
+    given = {"group": group, "metadata": metadata, "tags": None if tags is None else listed(tags)}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def listed(tags: Iterable[str]) -> list[str]:
+    """Return tags as a list.
+
+    Raises:
+        TypeError: they are one string, whose characters would become tags.
+    """
+    if isinstance(tags, str):
+        raise TypeError(f"tags: {tags!r} is a string, not a collection of tags. For one tag write [{tags!r}]")
+    return list(tags)
 
 
 def written(members: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 """`tokencache convert`: writes a file of native rollouts in another format, without a proxy."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from tokencache.commands import files
 from tokencache.commands.completion import complete_format
 from tokencache.commands.console import BlockSizeOption, failed, plural
-from tokencache.commands.sink import FileError
+from tokencache.commands.sink import PART, FileError
 from tokencache.errors import HarnessError
 from tokencache.trajectories.digest import digest_of, recorded_digest
 from tokencache.trajectories.formats.reading import has_text, read_native
@@ -33,6 +34,9 @@ def convert_file(
 
     tokencache convert rollouts.jsonl --format verl --to verl.jsonl
     """
+    part = Path(to + PART)
+    if source.exists() and part.exists() and source.samefile(part):
+        raise failed(f"{source} would be overwritten, because {to} has this name until it is complete: choose another name")
     try:
         wanted = file_format_named(format_name)
         sink = files.create(to, wanted, overwrite=overwrite, block_size=block_size)
@@ -45,9 +49,10 @@ def convert_file(
             rollouts += 1
         sink.finish()
     except (FileError, OSError) as error:
-        partial = sink.leave()
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is full has no room for the end of the file either
+            sink.leave()
+        if to != "-":
+            part.unlink(missing_ok=True)
         raise failed(error) from None
     typer.echo(f"{plural(rollouts, 'rollout')}: {plural(sink.rows, 'row')} of format {wanted.name} in {to}", err=True)
 

@@ -108,7 +108,7 @@ def _check_table(target: str, table: "Inspection") -> Checked:
 
 def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
     checked = Checked(target=target)
-    first_place: dict[str, int] = {}
+    first_place: dict[tuple[str, str], int] = {}
     for place, value in rollouts:
         row = verify_row(value)
         checked.rows += 1
@@ -118,16 +118,17 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
         checked.breaks += [
             msgspec.structs.replace(one, words=f"number {place} {one.words}") if one.check in _OF_ROW else one for one in row.failures
         ]
+        for session, sequence in row.parts:
+            first = first_place.setdefault((session, sequence), place)
+            if first != place:
+                words = f"occurs twice: number {first} and number {place}"
+                checked.breaks.append(CheckFailure(session=session, check="once", words=words, sequence=sequence))
         rollout = row.trajectory
         if rollout is None:
             continue
         checked.rollouts += 1
         if not row.failures:
             checked.breaks += verify_forest(rollout)
-        first = first_place.setdefault(rollout.session, place)
-        if first != place:
-            words = f"occurs twice: number {first} and number {place}"
-            checked.breaks.append(CheckFailure(session=rollout.session, check="once", words=words))
         if not rollout.complete:
             checked.incomplete[rollout.session] = list(holes(rollout))
     if not checked.rows:

@@ -192,6 +192,7 @@ class Ledger:
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
+        self._deleted: Recent[str, bool] = Recent(_MOST_SESSIONS)  # epochs
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -255,7 +256,7 @@ class Ledger:
             return
         except SessionGoneError:
             await self._drop_experts(facts)
-            await self.add_incidents(session, [_dropped(session, call)])
+            await self._gone(begun.epoch, session, call)
             return
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
@@ -311,7 +312,7 @@ class Ledger:
                 await self.store.settle(session, begun.epoch, call, incidents)
             self.changed.notify()
         except SessionGoneError:
-            await self.add_incidents(session, [_dropped(session, call)])
+            await self._gone(begun.epoch, session, call)
         except StoreError as why:
             self._backlog.add_ended(session, begun.epoch, call)
             self._backlog.add(session, list(incidents))
@@ -386,6 +387,7 @@ class Ledger:
         info = await self.store.session(session)
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
+            self._deleted[info.epoch] = True
             await self.store.withdraw(session, info.epoch)
             self.release(info)
         self._late.forget(session)
@@ -427,6 +429,12 @@ class Ledger:
         while self._tasks:  # a task may start others
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._backlog.close()
+
+    async def _gone(self, epoch: str, session: str, call: str) -> None:
+        """Report a session that is gone when a call ends. If this process deleted it, it may have been created again: no incident."""
+        lost = _dropped(session, call)
+        if epoch not in self._deleted:
+            await self.add_incidents(session, [lost])
 
     async def _drop_experts(self, facts: CallFacts) -> None:
         """Remove the files of the routed experts of turns that are not recorded."""

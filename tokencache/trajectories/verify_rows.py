@@ -28,6 +28,7 @@ class CheckedRow(NamedTuple):
     Attributes:
         session: the name of its session; `""` if it is unknown.
         failures: the failed checks.
+        parts: the session and sequence of each row that it holds; the sequence is `""` for a whole session.
         trajectory: the rollout, if it is a native one that can be read.
         turns, trainable_tokens: what it holds.
         has_digest: whether it has a digest.
@@ -35,6 +36,7 @@ class CheckedRow(NamedTuple):
 
     session: str
     failures: list[CheckFailure]
+    parts: tuple[tuple[str, str], ...] = ()
     trajectory: Trajectory | None = None
     turns: int = 0
     trainable_tokens: int = 0
@@ -62,7 +64,7 @@ def verify_row(value: Any) -> CheckedRow:
 
 def _native(value: Mapping[str, Any]) -> CheckedRow:
     rollout = msgspec.convert(value, Trajectory)
-    return CheckedRow(rollout.session, verify(rollout), rollout, *_counts(rollout.sequences))
+    return CheckedRow(rollout.session, verify(rollout), ((rollout.session, ""),), rollout, *_counts(rollout.sequences))
 
 
 def _rows(rows: list[ExportedRow]) -> CheckedRow:
@@ -72,11 +74,12 @@ def _rows(rows: list[ExportedRow]) -> CheckedRow:
         if row.tokens is not None and all("completion_hash" in turn for turn in row.labels["turns"])
     ]
     sequences = [sequence for sequence, _ in checked]
-    session = str(rows[0].labels["session"]) if rows else ""
+    parts = tuple([(str(row.labels["session"]), str(row.labels.get("id", ""))) for row in rows])
+    session = parts[0][0] if parts else ""
     failures = [
         msgspec.structs.replace(one, session=session) for sequence, masked in checked for one in verify_sequence(sequence, masked=masked)
     ]
-    return CheckedRow(session, failures, None, *_counts(sequences))
+    return CheckedRow(session, failures, parts, None, *_counts(sequences))
 
 
 def _sequence(labels: Mapping[str, Any], tokens: ExportedTokens) -> Sequence:

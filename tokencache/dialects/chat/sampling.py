@@ -34,6 +34,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "min_tokens": (0, None),
+    "watermarking": (None, False),
+    "logits_processors": (None, []),
     "tool_choice": ("none", "auto", None),
     "response_format": (None, {"type": "text"}),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), (None,)),
@@ -75,7 +77,7 @@ def bending(sampling: Mapping[str, Any]) -> str:
     An engine's *raw* log probabilities are those of the model's own distribution. They are the policy's only if no parameter changed it.
     """
     for name, value in sampling.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
+        if value not in NEUTRAL.get(name, (value,)) or (name == STRICT_TOOLS and sampling.get("tool_choice") != "none"):
             return f"{name} is {value}"
     return ""
 
