@@ -392,7 +392,7 @@ class CallAttempt:
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""
         metrics.CALLS.labels(self._call.chat.dialect, IncidentKind.BUDGET_SPENT).inc()
-        number = self._ledger.count_over_budget(self._dispatch.epoch)
+        number = self._ledger.over_budget.count(self._dispatch.epoch)
         self.report(IncidentKind.BUDGET_SPENT)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)

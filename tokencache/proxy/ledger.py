@@ -155,6 +155,7 @@ class Ledger:
         replica: the id of this process in the store, random.
         keeps_experts: whether routed experts are written.
         changed: wakes those who wait for a session to be finished, or for its last call to end.
+        over_budget: counts the calls after the budget of an epoch was used up.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Ledger:
         self._strict = strict
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
-        self._late, self._spent, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
+        self.over_budget, self._late, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
         self._deleted: Recent[str, bool] = Recent(_MOST_SESSIONS)  # epochs
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -251,11 +252,11 @@ class Ledger:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
         except TurnLostError:  # the session is there, and the call is open in it
-            await self._drop_experts(facts)
+            await _drop_experts(self._experts, facts)
             await self.settle(begun, session, call, [_dropped(session, call)])
             return
         except SessionGoneError:
-            await self._drop_experts(facts)
+            await _drop_experts(self._experts, facts)
             await self._gone(begun.epoch, session, call)
             return
         except StoreError as why:
@@ -356,10 +357,6 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
-    def count_over_budget(self, epoch: str) -> int:
-        """Count a call after the budget of an epoch was used up; return its number if it needs an incident, otherwise 0."""
-        return self._spent.count(epoch)
-
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
         return msgspec.structs.replace(facts, experts=await self._experts.keep(facts)) if self._experts is not None else facts
@@ -436,11 +433,6 @@ class Ledger:
         if epoch not in self._deleted:
             await self.add_incidents(session, [lost])
 
-    async def _drop_experts(self, facts: CallFacts) -> None:
-        """Remove the files of the routed experts of turns that are not recorded."""
-        if self._experts is not None:
-            await self._experts.drop([path for path, _ in facts.experts.values()])
-
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
         metrics.STORE_ERRORS.labels(operation).inc()
         log.error("session %s call %s: the store failed at %s: %s", session, call, operation, why)
@@ -453,6 +445,12 @@ class Ledger:
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
         self._backlog.add(session, [*incidents, lost])
+
+
+async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None:
+    """Remove the files of the routed experts of turns that are not recorded."""
+    if experts is not None:
+        await experts.drop([path for path, _ in facts.experts.values()])
 
 
 def _dropped(session: str, call: str) -> Incident:
