@@ -32,7 +32,7 @@ CASES = {
     "file, 1 KB": Talk(size=1_000, store=_FILE),
     "Redis, 1 KB": Talk(size=1_000, store=_REDIS),
     "plugin, 141 KB": Talk(size=141_000, prefixes=True),
-    "stream, 1 KB": Talk(size=1_000, stream=True, reply=_REPLY),
+    "stream, 1 KB": Talk(size=1_000, stream=True, reply=_REPLY, token_seconds=0.01),
     "first call, 200 messages": Talk(calls=1, messages=199, size=141_000),
 }
 """Title → what is said. Of Redis and the file store, a new one is used."""

@@ -1,8 +1,9 @@
 """Counts what the proxy holds for each stream that waits for its next event: `python -m bench.held [--places N]`.
 
 Python's own account (`tracemalloc`) is read while all clients are connected and nothing runs, and while each has a stream that continues a
-session and of which some events have arrived. The difference counts allocated bytes, not the memory of the process. So it is nearly the
-same in each run. Client and engine do not count: the engine is a process of its own, and clients keep nothing.
+session and of which the same number of events have arrived. The difference counts allocated bytes, not the memory of the process. So it
+is nearly the same in each run, however busy the machine is. Client and engine do not count: the engine is a process of its own, and
+clients keep nothing.
 """
 
 import argparse
@@ -26,10 +27,12 @@ from tokencache.server.serve import serving
 SIZES = {"1 KB": 1_000, "141 KB": 141_000}
 _STREAMS = 16
 _WARM_TURNS = 2
-_PACE_MS, _TOKENS = 100, 1_000
-"""The engine sends a token in each so many milliseconds, until after the measurement."""
-_BEGUN = b"w001"
-"""In the text of the second token."""
+_PACE_MS, _TOKENS, _ARRIVED = 20, 1_000, 20
+"""The engine sends the first so many tokens of a reply, one in each so many milliseconds."""
+_LAST = b"w%03d" % (_ARRIVED - 1)
+"""The text of the last token that arrives."""
+_NEVER = 3_600.0
+"""Seconds without an event until the proxy sends one: longer than the measurement."""
 
 
 class Held(NamedTuple):
@@ -52,15 +55,15 @@ def _warm(number: int, size: int, port: int) -> tuple[Client, bytes]:
     talk = Talk(f"held {number}", size=size, messages=max(2, size // 700), mock_tokens=20)
     for _ in range(_WARM_TURNS):
         take_turn(client, talk, session, 200)
-    paced = {"stream": True, "mock_tokens": _TOKENS, "mock_chunks": _TOKENS, "mock_pace_ms": _PACE_MS}
+    paced = {"stream": True, "mock_tokens": _TOKENS, "mock_pace_ms": _PACE_MS, "mock_halt": _ARRIVED}
     return client, request(talk.body(talk.members | paced), session)
 
 
 def _begin(client: Client, sent: bytes) -> None:
-    """Send the request, and read the first text."""
+    """Send the request, and read what the engine sends."""
     client.socket.sendall(sent)
     got = b""
-    while _BEGUN not in got:
+    while _LAST not in got:
         if not (data := client.socket.recv(1 << 16)):
             raise ConnectionError(f"{got[:300]!r}")
         got += data
@@ -73,7 +76,7 @@ def held(size: int, *, places: int = 0) -> Held:
 
 
 async def _held(engine: Process, size: int, places: int) -> Held:
-    async with serving(Settings(upstream=engine.url, port=0)) as (url, proxy):
+    async with serving(Settings(upstream=engine.url, port=0, keep_alive=_NEVER)) as (url, proxy):
         await proxy.engine.model()
         tracemalloc.start()
         rollouts = [await asyncio.to_thread(_warm, number, size, int(url.rpartition(":")[2])) for number in range(_STREAMS + 1)]

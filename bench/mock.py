@@ -6,7 +6,8 @@ special tokens enclose each message; so a tail is a suffix of the full rendering
 that a text becomes the JSON of its ids by one table look-up.
 
 Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
-`mock_pace_ms` (pause between them; 0: as fast as the socket accepts them).
+`mock_pace_ms` (pause between them; 0: as fast as the socket accepts them), `mock_halt` (after so many of them a stream with pauses goes on
+no more).
 
 With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache_vllm.prefixes`), and packs its replies.
 
@@ -37,7 +38,7 @@ _NAMED = b'"kv_transfer_params":{"tokencache_prefix":'
 _KEPT = 4_096
 """Prompts with their replies that the engine keeps, with the plugin."""
 _OPTIONS = 600
-_OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms)": ?(\d+)')
+_OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms|halt)": ?(\d+)')
 _counter = itertools.count()
 
 
@@ -242,7 +243,8 @@ class Server(asyncio.Protocol):
         if b'"stream":true' in rest or b'"stream": true' in rest:
             first = b"[%s]" % prompt if wants_ids else b"null"
             usage = _usage(_count(prompt), n) if b'"include_usage":true' in rest else b""
-            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), options.get(b"pace_ms", 0), number, first, usage)
+            pace_ms, halt = options.get(b"pace_ms", 0), options.get(b"halt", 0)
+            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), pace_ms, number, first, usage, halt=halt)
             return
         reply = reply_of(n)
         choice, echo = (reply.with_ids, b"[%s]" % prompt) if wants_ids else (reply.plain, b"null")
@@ -272,7 +274,7 @@ class Server(asyncio.Protocol):
         }
         self._json(msgspec.json.encode({"model": MODEL, "choices": [choice], "prompt_token_ids": [START]}))
 
-    def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes, usage: bytes) -> None:
+    def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes, usage: bytes, *, halt: int) -> None:
         head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
         first = (
             head
@@ -299,7 +301,7 @@ class Server(asyncio.Protocol):
             sent += 1
             if sent == len(deltas):
                 self._end(head, usage)
-            else:
+            elif sent != halt:
                 loop.call_at(begun + (sent + 1) * pace_ms / 1000, step)
 
         loop.call_at(begun + pace_ms / 1000, step)

@@ -46,6 +46,7 @@ class Talk(NamedTuple):
         prefixes: whether the engine takes prompts by hash.
         reply: the text of each reply.
         engines: the number of engines; `placement` is which of them a session uses.
+        token_seconds: the engine's pause before each token. Without one, the chunks of a stream arrive together, in parts that differ.
     """
 
     calls: int = 4
@@ -57,6 +58,7 @@ class Talk(NamedTuple):
     reply: str = "<think>\nOne step more.\n</think>\n\nDone with this step."
     engines: int = 1
     placement: PlacementPolicy = "sticky"
+    token_seconds: float = 0.0
 
 
 async def follow_last_call(talk: Talk, follow: Follower) -> None:
@@ -123,7 +125,12 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
     async def serve() -> None:
         async with contextlib.AsyncExitStack() as opened:
             for _ in range(talk.engines):
-                engine = SimulatedEngine(episodes={"steps": [talk.reply] * talk.calls}, seed=1, prefixes=talk.prefixes)
+                engine = SimulatedEngine(
+                    episodes={"steps": [talk.reply] * talk.calls},
+                    seed=1,
+                    prefixes=talk.prefixes,
+                    token_delay=talk.token_seconds,
+                )
                 loop.call_soon_threadsafe(found.put_nowait, await opened.enter_async_context(engine.serve()))
             await asyncio.to_thread(done.wait)
 

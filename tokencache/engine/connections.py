@@ -98,7 +98,7 @@ class Answer:
         connection: the connection; `None` when the answer has ended.
     """
 
-    __slots__ = ("_ended", "_parts", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
+    __slots__ = ("_body", "_ended", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Answer:
         self.content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         self.connection: Connection | None = protocol.connection
         self._protocol, self._ended = protocol, ended
-        self._parts: list[bytes] = []
+        self._body = b""
         content.on_eof(self._end)
 
     def _end(self) -> None:
@@ -133,18 +133,20 @@ class Answer:
             aiohttp.ClientError: the server broke it off.
             EngineError: it is longer than `most`.
         """
+        parts: list[bytes] = []
         try:
             while not self.content.at_eof():
                 part = await self.content.readany()
                 if take is not None:
                     take(len(part))
-                self._parts.append(part)
+                parts.append(part)
                 if self.content.total_bytes > most:
                     raise EngineError("the answer is too large", private=f"{self.url}: more than {most} bytes")  # noqa: TRY301 - see below
         except BaseException:  # what is left would be the beginning of the next answer
             self.close()
             raise
-        return b"".join(self._parts)
+        self._body = self._body or b"".join(parts)
+        return self._body
 
     def close(self) -> None:
         """Close the connection, unless the answer has ended."""

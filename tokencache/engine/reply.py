@@ -49,9 +49,10 @@ _NO_PROMPT = NULL, FIRST_MARK
 """What a choice has in place of the ids of its own prompt."""
 STEP = 4
 """Numbers that each step has in `Choice.steps`."""
-_MOST_PIECES = 128
-"""Pieces of a text before they are joined. A Python string takes 50 bytes more than its text, and a token has four letters."""
-_AT_ONCE = 8
+_MOST_PIECES, _PIECE = 8, 256
+"""Pieces of a text before they are joined; in a long text, one for so many characters that were joined before, so that the cost stays
+linear. A Python string takes 50 bytes more than its text, and a token has four letters."""
+AT_ONCE = 8
 """Number of choices in `Reply.later` that are parsed together. More would save little, and they wait in memory."""
 
 
@@ -191,10 +192,10 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: dict[int, CallPieces] = {}
         self.steps = array("I")
-        self.call_steps: list[tuple[int, int]] = []
+        self.call_steps: tuple[tuple[int, int], ...] = ()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.versions: list[Any] = []
+        self.versions: Sequence[Any] = ()
         self.experts = b""
         self.prompt = b""
         self.counted: int | None = None
@@ -237,7 +238,7 @@ class Choice:
     def reopen(self) -> None:
         """Take back its end, because another request continues it."""
         self.finish_reason = self.stop_reason = self.counted = None
-        self.versions = []
+        self.versions = ()
         self._before = len(self.ids)
 
     def message(self, *, with_reasoning: bool) -> Message:
@@ -251,10 +252,10 @@ class Choice:
 
     def replace_message(self, message: ReplyMessage) -> None:
         """Set the message in place of what was collected."""
-        self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, []
+        self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, ()
         self.add_messages([message], [(0, len(self.ids))])
 
-    def add(self, choice: _Choice, experts: list[bytes]) -> None:
+    def add(self, choice: _Choice, experts: Sequence[bytes]) -> None:
         """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
         self._add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
         if not self.prompt and choice.prompt_token_ids not in _NO_PROMPT:
@@ -298,7 +299,7 @@ class Choice:
 
     def _join_pieces(self) -> None:
         for pieces in (self.content, self.reasoning, *[call.arguments for call in self.calls.values()]):
-            if len(pieces) > _MOST_PIECES:
+            if len(pieces) > _MOST_PIECES and len(pieces) > len(pieces[0]) // _PIECE:
                 pieces[:] = ["".join(pieces)]
 
     def add_messages(self, messages: Iterable[ReplyMessage], spans: Iterable[tuple[int, int]]) -> None:
@@ -314,7 +315,7 @@ class Choice:
             if message.tool_calls:
                 for index, call in message.calls():
                     if index not in self.calls:
-                        self.call_steps.append(span)
+                        self.call_steps += (span,)
                     pieces = self.calls.setdefault(index, CallPieces())
                     pieces.id = call.id or pieces.id
                     pieces.names.append(call.name)
@@ -335,7 +336,7 @@ class Choice:
             pieces.arguments.pop()
             if call.id and not (any(pieces.names) or any(pieces.arguments)):
                 del self.calls[index]
-                self.call_steps.pop()
+                self.call_steps = self.call_steps[:-1]
 
 
 class Reply:
@@ -355,7 +356,7 @@ class Reply:
         version: the weight version in the reply's header, `""` if there is none.
         places: the placeholders of media in the prompt, as the engine reports them; `None` if it reports none. Set by the caller.
         later: the JSON of the choices of plain chunks (`dialects.completion_reader`), which is parsed when `choices` is read next. The
-            caller adds them, and then calls `limit_later`.
+            caller adds them, and calls `read_later` when there are `AT_ONCE`.
     """
 
     __slots__ = (
@@ -378,21 +379,17 @@ class Reply:
         self._choices: dict[int, Choice] = {}
         self.later: list[bytes] = []
         self._metadata: _WeightMetadata | None = None
-        self._experts: list[bytes] = []
+        self._experts: tuple[bytes, ...] = ()
 
     @property
     def choices(self) -> dict[int, Choice]:
         """The choices by their index, as far as they have arrived."""
         if self.later:
-            self._read_later()
+            self.read_later()
         return self._choices
 
-    def limit_later(self) -> None:
-        """Parse what is in `later` if it is much."""
-        if len(self.later) >= _AT_ONCE:
-            self._read_later()
-
-    def _read_later(self) -> None:
+    def read_later(self) -> None:
+        """Parse what is in `later`."""
         later, self.later = self.later, []
         try:
             choices = _PLAIN.decode(b"[%s]" % b",".join(later))
@@ -423,7 +420,7 @@ class Reply:
         if not spans:
             return data
         first = len(self._experts)
-        self._experts += [data[start + 1 : end - 1] for start, end in spans]
+        self._experts += tuple([data[start + 1 : end - 1] for start, end in spans])
         return cut_out(data, spans, first)
 
     def add(self, data: bytes, *, hide_logprobs: bool = False) -> bytes:
@@ -435,7 +432,7 @@ class Reply:
             The same JSON without the ids of the prompt (`PromptEcho`), and without log probabilities that were cut out.
         """
         if self.later:
-            self._read_later()
+            self.read_later()
         brief = short = self.prompt.cut(data)
         logprobs = None
         if hide_logprobs and self.expected == 1:
@@ -504,7 +501,7 @@ class Reply:
         if chunk.tokencache is not None:
             self.prompt.note_packed(chunk.tokencache.prompt)
 
-    def versions(self, index: int) -> list[Any]:
+    def versions(self, index: int) -> Sequence[Any]:
         """Return the weight versions of a choice as spans over its tokens, half-open; none if the engine reported none."""
         choice = self.choices[index]
         if choice.versions:

@@ -86,8 +86,9 @@ class StreamProtocol(asyncio.Protocol):
         """Settle an event, or pass the bytes to the own protocol."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
+            event = data[data.find(b"\r\n") + 2 : -2]
             try:
-                settled = self._is_settled(data)
+                settled = data.endswith(_CHUNK_END) and data.startswith(b"%x\r\n" % len(event)) and self._settle(event)
             except Exception as why:  # noqa: BLE001 - `next` raises it
                 waiter.set_exception(why)
             else:
@@ -99,11 +100,6 @@ class StreamProtocol(asyncio.Protocol):
         self._own.data_received(data)
         if self._content.is_eof():  # the connection is back in the pool, and may soon serve another call
             self._restore()
-
-    def _is_settled(self, data: bytes) -> bool:
-        start = data.find(b"\r\n") + 2
-        event = data[start:-2]
-        return data.endswith(_CHUNK_END) and data.startswith(b"%x\r\n" % len(event)) and self._settle(event)
 
     def eof_received(self) -> bool | None:
         """See `asyncio.Protocol`."""

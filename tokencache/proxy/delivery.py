@@ -7,7 +7,6 @@ A call first receives the reply, then stores its turn, and then answers the clie
 `WholeDelivery`   sends a whole reply, as a body, or in chunks if the client requested a stream
 """
 
-import contextlib
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import DONE, event_of
 from tokencache.engine.connections import Answer
 from tokencache.engine.drivers.base import Driver
-from tokencache.engine.reply import Reply
+from tokencache.engine.reply import AT_ONCE, Reply
 from tokencache.engine.upstream import error_text
 from tokencache.errors import OK, EngineError
 from tokencache.proxy.call_states import ClientState, Party, ShownEvent, ShownState, may_answer_with_status, may_resample
@@ -243,23 +242,25 @@ class StreamDelivery(ReplyDelivery):
         """See `ReplyDelivery.receive`: forwards the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
-        async with contextlib.aclosing(aiter(self._source)) as parts:
-            try:
-                writer = await response.prepare(self._response.request)  # prepared already, unless the client had left: returns the writer
-                assert writer is not None  # noqa: S101 - only a response that has ended has none
-                async for events in parts:
-                    shown = self._read_events(events)
-                    del events  # see `Stream.__aiter__`; the same for `shown`
-                    if shown and not self._orphaned:
-                        self._response.silent = False
-                        await writer.write(shown)
-                        self._direct = self._response.request.transport if chunked else None
-                    del shown
-            except ConnectionResetError:  # the client's: the source notes that its connection broke
-                return _LEFT
-            except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
-                log.exception("the reply cannot be written in the client's dialect")
-                return End(EndKind.BROKEN, f"{type(why).__name__}: {why}", TurnMark.INTERNAL_ERROR, cut=True)
+        parts = aiter(self._source)
+        try:
+            writer = await response.prepare(self._response.request)  # prepared already, unless the client had left: returns the writer
+            assert writer is not None  # noqa: S101 - only a response that has ended has none
+            async for events in parts:
+                shown = self._read_events(events)
+                del events  # see `Stream.__aiter__`; the same for `shown`
+                if shown and not self._orphaned:
+                    self._response.silent = False
+                    await writer.write(shown)
+                    self._direct = self._response.request.transport if chunked else None
+                del shown
+        except ConnectionResetError:  # the client's: the source notes that its connection broke
+            return _LEFT
+        except Exception as why:  # a codec cannot write it; the sampled tokens are recorded in any case
+            log.exception("the reply cannot be written in the client's dialect")
+            return End(EndKind.BROKEN, f"{type(why).__name__}: {why}", TurnMark.INTERNAL_ERROR, cut=True)
+        finally:
+            await parts.aclose()
         return self._source.end
 
     async def _answer_reply(self, end: End) -> web.StreamResponse:
@@ -293,9 +294,11 @@ class StreamDelivery(ReplyDelivery):
         shown = unread(event)
         if shown is None:
             return False
-        self._reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
-        self._reply.limit_later()
-        if shown and not self._orphaned:
+        reply = self._reply
+        reply.later.append(event[event.find(CHOICE_BEGIN) : CHOICE_END])
+        if len(reply.later) >= AT_ONCE:
+            reply.read_later()
+        if shown and self._response.client.state is not ClientState.ORPHANED:
             self._response.silent = False
             direct.write(b"%x\r\n%b\r\n" % (len(shown), shown))  # as `StreamResponse.write` would
         return True
@@ -311,7 +314,8 @@ class StreamDelivery(ReplyDelivery):
                 written = self._read_event(event)
                 self._unread = self._write_unread if self._shown.state is ShownState.BEGUN and not self._source.cut else None
             (self._held if self._shown.state is ShownState.ENDING else shown).extend(written)
-        self._reply.limit_later()
+        if len(self._reply.later) >= AT_ONCE:
+            self._reply.read_later()
         return bytes(shown)
 
     def _read_event(self, event: bytes) -> bytes:

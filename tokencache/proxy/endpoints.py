@@ -137,6 +137,7 @@ class Endpoints:
                 if not isinstance(ready, _Call):
                     return ready
                 call = ready
+                del asked  # what this frame names, it keeps for as long as a stream
                 return await self._calls.serve(call.request, call.fingerprint, settings.budget.over(self._options.budget))
             except SettingsChangedError as changed:
                 if call is not None and not may_answer_with_status(call.response.client.state):

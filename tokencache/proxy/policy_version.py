@@ -23,8 +23,7 @@ known to be harmless (`weights.Update.harmless`).
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Literal, NamedTuple
 
@@ -111,19 +110,20 @@ NOTHING_KNOWN = PieceVersions()
 class VersionReading:
     """The readings for one request to an engine: one when it is sent, one when its reply has ended."""
 
-    __slots__ = ("_after", "_read", "before", "salt")
+    __slots__ = ("_after", "_source", "before", "salt")
 
-    def __init__(self, before: Reading, salt: KvSalt, read: Callable[[], Awaitable[Reading]] | None = None) -> None:
-        """Begin; `read` reads again, `None` if there is nothing to read."""
+    def __init__(self, before: Reading, salt: KvSalt, source: "tuple[PolicyVersions, Engine, Model | None] | None" = None) -> None:
+        """Begin; `source` is what is read again, of which engine and model. `None` if there is nothing to read."""
         self.before, self.salt = before, salt
         self._after = before
-        self._read = read
+        self._source = source
 
     async def end(self) -> None:
         """Read again, once, as soon as the engine's reply has ended or was broken off."""
-        if self._read is not None:
-            self._after = await self._read()
-            self._read = None
+        if self._source is not None:
+            versions, engine, model = self._source
+            self._after = await versions.read(engine, model)
+            self._source = None
 
     def versions(self, reported: Sequence[Any], tokens: int) -> PieceVersions:
         """Judge the readings; call `end` before.
@@ -241,10 +241,10 @@ class PolicyVersions:
             raise WeightsUpdatingError(engine.upstream.url, before.state.update.owner if before.state.update is not None else "")
         if not before.source:
             # Anything may be announced while the reply is sampled. That costs nothing to ask, unless there is an adapter.
-            return VersionReading(before, NO_SALT, partial(self.read, engine, model))
+            return VersionReading(before, NO_SALT, (self, engine, model))
         version = before.last if before.version == MIXED else before.version
         salt = await self._salts.salt(request, version, before.update)
-        return VersionReading(before, salt, partial(self.read, engine, model))
+        return VersionReading(before, salt, (self, engine, model))
 
 
 class _Card(msgspec.Struct):

@@ -309,7 +309,7 @@ async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
-    context = Context(messages, args.tools, args.members, args.kwargs)
+    context = Context(messages, args.tools, dict(args.members), dict(args.kwargs))
     if sum(map(len, new)) <= LARGE:
         return pack_context(context)
     await pause()

@@ -100,12 +100,14 @@ class ReplySource:
         gave_up: why a reply that was broken off is not continued; `""` if none was, or it is.
     """
 
+    __slots__ = ("end", "gave_up", "pieces", "reply")
+
     end: End
-    pieces: Sequence[EndedPiece] = ()
-    gave_up = ""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
+        self.pieces: Sequence[EndedPiece] = ()
+        self.gave_up = ""
 
     async def read_for_record(self) -> None:
         """Add what is still missing in the record, because the client left while the reply was read."""
@@ -114,6 +116,8 @@ class ReplySource:
 class WholeSource(ReplySource, ABC):
     """A source of one whole reply."""
 
+    __slots__ = ()
+
     @abstractmethod
     async def read(self) -> bytes:
         """Return the chat or text completion (JSON) for the client; `b""` if there is none."""
@@ -121,6 +125,8 @@ class WholeSource(ReplySource, ABC):
 
 class Body(WholeSource):
     """A whole reply, or an engine's error."""
+
+    __slots__ = ("_answer", "_body", "_chat", "_dispatch", "_holding", "_parsing")
 
     def __init__(self, answer: Answer, reply: Reply, chat: ChatCall, dispatch: Dispatch, holding: Holding) -> None:
         super().__init__(reply)
@@ -194,7 +200,8 @@ class Stream(ReplySource):
         read_chunk: makes chunks in vLLM's format (`EngineRequest.read_chunk`); `None` if they are in it.
     """
 
-    cut = ""
+    __slots__ = ("_answer", "_splitter", "_with_prompt", "cut", "done", "head", "read_chunk", "settle")
+
     _may_be_continued = False
 
     def __init__(
@@ -211,8 +218,7 @@ class Stream(ReplySource):
         super().__init__(reply)
         self._answer, self._with_prompt, self.read_chunk = answer, with_prompt, read_chunk
         self._splitter = EventSplitter()
-        self.done = False
-        self.head = b""
+        self.cut, self.done, self.head = "", False, b""
         self.settle: Callable[[bytes], bool] = lambda _event: False
         """Takes an event that need not be parsed now (`StreamProtocol`)."""
 
@@ -291,6 +297,8 @@ class Stream(ReplySource):
 
 class Continued(Stream):
     """A streamed reply that may be continued."""
+
+    __slots__ = ("_call", "_cut_off", "_dispatch", "_response", "_with_words", "derender")
 
     _may_be_continued = True
 

@@ -60,6 +60,7 @@ class RequestRouter:
             calls_model = request.method == "POST" and (dialect is not None or route == TOKENIZE)
             in_body = await self._read_session_in_body(request) if calls_model and self._sources.members else None
             origin = await self._sessions.find(named, request.headers, in_body and in_body.session)
+            del named  # what this frame names, it keeps for as long as a stream
             session = origin.session
             check_path(origin.path)
             if session is None:

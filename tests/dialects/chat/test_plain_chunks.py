@@ -11,7 +11,7 @@ from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.dialects.completion_reader import CHOICE_BEGIN, CHOICE_END, hide_tokens
 from tokencache.dialects.sse import event_of
-from tokencache.engine.reply import Reply
+from tokencache.engine.reply import AT_ONCE, Reply
 
 CALL = read_chat(b'{"model":"m","stream":true,"messages":[{"role":"user","content":"x"}]}', IncrementalParser())
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -71,7 +71,8 @@ def test_parsing_later_equals_parsing_at_once(told):
         at_once.add(data)
         if waits:
             later.later.append(choice_of(data))
-            later.limit_later()
+            if len(later.later) >= AT_ONCE:
+                later.read_later()
         else:
             later.add(data)
     assert gathered(later) == gathered(at_once)

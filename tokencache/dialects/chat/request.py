@@ -18,7 +18,7 @@ from tokencache.core.rules import Leniency
 from tokencache.core.session import History
 from tokencache.dialects import gym, gym_request
 from tokencache.dialects.chat.incremental import IncrementalParser, ParsedHistory, SplitBody, split_whole
-from tokencache.dialects.chat.rendering import RenderArgs, render_args, scope_of
+from tokencache.dialects.chat.rendering import NOTHING, RenderArgs, render_args, scope_of
 from tokencache.dialects.chat.sampling import recorded
 from tokencache.dialects.chat.scalars import normalize
 from tokencache.dialects.chat.vocabulary import ReadMessage, resolve_model, with_stand_ins
@@ -106,13 +106,13 @@ class ChatCall(msgspec.Struct):
     shows_ids: bool
     shows_logprobs: bool
     shows_reasoning: bool
-    media: Mapping[int, tuple[MediaPart, ...]] = {}
+    media: Mapping[int, tuple[MediaPart, ...]] = NOTHING
     malformed: tuple[int, ...] = ()
     plain: str = ""
     dialect: str = "chat"
     handle: str = ""
-    handles: Mapping[int, str] = {}
-    echoes: Mapping[int, gym.ReturnedIdFragments] = {}
+    handles: Mapping[int, str] = NOTHING
+    echoes: Mapping[int, gym.ReturnedIdFragments] = NOTHING
     required_prefix: bytes = b""
     left_out: tuple[str, ...] = ()
     replaced: Mapping[str, Any] = {}
@@ -205,7 +205,7 @@ class ChatCall(msgspec.Struct):
         Unlike `args`, these include `continue_final_message`, with which the reply continues the last message.
         """
         unfinished = {name: self.fields[name] for name in ("continue_final_message",) if name in self.fields}
-        args = msgspec.structs.replace(self.args, members=self.args.members | unfinished) if unfinished else self.args
+        args = msgspec.structs.replace(self.args, members={**self.args.members, **unfinished}) if unfinished else self.args
         return args, member(self.fields, "add_generation_prompt", (bool,), True)
 
 
@@ -262,7 +262,7 @@ async def read_chat(
         shows_ids=asked["return_token_ids"],
         shows_logprobs=asked["logprobs"],
         shows_reasoning=asked["include_reasoning"],
-        echoes=echoes,
+        echoes=echoes or NOTHING,
         required_prefix=required_prefix,
     )
     known = split.before.known if split.before is not None else None
@@ -275,7 +275,7 @@ async def read_chat(
         return call
     call.conversation = await _chained(scope, new, known, model=model_name, secret=secret)
     media = {index: r.media for index, r in enumerate(new, split.old) if r.media}
-    call.media = {**known.media, **media} if known is not None and known.media else media
+    call.media = {**known.media, **media} if known is not None and known.media else media or NOTHING
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
     shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)

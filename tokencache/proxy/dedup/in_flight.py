@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import NamedTuple
 
 from aiohttp import web
@@ -93,7 +94,8 @@ class CallsInFlight:
                 call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
                 task = asyncio.create_task(self._attempt(call, asked, fingerprint, join, replayable=replayable))
                 try:  # in a separate task, which may continue after the client has left
-                    result = await asyncio.shield(task)
+                    await _until_done(task)
+                    result = task.result()
                 except asyncio.CancelledError:
                     self._leave(asked, call, task)
                     raise
@@ -130,6 +132,7 @@ class CallsInFlight:
                 if opening.duplicate is not None:
                     return opening
                 turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
+                del opening  # what this frame names, it keeps for as long as a stream
                 if not turns:
                     return await call.run()
                 if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
@@ -304,6 +307,21 @@ class CallsInFlight:
             await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
         except StoreError as why:
             log.debug("replica %s: no heartbeat written: %s", self._ledger.replica, why)
+
+
+def _until_done(task: _Task) -> asyncio.Future[None]:
+    """Return a future that is done when a task is. If the future is cancelled, the task is not.
+
+    `asyncio.shield` does the same with two more functions, and holds 400 bytes more for as long as a stream.
+    """
+    waiter = asyncio.get_running_loop().create_future()
+    task.add_done_callback(partial(_wake, waiter))
+    return waiter
+
+
+def _wake(waiter: asyncio.Future[None], _: _Task) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def _log_failure(task: _Task) -> None:
