@@ -23,7 +23,6 @@ from bench.warm_call import Talk, follow_last_call
 
 _OURS = f"{Path(tokencache.__file__).parent}/"
 _REDIS, _FILE = "redis", "file"
-_REPLY = "<think>\nOne step more.\n</think>\n\nDone with this step, and with the next."
 CASES = {
     "memory, 1 KB": Talk(size=1_000),
     "four engines, 1 KB": Talk(size=1_000, engines=4),
@@ -32,7 +31,7 @@ CASES = {
     "file, 1 KB": Talk(size=1_000, store=_FILE),
     "Redis, 1 KB": Talk(size=1_000, store=_REDIS),
     "plugin, 141 KB": Talk(size=141_000, prefixes=True),
-    "stream, 1 KB": Talk(size=1_000, stream=True, reply=_REPLY, token_seconds=0.01),
+    "stream, 1 KB": Talk(size=1_000, stream=True, token_seconds=0.01),
     "first call, 200 messages": Talk(calls=1, messages=199, size=141_000),
 }
 """Title → what is said. Of Redis and the file store, a new one is used."""
