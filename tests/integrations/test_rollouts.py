@@ -54,6 +54,11 @@ async def test_a_rollout_is_rewarded_labelled_and_sealed(rig):
     assert state.sealed
 
 
+async def test_a_string_as_tags_is_refused(rig):
+    with pytest.raises(TypeError, match="'mine' is a string"):
+        await rollouts(play, options={"tags": "mine"}).one(rig.client, SAMPLE, sampling={}, group="g")
+
+
 async def test_what_is_left_out_is_listed(rig):
     done = await rollouts(branching, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
     assert len(done.kept) == 1

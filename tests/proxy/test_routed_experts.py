@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -287,6 +288,22 @@ def test_an_empty_value_does_not_replace_an_earlier_one():
     for value in ("aGVsbG8=", ""):
         reply.add(reply.without_experts(b'{"choices":[{"message":{},"routed_experts":"%s","index":0}]}' % value.encode()))
     assert reply.choices[0].experts == b"aGVsbG8="
+
+
+def test_of_a_stream_only_the_last_value_is_held():
+    """An engine that reports them with each chunk: otherwise each chunk would copy a list of all that came before."""
+    reply, size = Reply(), 100_000
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            chunk = b'{"choices":[{"delta":{},"routed_experts":"%s","index":0}]}' % (b"%d" % number * size)
+            reply.add(reply.without_experts(chunk))
+            del chunk
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert reply.choices[0].experts == b"99" * size
+    assert held < 10 * size
 
 
 def test_half_a_body_stays_unchanged():

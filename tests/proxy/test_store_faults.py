@@ -177,6 +177,24 @@ async def test_each_time_that_the_store_fails_is_noted_however_many_calls_were_r
         assert (await rig.info())["outcome"] == "store"
 
 
+async def test_another_incident_that_waits_for_the_store_does_not_hide_that_it_fails(store):
+    """The engine refused a call while the store failed already: that one was the harness's fault, and the next one was not."""
+    async with proxied(store=store, on_store_error="fail") as rig:
+        store.broken |= {"begin", "add_incidents"}
+        for _ in range(ONE_BY_ONE):
+            assert (await rig.post("s", **ASK))[0] == 503
+        store.broken.clear()
+        await paid(rig)
+        await rig.say("s", **ASK)
+        store.broken |= {"settle", "add_incidents"}
+        assert (await rig.post("s", **ASK, temperature=-5))[0] == 503
+        store.broken.add("begin")
+        assert (await rig.post("s", **ASK))[0] == 503
+        store.broken.clear()
+        await paid(rig)
+        assert (await rig.info())["outcome"] == "store"
+
+
 async def test_fail_in_a_stream_that_has_begun(store):
     """The head is out: an error event tells, as the engine itself would; the end of the reply never comes."""
     async with proxied(store=store, on_store_error="fail") as rig:

@@ -213,10 +213,10 @@ def as_fragment(raw: bytes, packed: bytes) -> ids.Fragment:
     return ids.Fragment(written=raw[1:-1]) if raw and packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.Fragment(packed)
 
 
-def cut_out(data: bytes, spans: Sequence[tuple[int, int]], first: int = 0) -> bytes:
-    """Replace spans of JSON, each a complete value, by the marks `"=0"`, `"=1"`, …, numbered from `first`."""
+def cut_out(data: bytes, spans: Sequence[tuple[int, int]]) -> bytes:
+    """Replace spans of JSON, each a complete value, by the marks `"=0"`, `"=1"` and so on."""
     kept, end = [], 0
-    for number, (start, after) in enumerate(spans, first):
+    for number, (start, after) in enumerate(spans):
         kept += [data[end:start], b'"=%d"' % number]
         end = after
     return b"".join((*kept, data[end:]))

@@ -419,9 +419,8 @@ class Reply:
         spans = _expert_spans(data)
         if not spans:
             return data
-        first = len(self._experts)
-        self._experts += tuple([data[start + 1 : end - 1] for start, end in spans])
-        return cut_out(data, spans, first)
+        self._experts = tuple([data[start + 1 : end - 1] for start, end in spans])  # of this chunk alone
+        return cut_out(data, spans)
 
     def add(self, data: bytes, *, hide_logprobs: bool = False) -> bytes:
         """Add the JSON of a chunk, or of a whole body.

@@ -40,6 +40,7 @@ from tokencache.client import (
     WrongServerError,
 )
 from tokencache.client.operations import SessionOptions
+from tokencache.client.session_operations import listed
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.lengths import ExportOptions
@@ -187,7 +188,7 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
             **self.options,
             "sampling": {**sampling, **self.options.get("sampling", {})},
             "group": f"{self.run}-{group}",
-            "tags": [*self.options.get("tags", ()), tag_of(self.run)],
+            "tags": [*listed(self.options.get("tags", ())), tag_of(self.run)],
             "metadata": {**({GROUP_SIZE: size} if size else {}), **self.options.get("metadata", {})},
         }
         for left in range(self.retries, -1, -1):

@@ -183,8 +183,7 @@ class Ledger:
                 it. `None`: it names no engine.
             ended: is called once with each session that ends.
         """
-        self.store = store
-        self.prefixes = prefixes
+        self.store, self.prefixes = store, prefixes
         self.placement = placement or Placement()
         self._rebound, self._ended_session = rebound, ended
         self.replica = secrets.token_hex(8)
@@ -214,7 +213,8 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
-            if self._strict and (self._refused.count(session) or not self._backlog.of(session)):  # each time the store fails has one
+            waiting = {one.kind for one in self._backlog.of(session)}
+            if self._strict and (self._refused.count(session) or IncidentKind.STORE_ERROR not in waiting):  # each time it fails has one
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
                 self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
             self._failed("begin", session, call, why)
