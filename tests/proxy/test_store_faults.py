@@ -427,6 +427,22 @@ async def test_a_session_created_again_while_a_call_of_the_deleted_one_is_open(s
         assert (await rig.check())["valid"]
 
 
+async def test_a_session_created_again_while_incidents_of_the_deleted_one_wait_for_the_store(store):
+    async with proxied(store=store) as rig:
+        await rig.say("s", **ASK)
+        store.broken |= {"settle", "commit", "add_incidents"}
+        await rig.say("s", **ASK)
+        assert (await rig.info())["incidents"]
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s?reuse=true") as answer:
+            assert answer.status == 200
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions", json={"session": "s"}) as answer:
+            assert answer.status == 201
+        store.broken.clear()
+        await rig.proxy.ledger.settled()
+        found = await rig.info()
+        assert (found["turns"], found["complete"], found["incidents"]) == (0, True, [])
+
+
 @pytest.mark.parametrize("anew", [False, True])
 async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew):
     """A Redis without a log comes back empty: nobody deleted the session, so it must not look whole, nor vanish without a word."""

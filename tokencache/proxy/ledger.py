@@ -104,6 +104,10 @@ class Backlog:
                 repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended))
             )
 
+    def forget(self, session: str) -> None:
+        """Forget the incidents of a session that was deleted: one that is created again under its name must not get them."""
+        metrics.UNSAVED.dec(len(self._incidents.pop(session, ())))
+
     def add_ended(self, session: str, epoch: str, call: str) -> None:
         """Keep the end of a call until it is in the store. Its incidents follow (`add`)."""
         self._ended.append((session, epoch, call))
@@ -130,12 +134,14 @@ class Backlog:
 
     async def _save(self) -> None:
         for session in list(self._incidents):
-            incidents = list(self._incidents[session])  # more may come meanwhile
+            waiting = self._incidents.get(session, [])
+            incidents = list(waiting)  # more may come meanwhile
             await self._store.add_incidents(session, incidents)
-            del self._incidents[session][: len(incidents)]
-            if not self._incidents[session]:
-                del self._incidents[session]
-            metrics.UNSAVED.dec(len(incidents))
+            if self._incidents.get(session) is waiting:  # it was not forgotten meanwhile
+                del waiting[: len(incidents)]
+                if not waiting:
+                    del self._incidents[session]
+                metrics.UNSAVED.dec(len(incidents))
         while self._ended:  # after the incidents, so that the session never looks complete in between
             session, epoch, call = self._ended[0]
             with contextlib.suppress(SessionGoneError):
@@ -387,8 +393,8 @@ class Ledger:
             self._deleted[info.epoch] = True
             await self.store.withdraw(session, info.epoch)
             self.release(info)
-        self._late.forget(session)
-        self._refused.forget(session)
+        for kept in (self._late, self._refused, self._backlog):
+            kept.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
         return known
