@@ -229,7 +229,7 @@ def chat_facts(call, held):
     if held["reasoning_effort"] is not None:
         kwargs["reasoning_effort"] = held["reasoning_effort"]
         kwargs.setdefault("enable_thinking", held["reasoning_effort"] != "none")
-    facts["template arguments"] = (True, identical(args.kwargs, kwargs))
+    facts["template arguments"] = (True, identical(dict(args.kwargs), kwargs))
     others = {name: msgspec.json.decode(raw) for name, raw in args.members.items()}
     for name in ("chat_template", "mm_processor_kwargs"):
         facts[name] = (True, identical(others.get(name), held[name]))
