@@ -14,6 +14,7 @@ from tests.engine.listening import listening
 from tests.support.waiting import PATIENCE, until
 from tokencache.engine import connections
 from tokencache.engine.connections import Connections
+from tokencache.pauses import LARGE
 
 
 @contextlib.asynccontextmanager
@@ -61,6 +62,22 @@ async def test_an_answer_that_nobody_asked_for_is_not_that_of_the_next_request()
         stale.set()
         await until(lambda: len(made._idle[-1]))  # the stale answer has arrived
         assert await get(made) == b"answer 3"
+
+
+async def test_an_answer_that_has_arrived_is_read_without_a_pause():
+    """A client that leaves in one would take with it what the engine has sampled."""
+
+    async def serve(reader, writer, _number):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer_of(b"x" * (LARGE + 1)))
+        await reader.read()
+
+    async with raw_server(serve) as made:
+        answer = await made.request("GET", "/", {}, None)
+        await until(answer.content.is_eof)
+        with pytest.raises(StopIteration) as read:
+            answer.read().send(None)
+        assert len(read.value.value) == LARGE + 1
 
 
 async def test_a_connection_is_not_used_again_while_its_answer_is_read_or_after_it_was_closed():

@@ -28,7 +28,6 @@ from yarl import URL
 
 from tokencache.errors import OK, EngineError
 from tokencache.net import keep_alive
-from tokencache.pauses import LARGE, pause
 
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 4.0
@@ -146,8 +145,6 @@ class Answer:
         except BaseException:  # what is left would be the beginning of the next answer
             self.close()
             raise
-        if self.content.total_bytes > LARGE:
-            await pause()
         self._body = self._body or b"".join(parts)
         return self._body
 

@@ -22,7 +22,6 @@ from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.engine.ranks import RANK_HEADER, is_refused_rank
 from tokencache.errors import NOT_NOW, OK, EngineError, is_error
-from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -186,8 +185,6 @@ class EngineSender:
 
     async def _write_and_post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
         request, rank = await self._write(planned, exact, chat, target), planned.rank
-        if exact is not None and len(exact.ids) > LARGE:
-            await pause()
         self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
         self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
         self._posts += 1

@@ -113,7 +113,7 @@ class VersionReading:
     __slots__ = ("_after", "_source", "before", "salt")
 
     def __init__(self, before: Reading, salt: KvSalt, source: "tuple[PolicyVersions, Engine, Model | None] | None" = None) -> None:
-        """Begin; `source` is what is read again, of which engine and model. `None` if there is nothing to read."""
+        """Begin. `source` reads again, for this engine and model; `None` if there is nothing to read."""
         self.before, self.salt = before, salt
         self._after = before
         self._source = source
