@@ -1,11 +1,14 @@
 """An engine that reads the state of the next reply off an earlier thought, which only an exact prompt has: no client sees a difference."""
 
 import json
+import random
 
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, proxied, user
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import SimulatedEngine, completion
+from tokencache.testing.generation import generate
+from tokencache.testing.parser import StreamParser
 
 REPLIES = [f"<think>\nThought {n}.\n</think>\n\nAnswer {n}." for n in ("one", "two", "three")]
 CALL = '<think>\nI call.\n</think>\n\n<tool_call>\n{"name": "bash", "arguments": {"cmd": "ls"}}\n</tool_call>'
@@ -37,6 +40,24 @@ async def test_the_probe_says_what_it_found():
         assert ([*shown["begin"], *shown["end"]], shown["closed"], shown["begun"]) == (marks, ["stream", "grammar"], [])
     async with proxied(made(reads=False)) as rig:
         assert (await found(rig))["closed"] == []
+
+
+class KeepsOpener(StreamParser):
+    """As `deepseek_r1`: if a thought's mark arrives with other tokens, it leaves the mark in the thought."""
+
+    def feed(self, text, *, finished=False):
+        delta = super().feed(text, finished=finished)
+        return {"reasoning": text} if text.startswith("<think><think>") else delta
+
+
+async def test_the_probe_sees_no_difference_in_tokens_that_arrive_at_once(monkeypatch):
+    """A server that lags behind sends what the engine has made since, whatever the prompt."""
+    lag = random.Random(8)
+    monkeypatch.setattr(completion, "StreamParser", KeepsOpener)
+    monkeypatch.setattr(completion, "generate", lambda *reply, **more: generate(*reply, **{**more, "first": lag.randint(1, 3)}))
+    async with proxied(made(reads=False)) as rig:
+        shown = await found(rig)
+        assert "stream" not in [*shown["closed"], *shown["open"], *shown["begun"]]
 
 
 @DERENDERS
