@@ -406,17 +406,20 @@ async def test_a_session_deleted_while_a_call_is_open(store):
         assert [len(s["turns"]) for s in exported["sequences"]] == [1, 1]
 
 
+@pytest.mark.product
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("reuse", [False, True])
-async def test_a_session_created_again_while_a_call_of_the_deleted_one_is_open(store, reuse):
+async def test_a_session_created_again_while_a_call_of_the_deleted_one_is_open(store, reuse, elsewhere):
     """A trainer plays a rollout again under the same name: the call that is left of the first one says nothing about the second."""
     path = "/tokencache/v1/sessions"
-    async with proxied(store=store) as rig:
+    async with proxied(store=store) as rig, proxied(store=store) as replica:
+        trainer = replica if elsewhere else rig
         store.slow.add("commit")
         call = asyncio.create_task(rig.say("s", **ASK))
         await store.reached.wait()
-        async with rig.http.delete(f"{rig.url}{path}/s{'?reuse=true' if reuse else ''}") as answer:
+        async with trainer.http.delete(f"{trainer.url}{path}/s{'?reuse=true' if reuse else ''}") as answer:
             assert answer.status == 200
-        async with rig.http.post(rig.url + path, json={"session": "s"}) as answer:
+        async with trainer.http.post(trainer.url + path, json={"session": "s"}) as answer:
             assert answer.status == 201
         store.go.set()
         await call
@@ -427,15 +430,17 @@ async def test_a_session_created_again_while_a_call_of_the_deleted_one_is_open(s
         assert (await rig.check())["valid"]
 
 
-async def test_a_session_created_again_while_incidents_of_the_deleted_one_wait_for_the_store(store):
-    async with proxied(store=store) as rig:
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_session_created_again_while_incidents_of_the_deleted_one_wait_for_the_store(store, elsewhere):
+    async with proxied(store=store) as rig, proxied(store=store) as replica:
+        trainer = replica if elsewhere else rig
         await rig.say("s", **ASK)
         store.broken |= {"settle", "commit", "add_incidents"}
         await rig.say("s", **ASK)
         assert (await rig.info())["incidents"]
-        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s?reuse=true") as answer:
+        async with trainer.http.delete(f"{trainer.url}/tokencache/v1/sessions/s?reuse=true") as answer:
             assert answer.status == 200
-        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions", json={"session": "s"}) as answer:
+        async with trainer.http.post(f"{trainer.url}/tokencache/v1/sessions", json={"session": "s"}) as answer:
             assert answer.status == 201
         store.broken.clear()
         await rig.proxy.ledger.settled()

@@ -122,6 +122,10 @@ class Away(MemoryStore):
         self._fail()
         return await super().commit(*args, **more)
 
+    async def settle(self, *args, **more):
+        self._fail()
+        return await super().settle(*args, **more)
+
     async def add_incidents(self, *args, **more):
         self._fail()
         return await super().add_incidents(*args, **more)

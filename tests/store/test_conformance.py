@@ -16,7 +16,7 @@ from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import until
 from tokencache.core.turn import Prefix
-from tokencache.store.base import BeginResult, OpenCall, Page, SealOutcome, SessionExistsError, SessionSealedError
+from tokencache.store.base import BeginResult, OpenCall, Page, SealOutcome, SessionExistsError, SessionGoneError, SessionSealedError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
 
@@ -199,6 +199,21 @@ class AddsIncidentsToDeletedSessions(MemoryStore):
 class ForgetsTombstones(MemoryStore):
     async def delete(self, session, *, reuse=False):
         return await super().delete(session, reuse=True)
+
+
+class ForgetsDeletedEpochs(MemoryStore):
+    async def delete(self, session, *, reuse=False):
+        known = await super().delete(session, reuse=reuse)
+        self._deleted.clear()
+        return known
+
+
+class TakesLostEpochsForDeleted(MemoryStore):
+    def _use_epoch(self, session, epoch):
+        try:
+            return super()._use_epoch(session, epoch)
+        except SessionGoneError:
+            raise SessionGoneError(session, deleted=True) from None
 
 
 class NeverLiftsTombstones(MemoryStore):
@@ -460,6 +475,8 @@ BROKEN = [
     (KeepsOneEntryForEachEngine, "check_engines"),
     (AddsIncidentsToDeletedSessions, "check_delete"),
     (ForgetsTombstones, "check_delete"),
+    (ForgetsDeletedEpochs, "check_reuse"),
+    (TakesLostEpochsForDeleted, "check_reuse"),
     (NeverLiftsTombstones, "check_reuse"),
     (JoinsAnyCall, "check_duplicates"),
     (OpensDuplicates, "check_duplicates"),

@@ -67,10 +67,7 @@ class IncidentKind(StrEnum):
         "session-lost",
         "turns before this call",
         "the store lost the session, or turns of it, for example because Redis restarted empty or a replica took over that was behind",
-        (
-            "Run Redis with `appendonly yes` and `appendfsync always` on a disk that persists. Or another replica "
-            "deleted the session during a call: seal a session before its name is used again."
-        ),
+        "Run Redis with `appendonly yes` and `appendfsync always` on a disk that persists.",
     )
     CALL_OPEN = (
         "call-open",

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,44 +74,54 @@ class SampledCounter:
         self._counts.pop(session, None)
 
 
+class _Unsaved(NamedTuple):
+    """What the store must still get of a call: its incidents, and its end if it began there.
+
+    Attributes:
+        incidents: the incidents. Some belong to no call.
+        epoch, call: the session's epoch when the call began, and its id; `""` if it did not begin in the store.
+    """
+
+    incidents: Sequence[Incident]
+    epoch: str = ""
+    call: str = ""
+
+    @property
+    def number(self) -> int:
+        return len(self.incidents) + bool(self.epoch)
+
+
 class Backlog:
-    """What the store must still get after it failed: incidents, and the ends of calls. It is tried again until the store answers.
+    """What the store must still get after it failed. It is tried again until the store answers.
 
     `changed` is notified of each call that ends in the store.
     """
 
     def __init__(self, store: Store, changed: Wakeup) -> None:
         self._store, self._changed = store, changed
-        self._incidents: dict[str, list[Incident]] = {}
-        self._ended: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
+        self._waiting: dict[str, list[_Unsaved]] = {}  # by session
         self._task: asyncio.Task[None] | None = None
 
     def of(self, session: str) -> list[Incident]:
         """Return the incidents of a session that are not saved yet."""
-        return list(self._incidents.get(session, ()))
+        return [incident for one in self._waiting.get(session, ()) for incident in one.incidents]
 
     @property
     def saving(self) -> set[asyncio.Task[None]]:
         """The task that saves, while there is one."""
         return {self._task} if self._task is not None and not self._task.done() else set()
 
-    def add(self, session: str, incidents: list[Incident]) -> None:
-        """Keep the incidents of a session until they are saved."""
-        self._incidents.setdefault(session, []).extend(incidents)
-        metrics.UNSAVED.inc(len(incidents))
+    def add(self, session: str, incidents: Sequence[Incident], *, epoch: str = "", call: str = "") -> None:
+        """Keep the incidents of a session until they are saved, and with them the end of a call that began in this epoch."""
+        unsaved = _Unsaved(incidents, epoch, call)
+        self._waiting.setdefault(session, []).append(unsaved)
+        metrics.UNSAVED.inc(unsaved.number)
         if not self.saving:
-            self._task = asyncio.create_task(
-                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended))
-            )
+            self._task = asyncio.create_task(repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._waiting)))
 
     def forget(self, session: str) -> None:
-        """Forget the incidents of a session that was deleted: one that is created again under its name must not get them."""
-        metrics.UNSAVED.dec(len(self._incidents.pop(session, ())))
-
-    def add_ended(self, session: str, epoch: str, call: str) -> None:
-        """Keep the end of a call until it is in the store. Its incidents follow (`add`)."""
-        self._ended.append((session, epoch, call))
-        metrics.UNSAVED.inc()
+        """Forget a session that was deleted: one that is created again under its name must not get its incidents."""
+        metrics.UNSAVED.dec(sum(one.number for one in self._waiting.pop(session, ())))
 
     async def close(self) -> None:
         """Try once more to save incidents, and log which are lost."""
@@ -120,8 +130,9 @@ class Backlog:
         try:
             await self._save()
         except StoreError as why:
-            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._incidents), why)  # noqa: TRY400
-            for session, incidents in self._incidents.items():
+            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), why)  # noqa: TRY400
+            for session in self._waiting:
+                incidents = self.of(session)
                 kinds = Counter(incident.kind for incident in incidents)
                 listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
                 wrong = any(incident.hole for incident in incidents)
@@ -133,22 +144,25 @@ class Backlog:
             await self._save()
 
     async def _save(self) -> None:
-        for session in list(self._incidents):
-            waiting = self._incidents.get(session, [])
-            incidents = list(waiting)  # more may come meanwhile
-            await self._store.add_incidents(session, incidents)
-            if self._incidents.get(session) is waiting:  # it was not forgotten meanwhile
-                del waiting[: len(incidents)]
-                if not waiting:
-                    del self._incidents[session]
-                metrics.UNSAVED.dec(len(incidents))
-        while self._ended:  # after the incidents, so that the session never looks complete in between
-            session, epoch, call = self._ended[0]
-            with contextlib.suppress(SessionGoneError):
-                await self._store.settle(session, epoch, call)
-            self._ended.pop(0)
-            metrics.UNSAVED.dec()
-            self._changed.notify()
+        for session, waiting in list(self._waiting.items()):
+            while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
+                await self._write(session, waiting[0])
+                if self._waiting.get(session) is waiting:
+                    metrics.UNSAVED.dec(waiting.pop(0).number)
+                    if not waiting:
+                        del self._waiting[session]
+
+    async def _write(self, session: str, unsaved: _Unsaved) -> None:
+        """Save an incident, or the end of a call together with its incidents, so that the session never looks complete in between."""
+        try:
+            if unsaved.epoch:
+                await self._store.settle(session, unsaved.epoch, unsaved.call, unsaved.incidents)
+                self._changed.notify()
+            else:
+                await self._store.add_incidents(session, unsaved.incidents)
+        except SessionGoneError as why:
+            if not why.deleted:
+                await self._store.add_incidents(session, unsaved.incidents)
 
 
 class Ledger:
@@ -198,7 +212,6 @@ class Ledger:
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self.over_budget, self._late, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
-        self._deleted: Recent[str, bool] = Recent(_MOST_SESSIONS)  # epochs
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -248,7 +261,7 @@ class Ledger:
         _count(recorded.incidents)
         self.placement.begin(call, session, facts.planned.at, tokens)
         if begun is None:
-            self._lose(session, call, recorded.incidents)
+            self._lose(session, call, "", recorded.incidents)
             return
         try:
             if recorded.entries:
@@ -261,13 +274,12 @@ class Ledger:
             await _drop_experts(self._experts, facts)
             await self.settle(begun, session, call, [_dropped(session, call)])
             return
-        except SessionGoneError:
+        except SessionGoneError as why:
             await _drop_experts(self._experts, facts)
-            await self._gone(begun.epoch, session, call)
+            await self._gone(why, session, call)
             return
         except StoreError as why:
-            self._backlog.add_ended(session, begun.epoch, call)
-            self._lose(session, call, recorded.incidents)
+            self._lose(session, call, begun.epoch, recorded.incidents)
             self._failed("commit", session, call, why)
             return
         parent = facts.planned.plan.parent
@@ -310,7 +322,7 @@ class Ledger:
         """
         _count(incidents)
         if begun is None:
-            self._backlog.add(session, list(incidents))
+            self._backlog.add(session, incidents)
             return
         try:
             if documents:
@@ -318,11 +330,10 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, incidents)
             self.changed.notify()
-        except SessionGoneError:
-            await self._gone(begun.epoch, session, call)
+        except SessionGoneError as why:
+            await self._gone(why, session, call)
         except StoreError as why:
-            self._backlog.add_ended(session, begun.epoch, call)
-            self._backlog.add(session, list(incidents))
+            self._backlog.add(session, incidents, epoch=begun.epoch, call=call)
             self._failed("settle", session, call, why)
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:
@@ -335,7 +346,7 @@ class Ledger:
         try:
             await self.store.add_incidents(session, incidents)
         except StoreError as why:
-            self._backlog.add(session, list(incidents))
+            self._backlog.add(session, incidents)
             self._failed("note", session, "-", why)
 
     async def admit(self, session: str) -> None:
@@ -390,7 +401,6 @@ class Ledger:
         info = await self.store.session(session)
         known = await self.store.delete(session, reuse=reuse)
         if info is not None:
-            self._deleted[info.epoch] = True
             await self.store.withdraw(session, info.epoch)
             self.release(info)
         for kept in (self._late, self._refused, self._backlog):
@@ -433,10 +443,10 @@ class Ledger:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._backlog.close()
 
-    async def _gone(self, epoch: str, session: str, call: str) -> None:
-        """Report a session that is gone when a call ends. If this process deleted it, it may have been created again: no incident."""
+    async def _gone(self, why: SessionGoneError, session: str, call: str) -> None:
+        """Report a session that is gone when a call ends. If it was deleted, it may have been created again: no incident."""
         lost = _dropped(session, call)
-        if epoch not in self._deleted:
+        if not why.deleted:
             await self.add_incidents(session, [lost])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
@@ -445,12 +455,12 @@ class Ledger:
         if self._strict:
             raise why
 
-    def _lose(self, session: str, call: str, incidents: Sequence[Incident]) -> None:
-        """Keep the incidents of a call until the store answers again; its turns could not be stored."""
+    def _lose(self, session: str, call: str, epoch: str, incidents: Sequence[Incident]) -> None:
+        """Keep the end and the incidents of a call until the store answers again; its turns could not be stored."""
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
-        self._backlog.add(session, [*incidents, lost])
+        self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call)
 
 
 async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None:

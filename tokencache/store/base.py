@@ -169,7 +169,15 @@ class CursorError(TokencacheError):
 
 
 class SessionGoneError(Exception):
-    """The session was deleted after the call began, and possibly created again. Nothing was written."""
+    """The session was deleted or lost after the call began, and possibly created again. Nothing was written.
+
+    Attributes:
+        deleted: whether the store remembers that this epoch was deleted, so nothing was lost. `commit` and `settle` set it.
+    """
+
+    def __init__(self, session: str, *, deleted: bool = False) -> None:
+        super().__init__(session)
+        self.deleted = deleted
 
 
 class TurnLostError(SessionGoneError):
@@ -588,7 +596,8 @@ class Store(Protocol):
         from now on; `""` changes nothing, and neither does a commit of a session that is finished or sealed.
 
         Raises:
-            SessionGoneError: this epoch of the session has ended. Nothing was written.
+            SessionGoneError: this epoch of the session has ended. Nothing was written. If it was deleted, the error says so for as long as
+                a tombstone lasts, also when there is none any more.
             TurnLostError: a turn that an entry refers to (`base`, `parent`, `context_base`) does not exist. Nothing was written. Only
                 stores whose database can lose single turns check this.
         """
@@ -597,7 +606,7 @@ class Store(Protocol):
         """Close a call that has no turn, and record its incidents.
 
         Raises:
-            SessionGoneError: this epoch of the session has ended. Nothing was written.
+            SessionGoneError: as `commit`.
         """
 
     async def add_incidents(self, session: str, incidents: Sequence[Incident]) -> None:

@@ -190,6 +190,7 @@ class MemoryStore(MemoryQueue):
         # An item's time to live starts when it is set, so each use sets it again.
         self._sessions = _Sessions(ttl_seconds, monotonic)
         self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)
+        self._deleted: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)  # epochs
         self._bindings: Expiring[str, Binding] = Expiring(ttl_seconds, monotonic)
         self._alive_until: dict[str, float] = {}
         self._watch = ClockWatch("system", NOT_USED)
@@ -427,12 +428,14 @@ class MemoryStore(MemoryQueue):
         return [unpack(reward, Reward) for reward in held.rewards] if held else []
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        known = self._sessions.pop(session, None) is not None
+        held = self._sessions.pop(session, None)
+        if held is not None:
+            self._deleted[held.epoch] = True
         if reuse:
             self._tombstones.pop(session, None)
-        elif known:
+        elif held is not None:
             self._tombstones[session] = True
-        return known
+        return held is not None
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
         held = self._sessions.get(session)
@@ -507,5 +510,5 @@ class MemoryStore(MemoryQueue):
     def _use_epoch(self, session: str, epoch: str) -> _Session:
         held = self._use(session) if self._sessions.epoch(session) == epoch else None
         if held is None:
-            raise SessionGoneError(session)
+            raise SessionGoneError(session, deleted=epoch in self._deleted)
         return held

@@ -1,5 +1,7 @@
 """Checks of sealed and deleted sessions, reused names, and late calls."""
 
+from functools import partial
+
 from tests.store.conformance.support import build, ids_of, info_of, name_of, open_calls, raises, record, same, true
 from tokencache.core.incidents import Incident
 from tokencache.store.base import SealOutcome, SessionDeletedError, SessionGoneError, SessionSealedError, Store
@@ -28,12 +30,18 @@ async def check_seal(store: Store) -> None:
     same(ids_of(await store.find(session, [b"ca"])), [["a"]], "turn that a late call recorded")
 
 
-async def _late(store: Store, session: str, epoch: str) -> None:
-    """Check that a call of a deleted session can write nothing."""
-    async with raises(SessionGoneError, "late commit"):
-        await store.commit(session, epoch, "late", [build("b", keys=(b"cb",)).entry], [Incident("late")], documents={"d": b"1"})
-    async with raises(SessionGoneError, "late settle"):
-        await store.settle(session, epoch, "late", [Incident("late")])
+async def _late(store: Store, session: str, epoch: str, *, deleted: bool = True) -> None:
+    """Check that a call of a deleted session can write nothing, and that its errors show whether the epoch was deleted."""
+    for write in (
+        partial(store.commit, session, epoch, "late", [build("b", keys=(b"cb",)).entry], [Incident("late")], documents={"d": b"1"}),
+        partial(store.settle, session, epoch, "late", [Incident("late")]),
+    ):
+        try:
+            await write()
+        except SessionGoneError as why:
+            same((type(why), why.deleted), (SessionGoneError, deleted), "the error of a late write, and whether its epoch was deleted")
+        else:
+            raise AssertionError("a late commit or settle raised no SessionGoneError")
     same(await store.mark_orphaned(session, "late"), False, "late mark_orphaned")
 
 
@@ -77,6 +85,7 @@ async def check_reuse(store: Store) -> None:
         true(begun.epoch != old, "a new epoch")
         same((begun.hits, begun.duplicate, begun.calls, begun.tokens), ([[]], None, 1, 0), "begin in the new epoch")
         await _late(store, session, old)
+        await _late(store, session, "another", deleted=False)
         info = await info_of(store, session)
         same((info.sealed, info.turns, info.incidents), (False, 0, ()), "state")
         same(await open_calls(store, session), {"k"}, "open calls")

@@ -441,13 +441,12 @@ class FileStore(FileQueue):
 
     @ends
     def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
-        name = text(session)
         row = self._find(db, session)
-        db.execute("DELETE FROM sessions WHERE name = ?", (name,))
+        db.execute("DELETE FROM sessions WHERE name = ?", (text(session),))
+        if row is not None:
+            _remember_deletion(db, row, self.now() + self._tombstone)
         if reuse:
-            db.execute("DELETE FROM tombstones WHERE name = ?", (name,))
-        elif row is not None:
-            db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (name, self.now() + self._tombstone))
+            db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
         return row is not None
 
     @reads
@@ -553,6 +552,7 @@ class FileStore(FileQueue):
         """Delete what has expired, and the entries of the queue that are void since then."""
         now = self.now()
         db.execute("DELETE FROM tombstones WHERE expires <= ?", (now,))
+        db.execute("DELETE FROM deleted WHERE expires <= ?", (now,))
         if expired := db.execute("DELETE FROM sessions WHERE expires <= ?", (now,)).rowcount:
             log.info("file: %d sessions have expired and are deleted: they were not used for %g s", expired, self._ttl)
             db.execute(
@@ -598,7 +598,7 @@ class FileStore(FileQueue):
     def _use_epoch(self, db: sqlite3.Connection, session: str, epoch: str) -> int:
         row = self._find(db, session)
         if row is None or row["epoch"] != epoch:
-            raise SessionGoneError(session)
+            raise SessionGoneError(session, deleted=_was_deleted(db, epoch, self.now()))
         self._renew(db, row["id"])
         return int(row["id"])
 
@@ -760,6 +760,15 @@ def _share(db: sqlite3.Connection, number: int, other: int, turns: Sequence[Turn
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent or "")))
     counts = len(turns), len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns)
     db.execute("UPDATE sessions SET turns = ?, begun = begun + ?, sampled = sampled + ? WHERE id = ?", (*counts, number))
+
+
+def _remember_deletion(db: sqlite3.Connection, row: sqlite3.Row, until: float) -> None:
+    db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (row["name"], until))
+    db.execute("INSERT INTO deleted VALUES (?, ?)", (row["epoch"], until))
+
+
+def _was_deleted(db: sqlite3.Connection, epoch: str, now: float) -> bool:
+    return db.execute("SELECT 1 FROM deleted WHERE epoch = ? AND expires > ?", (epoch, now)).fetchone() is not None
 
 
 def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident], now: float) -> None:

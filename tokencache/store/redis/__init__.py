@@ -48,6 +48,7 @@ late calls. Other keys:
 `<prefix>:key:<hash>`                        binding of an API key
 `<prefix>:forks`                            by fork: its name, its epoch, and the references that its turns may have
 `<prefix>:{<session>}:<epoch>`              a session that was deleted and has forks
+`<prefix>:{<session>}:<epoch>:deleted`       shows for a while that this epoch was deleted, not lost
 `<prefix>:alive:{replicas}:<replica>`        heartbeat of a replica
 `<prefix>:queue:{queue}` and two more        the queue of finished sessions (`queue_scripts`)
 `<prefix>:demands`                           a hash: consumer → what it asked of the queue last

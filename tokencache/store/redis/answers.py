@@ -103,7 +103,7 @@ FORMS: dict[str, Form] = {
     scripts.MARK_WANTED: _YES_NO,
     scripts.FIND: ("pairs of a number and a string", _are_hits),
     scripts.PREFIX: _STRINGS,
-    scripts.COMMIT: _of_its_call(_number(0, 1, 2)),
+    scripts.COMMIT: _of_its_call(_number(scripts.LOST, scripts.ENDED, scripts.TURN_LOST, scripts.WAS_DELETED)),
     scripts.ADD_INCIDENTS: _YES_NO,
     scripts.SESSION: (
         "an empty list, or the state of a session",

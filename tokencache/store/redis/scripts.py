@@ -43,6 +43,14 @@ local function now()
 end
 """
 
+DELETED_EPOCH = """
+-- The key that is there for a while after an epoch was deleted, in the slot of its session. While this slot moves between nodes, it cannot
+-- be read or written (pcall): then the epoch is taken for a lost one.
+local function deleted(epoch)
+  return session .. ':' .. epoch .. ':deleted'
+end
+"""
+
 OPEN_CALLS = """
 -- One field holds all open calls, concatenated: since (17 bytes), flags (1 digit: 1 orphaned, 2 wanted, 4 given up),
 -- lengths of fingerprint, replica and name (5 digits each), fingerprint, replica, name.
@@ -216,9 +224,13 @@ return 1
 """
 )
 
+LOST, ENDED, TURN_LOST, WAS_DELETED = 0, 1, 2, 3
+"""Replies of COMMIT."""
+
 COMMIT = _naming_its_call(
     3,
     SESSION_KEY
+    + DELETED_EPOCH
     + OPEN_CALLS
     + INCIDENTS
     + """
@@ -228,8 +240,8 @@ COMMIT = _naming_its_call(
 -- per entry (field of the turn, field of its parent or '', head, when its call began, ids, log probabilities, context, number of keys,
 -- keys),
 -- number of documents, per document (field, data), incidents
--- Returns 0 if the epoch has ended, 2 if a turn is missing (a server that took over may lack it), else 1.
-if epoch ~= ARGV[2] then return 0 end
+-- Returns 0 if the epoch has ended, 3 if it was deleted, 2 if a turn is missing (a server that took over may lack it), else 1.
+if epoch ~= ARGV[2] then return redis.pcall('EXISTS', deleted(ARGV[2])) == 1 and 3 or 0 end
 local open, at = redis.call('HGET', session, 'open') or '', 10 + tonumber(ARGV[9])
 for n = 10, at - 1 do
   if not redis.call('HGET', session, ARGV[n]) then return 2 end
@@ -405,19 +417,21 @@ FORKED = 2
 
 DELETE = (
     SESSION_KEY
+    + DELETED_EPOCH
     + """
--- ARGV: how long the tombstone lasts; 0: the name may be used again at once; how long what forks share is kept
+-- ARGV: how long the tombstone lasts, 1 if the name may be used again at once, how long what forks share is kept
 -- Returns 0 if there is no session, 2 if it is a fork or has forks, else 1.
 local forks = epoch and redis.call('HMGET', session, 'shared', 'fork') or {}
 if forks[1] then
   local kept = session .. ':' .. epoch -- in the same slot: the name of the session is the hash tag of both
   redis.call('RENAME', session, kept)
-  redis.call('PEXPIRE', kept, ARGV[2])
-elseif epoch or ARGV[1] == '0' then
+  redis.call('PEXPIRE', kept, ARGV[3])
+elseif epoch or ARGV[2] == '1' then
   redis.call('UNLINK', session)
 end
 if not epoch then return 0 end
-if ARGV[1] ~= '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
+if ARGV[2] == '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
+redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1])
 return (forks[1] or forks[2]) and 2 or 1
 """
 )

@@ -407,8 +407,8 @@ class RedisStore:
             return [unpack(reward, Reward) for reward in reply]
 
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
-        keys, tombstone = [self._keys.session(session)], 0 if reuse else self._tombstone
-        deleted = await self._script("delete", scripts.DELETE, keys, tombstone, 2 * self._ttl, repeatable=False)
+        keys, args = [self._keys.session(session)], (self._tombstone, int(reuse), 2 * self._ttl)
+        deleted = await self._script("delete", scripts.DELETE, keys, *args, repeatable=False)
         if deleted == scripts.FORKED:
             await self._forks.keep()
         return bool(deleted)
@@ -542,8 +542,8 @@ class RedisStore:
         head: list[Argument] = [self._ttl, text(epoch), text(call)]
         tail: list[Argument] = [os.urandom(4).hex(), *packed]
         ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, call=text(call)))
-        if ended != 1:
-            raise (TurnLostError if ended else SessionGoneError)(session)
+        if ended != scripts.ENDED:
+            raise TurnLostError(session) if ended == scripts.TURN_LOST else SessionGoneError(session, deleted=ended == scripts.WAS_DELETED)
 
     async def _command(self, operation: str, *command: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._run(*command), repeatable=repeatable)
