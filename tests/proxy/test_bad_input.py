@@ -1,11 +1,16 @@
 """Nothing that a harness sends may crash the proxy, wedge a session, or lose a recorded turn."""
 
+import asyncio
+import contextlib
 import json
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
+from tests.proxy.raw import read_message
 from tests.support.pairwise import each, some
+from tests.support.waiting import PATIENCE
 from tokencache.testing import SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:demo")], "tools": TOOLS}
@@ -126,6 +131,54 @@ async def test_an_oversized_body():
         status, said = await send(rig, json.dumps({**ASK, "x": "x" * 30_000}))
         assert (status, said["error"]["code"], said["error"]["type"]) == (413, 413, "invalid_request_error")
         await unharmed(rig)
+
+
+@contextlib.asynccontextmanager
+async def connected(rig, path, length, *, waits):
+    """A connection on which the head of a request was sent, and nothing of its body."""
+    parts = urlsplit(rig.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    lines = [f"POST {path} HTTP/1.1", "Host: h", "Content-Type: application/json", f"Content-Length: {length}"]
+    lines += ["Expect: 100-continue"] if waits else []
+    writer.write("\r\n".join((*lines, "", "")).encode())
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield reader, writer
+    finally:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1beta/models/sim:generateContent"])
+@pytest.mark.parametrize("waits", [False, True])
+async def test_an_oversized_body_is_refused_before_it_arrives(path, waits):
+    async with (
+        proxied(SimulatedEngine(episodes=EPISODES), max_body=20_000) as rig,
+        connected(rig, f"/s/s{path}", 20_001, waits=waits) as (reader, writer),
+    ):
+        answer = await read_message(reader, answers="POST")
+        assert " 413 " in answer.line
+        error = json.loads(answer.body)
+        assert ("type" in error, "status" in error["error"]) == ("messages" in path, "v1beta" in path), "it has the form of its dialect"
+        assert answer.of("connection") == (["close"] if waits else [])
+        if not waits:
+            writer.write(b" " * 20_001 + b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n")
+            assert " 200 " in (await read_message(reader, answers="GET")).line
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+async def test_a_client_that_waits_is_told_to_send_its_body(relayed):
+    """A request without a session is passed on as it arrives, whatever its size."""
+    raw = json.dumps(ASK).encode()
+    path, most = (CHAT, 10) if relayed else (f"/s/s{CHAT}", 20_000)
+    async with (
+        proxied(SimulatedEngine(episodes=EPISODES), max_body=most) as rig,
+        connected(rig, path, len(raw), waits=True) as (reader, writer),
+    ):
+        assert " 100 " in (await read_message(reader, answers="POST")).line
+        writer.write(raw)
+        answer = await read_message(reader, answers="POST")
+        assert (answer.line.split(" ")[1], answer.of("connection")) == ("200", []), answer.body
 
 
 ODD_MEMBERS = [

@@ -8,7 +8,10 @@ A body is refused with an error message if it
 - is compressed in a way that `compressed_body` does not read (415), or damaged (400);
 - has too many values (413): all calls wait while one body is parsed. The number of values determines the time, not the number of bytes: a
   million messages take longer to parse than the longest history that fits a model;
-- is larger than `--max-body` (413), compressed or decompressed.
+- is larger than `--max-body` (413), compressed or decompressed. One that announces its length is refused before any of it is read.
+
+A client that waits for `100 Continue` (`Expect`) gets it when its body is read. If it is answered before, its connection is closed: nobody
+knows whether it will send the body.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.client_exceptions import ClientPayloadError
 
 from tokencache.errors import HarnessError, MemoryFullError
@@ -46,6 +49,8 @@ _BETWEEN_PAUSES = 2000
 
 KEPT = web.RequestKey("kept", bytes)
 """The body of a request that was read. It replaces the body on the connection, which can be read only once."""
+_WAITS = web.RequestKey("waits", bool)
+"""The client of a request waits for `100 Continue`, and has not been sent it."""
 
 
 class RequestBodies:
@@ -133,8 +138,28 @@ async def whole_body_of(request: web.Request) -> bytes:
     return request[KEPT] if KEPT in request else await _whole(request)
 
 
+async def note_expectation(request: web.Request) -> None:
+    """Note that a client waits before it sends its body (aiohttp's `expect_handler`).
+
+    Raises:
+        HTTPExpectationFailed: it expects something else.
+    """
+    expected = request.headers.get("Expect", "")
+    if request.version == HttpVersion11:
+        if expected.lower() != "100-continue":
+            raise web.HTTPExpectationFailed(text=f"Unknown Expect: {expected}")
+        request[_WAITS] = True
+
+
+def waits_to_send(request: web.Request) -> bool:
+    """Whether a client waits before it sends its body, so that nobody knows whether it will."""
+    return "Expect" in request.headers and _WAITS in request and not request.content.is_eof()
+
+
 async def _whole(request: web.Request) -> bytes:
     content, most, holding = request.content, request.client_max_size, holding_of(request)
+    if (request.content_length or 0) > most:
+        raise web.HTTPRequestEntityTooLarge(most)
     try:
         if content.is_eof():
             body = content.read_nowait()  # usually one chunk, and no copy
@@ -167,6 +192,10 @@ async def arriving(request: web.Request) -> AsyncGenerator[bytes, None]:
     """
     loop, content = asyncio.get_running_loop(), request.content
     left, begun = PIECE_SECONDS, content.total_bytes
+    if waits_to_send(request):
+        del request[_WAITS]
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # no response has begun
     while True:
         asked = loop.time()
         try:

@@ -58,6 +58,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.planner import Planner
 from tokencache.proxy.policy_version import PolicyVersions
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.proxy.request_body import note_expectation
 from tokencache.proxy.response import finish_headers
 from tokencache.proxy.routed_experts import RoutedExperts, open_files
 from tokencache.proxy.sessions import SessionFinder, SessionSources
@@ -218,7 +219,7 @@ class Proxy:
         add_media_routes(app, self._auth, self.ledger, self.weights)
         add_score_route(app, self._auth, SessionReader(self.ledger, self.weights), self._edited, self.pool)
         add_refusals(app, self._auth)
-        app.router.add_route("*", "/{path:.*}", self.router.route)
+        app.router.add_route("*", "/{path:.*}", self.router.route, expect_handler=note_expectation)
         return app
 
     @contextlib.asynccontextmanager

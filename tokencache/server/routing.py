@@ -20,7 +20,7 @@ from tokencache.errors import HarnessError, TokencacheError
 from tokencache.proxy.call import log_end
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
-from tokencache.proxy.request_body import KEPT, body_of
+from tokencache.proxy.request_body import KEPT, body_of, waits_to_send
 from tokencache.proxy.response import REQUEST_ID
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
 from tokencache.server.http_guard import check_head, check_path
@@ -150,4 +150,7 @@ def _error(request: web.Request, status: int, message: str, kind: str, param: st
         headers["x-should-retry"] = "false"  # otherwise OpenAI's and Anthropic's SDKs retry a 409
     if _DIALECT in request and (own := request.headers.get(REQUEST_ID)):
         headers[REQUEST_ID] = own
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+    response = web.Response(body=body, status=status, headers=headers, content_type="application/json")
+    if waits_to_send(request):
+        response.force_close()
+    return response
