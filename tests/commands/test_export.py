@@ -7,6 +7,7 @@ import json
 import random
 from array import array
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import pyarrow as pa
@@ -179,6 +180,23 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path, ending):
     assert partial == tmp_path / f"a{ending}.part"
     assert not path.exists()
     assert [content["session"] for _, content in files.read(partial)] == ["linear"], "what was written can be read"
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_is_written_by_one_export_at_a_time(tmp_path, ending):
+    path = str(tmp_path / f"a{ending}")
+    first = files.create(path, FORMATS["native"], overwrite=False)
+    first.write(written(ROLLOUTS["linear"]))
+    with pytest.raises(FileError, match=rf"a{ending}\.part is being written by another process"):
+        files.create(path, FORMATS["native"], overwrite=True)
+    first.finish()
+    assert [content["session"] for _, content in files.read(Path(path))] == ["linear"]
+    for end in ("leave", "finish"):  # what an interrupted export left is replaced
+        later = files.create(path, FORMATS["native"], overwrite=True)
+        later.write(written(ROLLOUTS["choices"]))
+        getattr(later, end)()
+    assert [content["session"] for _, content in files.read(Path(path))] == ["choices"]
+    assert [*tmp_path.iterdir()] == [Path(path)]
 
 
 def test_an_existing_file_is_replaced_only_on_request(tmp_path):
@@ -416,9 +434,13 @@ async def test_an_older_proxy_has_no_conditions(tmp_path):
     assert manifest_of(path)["proxy"] is None
 
 
-async def test_nothing_is_deleted_before_the_manifest_is_written(tmp_path):
+async def test_nothing_is_deleted_before_the_manifest_is_written(tmp_path, monkeypatch):
     path, proxy = tmp_path / "a.jsonl", Proxy("linear")
-    path.with_name("a.jsonl.manifest.json.part").mkdir()
+
+    def fail(*_):
+        raise OSError("no room for the manifest")
+
+    monkeypatch.setattr("tokencache.commands.manifest.write_whole", fail)
     with pytest.raises(OSError, match="manifest"):
         await exported(proxy, path, ["linear"], file=path, delete=True)
     assert path.exists()

@@ -1,10 +1,16 @@
 """`tokencache media`, and exports of sessions with images."""
 
+import asyncio
+import os
+import threading
+
 import pytest
 
 from tests.commands.test_commands import Shell, record
 from tests.media import BLUE, RED, described, put
 from tests.proxy.kit import proxied
+from tokencache.commands.media import write_media
+from tokencache.core.media import StoredMedium
 
 
 @pytest.fixture
@@ -34,6 +40,30 @@ async def test_a_file_that_exists_is_not_fetched_again(shell, tmp_path):
     await shell("media", "b", "--out", str(tmp_path))
     assert kept.read_bytes() == b"here already"
     assert (tmp_path / f"{described(BLUE).sha256}.png").read_bytes() == BLUE
+
+
+async def test_two_exports_write_the_same_file(tmp_path, monkeypatch):
+    """The second begins while the first has written the file, but has not given it its name."""
+    flush, others = os.fsync, [1]
+
+    class Session:
+        async def media(self):
+            return [StoredMedium("0" * 64, "image/png", 5)]
+
+        async def medium(self, _):
+            return b"bytes"
+
+    def begin_another(descriptor):
+        if others:
+            others.pop()
+            other = threading.Thread(target=asyncio.run, args=(write_media(Session(), tmp_path),))
+            other.start()
+            other.join()
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", begin_another)
+    assert await write_media(Session(), tmp_path) == (1, 5)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(f"{'0' * 64}.png", b"bytes")]
 
 
 async def test_errors(shell, tmp_path):

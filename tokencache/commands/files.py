@@ -44,8 +44,8 @@ def create(path: str, wanted: Format | TraceFormat, *, overwrite: bool, block_si
         block_size: tokens of a block of a trace; `None` uses `traces.BLOCK_SIZE`.
 
     Raises:
-        FileError: the ending is unknown or not one of the format, the file exists already, its directory does not exist, Parquet is not
-            installed, or the format has no blocks.
+        FileError: the ending is unknown or not one of the format, the file exists already or another process writes it, its directory does
+            not exist, Parquet is not installed, or the format has no blocks.
     """
     if block_size is not None and not isinstance(wanted, TraceFormat):
         raise FileError(f"format {wanted.name} has no blocks: --block-size is for {' and '.join(TRACES)}")
@@ -60,10 +60,10 @@ def create(path: str, wanted: Format | TraceFormat, *, overwrite: bool, block_si
         raise FileError(f"{path}: there is no directory {target.parent}")
     if target.suffix == PARQUET and isinstance(wanted, TraceFormat):
         raise FileError(f"{path}: a trace has lines of several kinds: the name must end with {JSONL} or {GZIP}")
-    file = PartFile(target)
     if target.suffix == PARQUET:
-        sink: Sink = _parquet().create(file, wanted)
+        sink: Sink = _parquet().create(PartFile(target), wanted)
         return sink
+    file = PartFile(target)
     if target.suffix == ".gz":
         return _lines(gzip.GzipFile(file.part, "wb"), wanted, block_size, file)
     return _lines(file.part.open("wb"), wanted, block_size, file)
@@ -136,7 +136,7 @@ class _Lines:
         if self._file is None:
             return None
         self._stream.close()
-        return self._file.part
+        return self._file.leave()
 
 
 class JsonLines(_Lines):

@@ -15,7 +15,7 @@ import msgspec
 
 from tokencache import __version__
 from tokencache.client import Conditions
-from tokencache.commands.sink import MANIFEST, PartFile
+from tokencache.commands.sink import MANIFEST, write_whole
 
 VERSION = 1
 """Of the manifest's form. A later version may add members."""
@@ -42,9 +42,7 @@ def write(path: Path, conditions: Conditions | None, contents: Mapping[str, Any]
         **contents,
         "proxy": conditions,
     }
-    file = PartFile(path.with_name(path.name + MANIFEST))
-    file.part.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    file.publish()
+    write_whole(path.with_name(path.name + MANIFEST), msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def add_up(total: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import typer
 from tokencache.client import AsyncClient, AsyncSession, ClientError
 from tokencache.commands.completion import complete_session
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, plural, size
-from tokencache.commands.sink import PartFile
+from tokencache.commands.sink import write_whole
 from tokencache.core.media import StoredMedium, file_name
 
 
@@ -25,17 +25,16 @@ async def write_media(session: AsyncSession, folder: Path) -> tuple[int, int]:
         OSError: the folder cannot be written to.
     """
     stored = await session.media()
-    for medium, file in _missing(stored, folder):
-        file.part.write_bytes(await session.medium(medium.sha256))
-        file.publish()
+    for medium, path in _missing(stored, folder):
+        write_whole(path, await session.medium(medium.sha256))
     return len(stored), sum(medium.bytes for medium in stored)
 
 
-def _missing(stored: Sequence[StoredMedium], folder: Path) -> list[tuple[StoredMedium, PartFile]]:
-    """Make the folder, and return the media that it does not have, with their files."""
+def _missing(stored: Sequence[StoredMedium], folder: Path) -> list[tuple[StoredMedium, Path]]:
+    """Make the folder, and return the media that it does not have, with their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = [(medium, PartFile(folder / file_name(medium.sha256, medium.media_type))) for medium in stored]
-    return [(medium, file) for medium, file in files if not file.path.exists()]
+    paths = [(medium, folder / file_name(medium.sha256, medium.media_type)) for medium in stored]
+    return [(medium, path) for medium, path in paths if not path.exists()]
 
 
 def export_media(

@@ -169,7 +169,7 @@ class _Native:
 
     def leave(self) -> Path | None:
         self._close()
-        return self._groups.file.part
+        return self._groups.file.leave()
 
     def _close(self) -> None:
         self._groups.close({_WITHOUT_ROWS: msgspec.json.encode(self._without_rows)})
@@ -297,7 +297,7 @@ class _Rows:
 
     def leave(self) -> Path | None:
         self._write_parquet()
-        return self._file.part
+        return self._file.leave()
 
     def _write_parquet(self) -> None:
         groups = _Groups(self._file, pa.schema([(name, _TYPES[kind]) for name, kind in self._kinds.items()]))

@@ -4,9 +4,12 @@ A file gets its own name when all data is written and on the disk. So a file wit
 `FILE.part` contains the data that was written, and can be read.
 """
 
+import contextlib
+import fcntl
 import os
+import secrets
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 
@@ -42,23 +45,70 @@ class Sink(Protocol):
 
 
 class PartFile:
-    """A file that is called `FILE.part` until it is complete."""
+    """A file that is called `FILE.part` until it is complete. It is locked, so that one process writes it at a time.
+
+    Raises:
+        FileError: another process writes it.
+        OSError: it cannot be created.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.part = path.with_name(path.name + PART)
+        self._lock = _locked(self.part)
 
     def publish(self) -> None:
         """Give the file its name. When this returns, data and name are on the disk. The manifest of a file that it replaces is removed."""
-        with self.part.open("rb") as written:
-            os.fsync(written.fileno())
-        self.path.with_name(self.path.name + MANIFEST).unlink(missing_ok=True)
-        self.part.replace(self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY)
+        with self._lock:
+            self.path.with_name(self.path.name + MANIFEST).unlink(missing_ok=True)
+            _publish(self.part, self.path)
+
+    def leave(self) -> Path:
+        """Leave the file as it is, and return its path."""
+        self._lock.close()
+        return self.part
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that has its name only when it is complete. Several processes may do so at once: until then each uses a name of its own.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    try:
+        part.write_bytes(content)
+        _publish(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _locked(part: Path) -> IO[bytes]:
+    """Create a file if it does not exist, and lock it until it is closed or this process ends."""
+    while True:
+        file = part.open("ab")
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise FileError(f"{part} is being written by another process: choose another name, or wait until it has ended") from None
+        except OSError:
+            return file  # a file system without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(part.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()  # it has got its own name since it was opened
+
+
+def _publish(part: Path, path: Path) -> None:
+    with part.open("rb") as written:
+        os.fsync(written.fileno())
+    part.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def rows_of(rollout: bytes, wanted: Format) -> list[msgspec.Raw]:
