@@ -324,11 +324,41 @@ def listed(name: str, text: str) -> None:
     read_chat(called_model.body, IncrementalParser(), "s")
 
 
+def with_calls(name: str, text: str) -> None:
+    """Collect a reply with a call for each character, whole and as a stream, with two events for each; write it, and judge its echo."""
+    calls = [{"index": n, "id": f"call_{n:06}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(len(text))]
+    begun = [{**call, "function": {"name": "f", "arguments": ""}} for call in calls]
+    rest = [{"index": call["index"], "function": {"arguments": "{}"}} for call in calls]
+    message = {"tool_calls": calls}
+    whole = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls", "token_ids": [1]}]}).encode()
+    deltas = [{"tool_calls": [part]} for pair in zip(begun, rest, strict=True) for part in pair]
+    events = [json.dumps({"choices": [{"index": 0, "delta": delta, "token_ids": [1]}]}).encode() for delta in deltas]
+    if name == "chat":
+        replies = [Reply(), Reply()]
+        replies[0].add(whole)
+        for event in events:
+            replies[1].add(event)
+        served, echoed = (reply.choices[0].message(with_reasoning=True) for reply in replies)
+        for leniency in (STRICT, EVERY_RULE):
+            assert judge(served, echoed, leniency).supplied
+        return
+    path, make = DIALECTS[name]
+    dialect = dialect_of("POST", path, {})
+    assert dialect is not None
+    one, other = (run(dialect.parse(request(path, make("x")))) for _ in range(2))
+    assert isinstance(one, ModelCall)
+    assert isinstance(other, ModelCall)
+    one.encoder.whole(whole)
+    for event in (*events, b'{"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}'):
+        other.encoder.chunk(b"", event, 1)
+    other.encoder.end()
+
+
 SCENARIOS = [
     *((judged, field) for field in FIELDS),
     *((parsed, name) for name in ("chat", *DIALECTS)),
     *((replied, name) for name in DIALECTS),
-    *((listed, name) for name in ("chat", *DIALECTS)),
+    *((scenario, name) for scenario in (listed, with_calls) for name in ("chat", *DIALECTS)),
     *((scenario, "") for scenario in (interrupted, split, proven)),
 ]
 
@@ -338,7 +368,7 @@ def grows(scenario: Callable[[str, str], None], field: str, n: int = 40) -> list
     found = []
     with counting() as work:
         scenario(field, "a")  # what is made only once
-        for kind in KINDS if scenario is not listed else ("aaaaa",):
+        for kind in KINDS if scenario not in {listed, with_calls} else ("aaaaa",):
             texts = [kind * times + "x" for times in (n, 4 * n)]
             small, large = [work.of(functools.partial(scenario, field, text)) for text in texts]
             if large > 5 * small:

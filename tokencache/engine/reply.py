@@ -181,8 +181,8 @@ class Choice:
     """
 
     __slots__ = (
-        "_before", "aligned", "call_steps", "calls", "certain", "content", "counted", "doubt", "experts", "finish_reason", "ids",
-        "logprobs", "prompt", "reasoning", "steps", "stop_reason", "versions",
+        "_before", "_grown", "aligned", "call_steps", "calls", "certain", "content", "counted", "doubt", "experts", "finish_reason",
+        "ids", "logprobs", "prompt", "reasoning", "steps", "stop_reason", "versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Choice:
         self.reasoning: list[str] = []
         self.calls: dict[int, CallPieces] = {}
         self.steps = array("I")
-        self.call_steps: tuple[tuple[int, int], ...] = ()
+        self.call_steps: list[tuple[int, int]] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.versions: Sequence[Any] = ()
@@ -203,6 +203,7 @@ class Choice:
         self.doubt = ""
         self.aligned = True
         self._before = 0  # ids of the requests before the last one
+        self._grown: list[list[str]] = []  # the arguments to which the last messages added
 
     @property
     def sampled(self) -> int:
@@ -252,7 +253,7 @@ class Choice:
 
     def replace_message(self, message: ReplyMessage) -> None:
         """Set the message in place of what was collected."""
-        self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, ()
+        self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, []
         self.add_messages([message], [(0, len(self.ids))])
 
     def add(self, choice: _Choice, experts: Sequence[bytes]) -> None:
@@ -298,12 +299,13 @@ class Choice:
         self.add_messages(messages, spans)
 
     def _join_pieces(self) -> None:
-        for pieces in (self.content, self.reasoning, *[call.arguments for call in self.calls.values()]):
+        for pieces in (self.content, self.reasoning, *self._grown):
             if len(pieces) > _MOST_PIECES and len(pieces) > len(pieces[0]) // _PIECE:
                 pieces[:] = ["".join(pieces)]
 
     def add_messages(self, messages: Iterable[ReplyMessage], spans: Iterable[tuple[int, int]]) -> None:
         """Add a message, or deltas; `spans` are the numbers of ids before and after each."""
+        self._grown.clear()
         for message, span in zip(messages, spans, strict=True):
             content, thought = message.content, message.reasoning or message.reasoning_content
             if content:
@@ -315,11 +317,12 @@ class Choice:
             if message.tool_calls:
                 for index, call in message.calls():
                     if index not in self.calls:
-                        self.call_steps += (span,)
+                        self.call_steps.append(span)
                     pieces = self.calls.setdefault(index, CallPieces())
                     pieces.id = call.id or pieces.id
                     pieces.names.append(call.name)
                     pieces.arguments.append(call.arguments)
+                    self._grown.append(pieces.arguments)
 
     def take_back(self, message: ReplyMessage) -> None:
         """Remove the delta that was added last."""
@@ -336,7 +339,7 @@ class Choice:
             pieces.arguments.pop()
             if call.id and not (any(pieces.names) or any(pieces.arguments)):
                 del self.calls[index]
-                self.call_steps = self.call_steps[:-1]
+                self.call_steps.pop()
 
 
 class Reply:

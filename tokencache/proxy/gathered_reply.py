@@ -108,7 +108,7 @@ class Gathered(WholeSource):
             self._logprobs += (entries.content or ()) if entries is not None else ()
         for known in self.reply.choices.values():
             del known.steps[:]  # the client has received nothing of it
-            known.call_steps = ()
+            del known.call_steps[:]
 
     async def _body(self) -> bytes:
         """Write the whole reply as vLLM does (0.32), and set its message.
