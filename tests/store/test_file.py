@@ -1,6 +1,7 @@
 """The file store: crashes, torn logs, several processes, bounds, and errors."""
 
 import asyncio
+import errno
 import logging
 import os
 import random
@@ -429,6 +430,29 @@ async def test_what_comes_while_a_store_closes_is_refused(url):
     with pytest.raises(StoreError, match="closed"):
         await asyncio.wait_for(store.begin("s", "k", []), PATIENCE)
     await closing
+    await store.close()
+
+
+@pytest.mark.parametrize("failing", ["fstatvfs", "ftruncate"])
+async def test_a_file_system_that_fails_answers_every_operation(url, monkeypatch, failing):
+    """A disk with errors is mounted anew, for reading only: nothing can be written then, and the reserve cannot be released."""
+
+    def fail(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def refuse(*_):
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    store = FileStore(url)
+    await store.open()
+    epoch = await record(store, "s", build("a"))
+    with monkeypatch.context() as broken:
+        broken.setattr(os, failing, fail)
+        broken.setattr("tokencache.store.file.worker._attempt", refuse)
+        for operation in (store.begin("s", "k", []), store.settle("s", epoch, "k"), store.begin("s", "k", [])):
+            with pytest.raises(StoreError, match=r"file: (begin|settle): .*[Rr]ead.?only"):
+                await asyncio.wait_for(operation, PATIENCE)
+    assert (await store.begin("s", "k", [])).epoch == epoch
     await store.close()
 
 

@@ -98,10 +98,15 @@ class Worker:
         job = self._jobs.get()
         while job is not None:
             batch = [one for one in self._batch(job) if one.done.set_running_or_notify_cancel()]
-            if batch:
-                _transact(database, self._begin, batch, self._disk)
+            try:
+                if batch:
+                    _transact(database, self._begin, batch, self._disk)
+            except Exception as why:  # noqa: BLE001 - such as a file system with errors; who waits must not wait for ever
+                for one in batch:
+                    if not one.done.done():
+                        one.done.set_exception(StoreError(f"file: {one.name}: {why}"))
             if self._disk is not None and not self._disk.has_reserve:
-                with contextlib.suppress(sqlite3.Error):  # after the next operation, then
+                with contextlib.suppress(sqlite3.Error, OSError):  # after the next operation, then
                     self._disk.restore_reserve(database)
             job = self._jobs.get()
         database.close()
