@@ -191,6 +191,44 @@ async def test_what_forks_share_ends_with_the_last_one(redis, redis_server):
     await store.close()
 
 
+@pytest.mark.redis
+async def test_a_session_that_is_deleted_after_its_forks_leaves_nothing(redis, redis_server):
+    store = RedisStore(redis_server.url, ttl_seconds=100)
+    await store.open()
+    epoch = await record(store, "root", build("a"))
+    fork = await fork_of(store, "root", build("a").turn)
+    for name in (fork, "root"):
+        await store.delete(name)
+    assert not await redis.exists(f"tokencache:{{root}}:{epoch}")
+    await store.close()
+
+
+@pytest.mark.redis
+async def test_a_fork_costs_the_same_however_many_there_are(redis, redis_server):
+    store = RedisStore(redis_server.url, ttl_seconds=100)
+    await store.open()
+
+    async def commands():
+        sent = await redis.info("commandstats")
+        return sum(
+            sent.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "eval", "hvals", "hget", "hset", "hdel", "unlink")
+        )
+
+    async def made_and_deleted(number):
+        await record(store, f"root {number}", build("a"))
+        fork = await fork_of(store, f"root {number}", build("a").turn)
+        before = await commands()
+        await store.delete(fork)
+        return await commands() - before
+
+    first = await made_and_deleted(0)
+    for number in range(1, 20):
+        await record(store, f"root {number}", build("a"))
+        await fork_of(store, f"root {number}", build("a").turn)
+    assert await made_and_deleted(20) == first
+    await store.close()
+
+
 async def test_a_session_that_expires_leaves_its_tokens_to_forks(tmp_path):
     store = FileStore(f"file:{tmp_path}/sessions.db", ttl_seconds=100)
     await store.open()

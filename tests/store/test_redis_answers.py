@@ -128,6 +128,7 @@ async def test_every_script_and_command_has_a_form(monkeypatch, fake_store):
     await record(made, "root", build("a"))
     for _ in range(2):
         session = await fork(made, "root", build("a").turn)
+    await made._forks.keep()
     await made.delete("root")
     await made.delete(session)
     made._capacity._max_sessions = 1

@@ -56,6 +56,10 @@ def _is_cut(answer: Any) -> bool:
     return _is_string(answer) and re.fullmatch(rb"[01] \d{1,9}", answer) is not None
 
 
+def _is_epoch(answer: Any) -> bool:
+    return _is_string(answer) and re.fullmatch(rb"[0-9a-f]{16}", answer) is not None
+
+
 def _is_media(answer: Any) -> bool:
     return answer == [] or (_is_list(answer, item=_is_optional) and len(answer) in {1, 2} and _is_string(answer[0]))
 
@@ -120,7 +124,7 @@ FORMS: dict[str, Form] = {
     scripts.SHARE: _STRINGS,
     scripts.JOIN_SHARED: _YES_NO,
     scripts.KEEP_SHARED: _YES_NO,
-    scripts.DELETE: _number(0, 1, scripts.FORKED),
+    scripts.DELETE: _or_number(("an epoch", _is_epoch), 0, 1),
     scripts.DOCUMENTS: _OPTIONALS,
     scripts.DELETE_DOCUMENT: _YES_NO,
     scripts.PUT_MEDIA: _number(scripts.OVER_LIMIT, scripts.STORED, scripts.NO_SESSION),

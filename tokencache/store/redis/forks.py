@@ -2,7 +2,8 @@
 
 In place of ids and contexts a fork has *references*: the session that has them, and its epoch. They are read with a second script, because
 a script reads the keys of one slot of a cluster only. A session with forks is renamed when it is deleted. A list of all forks says which of
-such hashes are needed; whoever notices that a fork has ended removes what no other needs.
+such hashes are needed: who deletes a session removes what no fork needs any more, and each replica does so now and then for forks that
+expired.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,9 @@ from tokencache.store.clock import monotonic
 from tokencache.store.encoding import pack, text, untext
 from tokencache.store.redis import fields, scripts
 from tokencache.store.redis.fields import REFERENCE, decoding, turn_field
+
+_ENTRY = msgspec.msgpack.Decoder(tuple[bytes, str, list[bytes]])
+"""In the list: the name of a fork, its epoch, and the references that its turns may have."""
 
 
 class Forks:
@@ -50,7 +54,9 @@ class Forks:
         """
         own = fields.pack_reference(source.id, text(source.epoch))
         # Listed first, with all references that its turns may have: what no listed fork needs may be removed.
-        inherited = [one for name, _, references in await self._listed() if name == source.id for one in references]
+        held = await self._command("share", "HGET", self._keys.forks, text(source.id))
+        with decoding(source.id):
+            inherited = _ENTRY.decode(held)[2] if held is not None else []
         entry = msgspec.msgpack.encode((text(fork.id), fork.epoch, [own, *inherited]))
         await self._command("share", "HSET", self._keys.forks, text(fork.id), entry)
         named = [turn_field(turn.id) for turn in turns]
@@ -90,6 +96,16 @@ class Forks:
             field, reference = line.pop(), line.pop()
             line += await self._at(reference, scripts.PREFIX, [field], 1)
 
+    async def end(self, session: str, epoch: bytes) -> None:
+        """Remove what a session that was deleted was the last to need, and its own turns, if no fork needs them."""
+        ended, needed = {fields.pack_reference(session, epoch)}, set[bytes]()
+        for name, its_epoch, references in await self._listed():
+            (ended if (name, text(its_epoch)) == (session, epoch) else needed).update(references)
+        if len(ended) > 1:  # it was listed
+            await self._command("keep_forks", "HDEL", self._keys.forks, text(session))
+        for reference in ended - needed:
+            await self._command("keep_forks", "UNLINK", self._keys.holders(reference)[1])
+
     async def keep(self) -> None:
         """Let what forks share live on while one of them lives, and remove it after the last one if its session was deleted."""
         listed = await self._listed()
@@ -118,8 +134,7 @@ class Forks:
         """Read the names of all forks, their epochs, and the references that they may have."""
         held = await self._command("forks", "HVALS", self._keys.forks)
         with decoding("with forks"):
-            entries = [msgspec.msgpack.decode(entry, type=tuple[bytes, str, list[bytes]]) for entry in held]
-            return [(untext(name), epoch, references) for name, epoch, references in entries]
+            return [(untext(name), epoch, references) for name, epoch, references in map(_ENTRY.decode, held)]
 
     async def _at(self, reference: bytes, script: str, named: Sequence[bytes], least: int) -> list[bytes]:
         """Run a script that reads turns where a reference leads."""

@@ -412,15 +412,12 @@ return 1
 """
 )
 
-FORKED = 2
-"""Reply of DELETE for a session that is a fork or has forks."""
-
 DELETE = (
     SESSION_KEY
     + DELETED_EPOCH
     + """
 -- ARGV: how long the tombstone lasts, 1 if the name may be used again at once, how long what forks share is kept
--- Returns 0 if there is no session, 2 if it is a fork or has forks, else 1.
+-- Returns 0 if there is no session, its epoch if it is a fork or has forks, else 1.
 local forks = epoch and redis.call('HMGET', session, 'shared', 'fork') or {}
 if forks[1] then
   local kept = session .. ':' .. epoch -- in the same slot: the name of the session is the hash tag of both
@@ -432,7 +429,7 @@ end
 if not epoch then return 0 end
 if ARGV[2] == '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
 redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1])
-return (forks[1] or forks[2]) and 2 or 1
+return (forks[1] or forks[2]) and epoch or 1
 """
 )
 

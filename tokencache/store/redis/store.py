@@ -409,8 +409,8 @@ class RedisStore:
     async def delete(self, session: str, *, reuse: bool = False) -> bool:
         keys, args = [self._keys.session(session)], (self._tombstone, int(reuse), 2 * self._ttl)
         deleted = await self._script("delete", scripts.DELETE, keys, *args, repeatable=False)
-        if deleted == scripts.FORKED:
-            await self._forks.keep()
+        if not isinstance(deleted, int):
+            await self._forks.end(session, deleted)
         return bool(deleted)
 
     async def documents(self, session: str, names: Sequence[str]) -> list[bytes | None]:
