@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 _INCIDENTS = frozenset(IncidentKind)
 _NO_DOCUMENTS: Mapping[str, bytes] = MappingProxyType({})
 _PLAIN = re.compile(r"[\w.:@/-]{1,128}", re.ASCII)
+_LEFT_WHILE_STORED = "the client left before the end of the reply was sent"
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
@@ -122,7 +123,8 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
-        self._second, self._documents = "", _NO_DOCUMENTS
+        self._second = self._never_answered = False
+        self._documents = _NO_DOCUMENTS
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -150,7 +152,7 @@ class CallAttempt:
                     await self._store(self._write_cancelled_turns())
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    await self.close([self._call.abandoned()])
+                    await self.close([self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()
@@ -305,6 +307,7 @@ class CallAttempt:
             call=self._call,
             epoch=dispatch.epoch,
             second=self._second,
+            never_answered=self._never_answered,
             planned=dispatch.planned,
             request=dispatch.sender.posted,
             late_grammar=dispatch.sender.request.late_grammar,
@@ -321,11 +324,14 @@ class CallAttempt:
 
     # Plan and send
 
-    async def run(self, *, second: str = "", documents: Mapping[str, bytes] = _NO_DOCUMENTS) -> web.StreamResponse | None:
+    async def run(
+        self, *, second: bool = False, never_answered: bool = False, documents: Mapping[str, bytes] = _NO_DOCUMENTS
+    ) -> web.StreamResponse | None:
         """Serve the call to its last byte.
 
         Args:
-            second: the id of an earlier call with the same fingerprint, if this is a second sample of it; otherwise `""`.
+            second: as in `CallFacts`.
+            never_answered: as in `CallFacts`.
             documents: documents to store if the call ends without a turn.
 
         Returns:
@@ -336,7 +342,7 @@ class CallAttempt:
             HarnessError: the prompt would not begin with the ids that the client requires.
             StoreError: the store failed and the policy is strict.
         """
-        self._second, self._documents = second, documents
+        self._second, self._never_answered, self._documents = second, never_answered, documents
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
@@ -369,7 +375,15 @@ class CallAttempt:
         else:
             if end.kind is EndKind.UNPARSED and end.detail:
                 self._dispatch.planned.engine.doubt(end.detail)
-            await self._store(self._write_turns(end.mark, end.detail))
+            await self._store(self._write_reply(end))
+
+    async def _write_reply(self, end: End) -> None:
+        """Write the turns of a reply that the client waits for. If it leaves meanwhile, it has not received the end of it."""
+        waits = self.client.state is not ClientState.ORPHANED
+        await self._write_turns(end.mark, end.detail)
+        if waits and self.client.state is ClientState.LEFT:
+            left, documents = self._call.left(_LEFT_WHILE_STORED), {undelivered(self.id): b"1"}
+            await self._ledger.settle(self._begun, self._call.session, self.id, [left], documents=documents)
 
     @property
     def _may_be_made_again(self) -> bool:

@@ -46,12 +46,11 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
         """Make an incident of this call."""
         return kind.incident(detail, call=self.id, hole=hole, at=time.time(), status=status)
 
-    def abandoned(self) -> Incident:
-        """Make the incident of a client that left before an engine took the call.
+    def left(self, detail: str) -> Incident:
+        """Make the incident of a client that left.
 
         Its time is that at which the call began: the client's next call may begin before its leaving is noticed.
         """
-        detail = "the client left before an engine took the call"
         return IncidentKind.CLIENT_GONE.incident(detail, call=self.id, at=self.started)
 
     def note(self, kind: IncidentKind, detail: str) -> None:
@@ -120,7 +119,8 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
             it), `internal-error`, or `""`. `detail` is the same in words.
         judged: what the figures of the reply prove.
         unanswered: whether the client had left before the reply was complete.
-        second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
+        second: whether this is a second sample: a call with the same fingerprint has a whole reply.
+        never_answered: whether no client received the reply of such a call.
         experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
         media_kept: whether the bytes of its media are stored, as far as they are known.
         ended: when the reply ended, Unix time in seconds.
@@ -138,7 +138,8 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     judged: Judgement
     unanswered: bool = False
-    second: str = ""
+    second: bool = False
+    never_answered: bool = False
     experts: Mapping[int, tuple[str, int]] = {}
     media_kept: bool = True
     ended: float
