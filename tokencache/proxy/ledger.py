@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -104,6 +105,15 @@ class Backlog:
                 repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended))
             )
 
+    def add_newest(self, session: str, incident: Incident) -> None:
+        """Keep an incident until it is saved, in place of the last one of its kind that waits."""
+        waiting = self._incidents.get(session, [])
+        for place in reversed(range(len(waiting))):
+            if (waiting[place].kind, waiting[place].hole) == (incident.kind, incident.hole):
+                waiting[place] = incident
+                return
+        self.add(session, [incident])
+
     def forget(self, session: str) -> None:
         """Forget the incidents of a session that was deleted: one that is created again under its name must not get them."""
         metrics.UNSAVED.dec(len(self._incidents.pop(session, ())))
@@ -135,13 +145,14 @@ class Backlog:
     async def _save(self) -> None:
         for session in list(self._incidents):
             waiting = self._incidents.get(session, [])
-            incidents = list(waiting)  # more may come meanwhile
+            incidents = list(waiting)  # more may come meanwhile, also in the place of one of these
             await self._store.add_incidents(session, incidents)
             if self._incidents.get(session) is waiting:  # it was not forgotten meanwhile
-                del waiting[: len(incidents)]
+                unsaved = [one for one, saved in zip_longest(waiting, incidents) if one is not saved]
+                metrics.UNSAVED.dec(len(waiting) - len(unsaved))
+                waiting[:] = unsaved
                 if not waiting:
                     del self._incidents[session]
-                metrics.UNSAVED.dec(len(incidents))
         while self._ended:  # after the incidents, so that the session never looks complete in between
             session, epoch, call = self._ended[0]
             with contextlib.suppress(SessionGoneError):
@@ -219,10 +230,13 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
-            waiting = {one.kind for one in self._backlog.of(session)}
-            if self._strict and (self._refused.count(session) or IncidentKind.STORE_ERROR not in waiting):  # each time it fails has one
+            if self._strict:
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
-                self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
+                refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
+                if self._refused.count(session):
+                    self._backlog.add(session, [refused])
+                else:  # the last one counts: the harness may have gone on after those before it
+                    self._backlog.add_newest(session, refused)
             self._failed("begin", session, call, why)
             return None
 
