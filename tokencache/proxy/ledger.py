@@ -50,6 +50,8 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_MOST_UNANSWERED = 4096
+"""Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
 _MOST_SESSIONS = 4096
 """Maximum number of sessions that a counter remembers; a session that was dropped starts at 0 again."""
 
@@ -85,6 +87,7 @@ class Backlog:
         self._store, self._changed = store, changed
         self._incidents: dict[str, list[Incident]] = {}
         self._ended: list[tuple[str, str, str]] = []  # session, epoch and name of calls that have ended, but not in the store
+        self._unanswered: dict[str, set[str]] = {}  # by session, such calls that the store may have opened
         self._task: asyncio.Task[None] | None = None
 
     def of(self, session: str) -> list[Incident]:
@@ -98,11 +101,14 @@ class Backlog:
 
     def add(self, session: str, incidents: list[Incident]) -> None:
         """Keep the incidents of a session until they are saved."""
-        self._incidents.setdefault(session, []).extend(incidents)
+        if incidents:
+            self._incidents.setdefault(session, []).extend(incidents)
         metrics.UNSAVED.inc(len(incidents))
         if not self.saving:
             self._task = asyncio.create_task(
-                repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended))
+                repeat(
+                    "incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._incidents or self._ended or self._unanswered)
+                )
             )
 
     def add_newest(self, session: str, incident: Incident) -> None:
@@ -116,12 +122,19 @@ class Backlog:
 
     def forget(self, session: str) -> None:
         """Forget the incidents of a session that was deleted: one that is created again under its name must not get them."""
-        metrics.UNSAVED.dec(len(self._incidents.pop(session, ())))
+        metrics.UNSAVED.dec(len(self._incidents.pop(session, ())) + len(self._unanswered.pop(session, ())))
 
     def add_ended(self, session: str, epoch: str, call: str) -> None:
         """Keep the end of a call until it is in the store. Its incidents follow (`add`)."""
         self._ended.append((session, epoch, call))
         metrics.UNSAVED.inc()
+
+    def add_unanswered(self, session: str, call: str) -> None:
+        """Keep a call that has ended, and which the store may have opened without an answer. Its incidents follow (`add`)."""
+        calls = self._unanswered.setdefault(session, set())
+        if len(calls) < _MOST_UNANSWERED:
+            calls.add(call)
+            metrics.UNSAVED.inc()
 
     async def close(self) -> None:
         """Try once more to save incidents, and log which are lost."""
@@ -159,6 +172,20 @@ class Backlog:
                 await self._store.settle(session, epoch, call)
             self._ended.pop(0)
             metrics.UNSAVED.dec()
+            self._changed.notify()
+        for session in list(self._unanswered):
+            calls = self._unanswered.get(session, set())
+            asked = set(calls)  # more may come meanwhile
+            info = await self._store.session(session)
+            if info is not None:
+                for call in [one.call for one in info.open_calls if one.call in asked]:
+                    with contextlib.suppress(SessionGoneError):
+                        await self._store.settle(session, info.epoch, call)
+            if self._unanswered.get(session) is calls:  # it was not forgotten meanwhile
+                calls -= asked
+                metrics.UNSAVED.dec(len(asked))
+                if not calls:
+                    del self._unanswered[session]
             self._changed.notify()
 
 
@@ -231,6 +258,7 @@ class Ledger:
             raise
         except StoreError as why:
             if self._strict:
+                self._backlog.add_unanswered(session, call)
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
                 refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
                 if self._refused.count(session):
@@ -262,6 +290,7 @@ class Ledger:
         _count(recorded.incidents)
         self.placement.begin(call, session, facts.planned.at, tokens)
         if begun is None:
+            self._backlog.add_unanswered(session, call)
             self._lose(session, call, recorded.incidents)
             return
         try:
@@ -324,6 +353,7 @@ class Ledger:
         """
         _count(incidents)
         if begun is None:
+            self._backlog.add_unanswered(session, call)
             self._backlog.add(session, list(incidents))
             return
         try:
