@@ -422,6 +422,9 @@ class Ledger:
         try:
             return await self._media.keep(call.session, begun.epoch, call.chat)
         except StoreError as why:
+            if self._strict:  # the turn is not stored
+                self._backlog.add_ended(call.session, begun.epoch, call.id)
+                self._lose(call.session, call.id, call.noted)
             self._failed("put_media", call.session, call.id, why)
             return False
 
