@@ -40,7 +40,7 @@ class OutcomeKind(StrEnum):
     """How a rollout ended. A caller may use words of its own for further kinds of failures.
 
     `ok`        no failure is known
-    `engine`    the engine failed, or was not reached, and the harness gave up
+    `engine`    the engine failed, or was not reached, or the proxy failed to serve a call, and the harness gave up
     `harness`   the harness broke down, left, or never made a call
     `sandbox`   the environment of the harness failed
     `timeout`   the time was up
@@ -113,6 +113,7 @@ CAUSES: Mapping[str, FailureCause] = MappingProxyType(
         IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.CLIENT_GONE: FailureCause(OutcomeKind.HARNESS),
+        IncidentKind.INTERNAL_ERROR: FailureCause(OutcomeKind.ENGINE),
     }
 )
 """Which incident leads to which failure. All other incidents lead to none. The order is that of rule 1."""

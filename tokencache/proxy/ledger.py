@@ -50,6 +50,7 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_NONE: Mapping[str, bytes] = MappingProxyType({})
 _MOST_UNANSWERED = 4096
 """Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
 _MOST_SESSIONS = 4096
@@ -99,8 +100,10 @@ class Backlog:
         """The task that saves, while there is one."""
         return {self._task} if self._task is not None and not self._task.done() else set()
 
-    def add(self, session: str, incidents: list[Incident]) -> None:
-        """Keep the incidents of a session until they are saved."""
+    def add(self, session: str, incidents: list[Incident], *, newest: bool = False) -> None:
+        """Keep the incidents of a session until they are saved; with `newest`, one in place of the last of its kind that waits."""
+        if newest and self._replace(session, incidents[0]):
+            return
         if incidents:
             self._incidents.setdefault(session, []).extend(incidents)
         metrics.UNSAVED.inc(len(incidents))
@@ -111,30 +114,31 @@ class Backlog:
                 )
             )
 
-    def add_newest(self, session: str, incident: Incident) -> None:
-        """Keep an incident until it is saved, in place of the last one of its kind that waits."""
+    def _replace(self, session: str, incident: Incident) -> bool:
         waiting = self._incidents.get(session, [])
         for place in reversed(range(len(waiting))):
             if (waiting[place].kind, waiting[place].hole) == (incident.kind, incident.hole):
                 waiting[place] = incident
-                return
-        self.add(session, [incident])
+                return True
+        return False
 
     def forget(self, session: str) -> None:
         """Forget the incidents of a session that was deleted: one that is created again under its name must not get them."""
         metrics.UNSAVED.dec(len(self._incidents.pop(session, ())) + len(self._unanswered.pop(session, ())))
 
     def add_ended(self, session: str, epoch: str, call: str) -> None:
-        """Keep the end of a call until it is in the store. Its incidents follow (`add`)."""
-        self._ended.append((session, epoch, call))
-        metrics.UNSAVED.inc()
+        """Keep the end of a call until it is in the store. Its incidents follow (`add`).
 
-    def add_unanswered(self, session: str, call: str) -> None:
-        """Keep a call that has ended, and which the store may have opened without an answer. Its incidents follow (`add`)."""
-        calls = self._unanswered.setdefault(session, set())
-        if len(calls) < _MOST_UNANSWERED:
+        `epoch` is `""` if the store did not answer when the call began, and may have opened it.
+        """
+        calls = self._unanswered.setdefault(session, set()) if not epoch else set()
+        if epoch:
+            self._ended.append((session, epoch, call))
+        elif len(calls) < _MOST_UNANSWERED:
             calls.add(call)
-            metrics.UNSAVED.inc()
+        else:
+            return
+        metrics.UNSAVED.inc()
 
     async def close(self) -> None:
         """Try once more to save incidents, and log which are lost."""
@@ -258,13 +262,10 @@ class Ledger:
             raise
         except StoreError as why:
             if self._strict:
-                self._backlog.add_unanswered(session, call)
+                self._backlog.add_ended(session, "", call)
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
                 refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
-                if self._refused.count(session):
-                    self._backlog.add(session, [refused])
-                else:  # the last one counts: the harness may have gone on after those before it
-                    self._backlog.add_newest(session, refused)
+                self._backlog.add(session, [refused], newest=not self._refused.count(session))  # after each, the harness may have gone on
             self._failed("begin", session, call, why)
             return None
 
@@ -290,8 +291,7 @@ class Ledger:
         _count(recorded.incidents)
         self.placement.begin(call, session, facts.planned.at, tokens)
         if begun is None:
-            self._backlog.add_unanswered(session, call)
-            self._lose(session, call, recorded.incidents)
+            self._lose(session, "", call, recorded.incidents)
             return
         try:
             if recorded.entries:
@@ -309,8 +309,7 @@ class Ledger:
             await self._gone(begun.epoch, session, call)
             return
         except StoreError as why:
-            self._backlog.add_ended(session, begun.epoch, call)
-            self._lose(session, call, recorded.incidents)
+            self._lose(session, begun.epoch, call, recorded.incidents)
             self._failed("commit", session, call, why)
             return
         parent = facts.planned.plan.parent
@@ -338,13 +337,7 @@ class Ledger:
         return recorded
 
     async def settle(
-        self,
-        begun: BeginResult | None,
-        session: str,
-        call: str,
-        incidents: Sequence[Incident],
-        *,
-        documents: Mapping[str, bytes] = MappingProxyType({}),
+        self, begun: BeginResult | None, session: str, call: str, incidents: Sequence[Incident], *, documents: Mapping[str, bytes] = _NONE
     ) -> None:
         """End a call without a turn; `documents` are still stored.
 
@@ -353,7 +346,7 @@ class Ledger:
         """
         _count(incidents)
         if begun is None:
-            self._backlog.add_unanswered(session, call)
+            self._backlog.add_ended(session, "", call)
             self._backlog.add(session, list(incidents))
             return
         try:
@@ -423,8 +416,7 @@ class Ledger:
             return await self._media.keep(call.session, begun.epoch, call.chat)
         except StoreError as why:
             if self._strict:  # the turn is not stored
-                self._backlog.add_ended(call.session, begun.epoch, call.id)
-                self._lose(call.session, call.id, call.noted)
+                self._lose(call.session, begun.epoch, call.id, call.noted)
             self._failed("put_media", call.session, call.id, why)
             return False
 
@@ -492,11 +484,12 @@ class Ledger:
         if self._strict:
             raise why
 
-    def _lose(self, session: str, call: str, incidents: Sequence[Incident]) -> None:
-        """Keep the incidents of a call until the store answers again; its turns could not be stored."""
+    def _lose(self, session: str, epoch: str, call: str, incidents: Sequence[Incident]) -> None:
+        """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])
+        self._backlog.add_ended(session, epoch, call)
         self._backlog.add(session, [*incidents, lost])
 
 

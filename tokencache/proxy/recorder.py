@@ -394,9 +394,9 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
         TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
         TurnMark.NOT_TRAINABLE: not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
-        TurnMark.SECOND_SAMPLE: bool(facts.second),
+        TurnMark.SECOND_SAMPLE: facts.sample.second,
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
-        TurnMark.NEVER_ANSWERED: facts.unanswered and facts.judged.whole and facts.never_answered,
+        TurnMark.NEVER_ANSWERED: facts.unanswered and facts.judged.whole and facts.sample.never_answered,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
     return (*[name for name, there in marks.items() if there], *sampled.versions.marks())
