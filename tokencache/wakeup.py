@@ -1,9 +1,11 @@
-"""Wakes tasks that wait for a change in this process, and ends tasks."""
+"""Wakes tasks that wait for a change in this process, and ends tasks, or defers their end."""
 
 import asyncio
 import contextlib
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 CANCEL_AGAIN_SECONDS = 1.0
 
 
@@ -35,6 +37,21 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> tuple[T, bool]:
+    """Finish some work even if this task is cancelled meanwhile.
+
+    Returns:
+        The result of the work, and whether this task was cancelled: then the caller must end with `CancelledError`.
+    """
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    return task.result(), cancelled
 
 
 async def end(*tasks: "asyncio.Task[Any]") -> None:

@@ -143,8 +143,9 @@ async def test_while_the_call_is_opened():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_while_the_turn_is_stored(stream):
-    """The engine was done, the harness left before the end: one turn, once."""
+@pytest.mark.parametrize("returns", [False, True])
+async def test_while_the_turn_is_stored(stream, returns):
+    """The engine was done, the harness left before the end: one turn, once. If it never comes back, the rollout failed."""
     async with proxied() as rig:
         stored, go = asyncio.Event(), asyncio.Event()
         commit = rig.store.commit
@@ -160,16 +161,33 @@ async def test_while_the_turn_is_stored(stream):
             async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}) as answer:
                 await answer.read()
 
+        async def noticed():
+            return bool(rig.proxy.ledger._tasks)
+
         call = asyncio.create_task(read())
         await stored.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+        await until(noticed)
         go.set()
-        info = await settled(rig)
-        assert info["turns"] == 1
+
+        async def noted():
+            info = await rig.info()
+            return info if info["incidents"] else None
+
+        info = await until(noted)
+        (incident,) = info["incidents"]
+        assert (info["turns"], info["open_calls"], info["outcome"]) == (1, [], "harness")
+        assert (incident["kind"], incident["at"]) == ("client-gone", (await rig.turns())[0]["created"])
         exported = await rig.check()
         assert exported["complete"]
-        await goes_on(rig)
+        if returns:
+            async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}) as answer:
+                assert answer.status == 200
+            assert len(rig.ground_truth("s")) == 1, "nobody had received that reply"
+        else:
+            await goes_on(rig)
+        assert (await rig.info())["outcome"] == "ok"
         await rig.check()
 
 

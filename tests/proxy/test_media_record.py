@@ -9,6 +9,7 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import proxied, user
 from tests.proxy.test_images import EPISODES, seeing, shown
+from tests.support.waiting import until
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.engine.images import png
 from tokencache.proxy.media_record import MediaRecord
@@ -140,11 +141,19 @@ async def test_a_store_that_fails_loses_no_turn(store):
         assert [medium.sha256 for medium in await store.stored_media("s")] == [digest(1)]
 
 
-async def test_with_a_strict_store_the_call_fails(store):
+async def test_with_a_strict_store_the_call_fails_and_ends(store, monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
     async with proxied(seeing(), store=store, on_store_error="fail") as rig:
         store.fails = True
         status, body = await rig.post("s", messages=[shown("hi", image(1))])
         assert status == 503, body
+
+        async def closed():
+            return not (await rig.info())["open_calls"]
+
+        await until(closed)
+        info = await rig.info()
+        assert ([one["kind"] for one in info["incidents"]], info["outcome"], info["complete"]) == (["store-error"], "store", False)
 
 
 async def test_a_medium_that_is_stored_and_forgotten_at_once_is_kept(store, monkeypatch):

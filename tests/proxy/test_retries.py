@@ -281,6 +281,76 @@ async def test_a_client_that_came_back_is_no_failure_however_often_it_did(store,
         assert (await incidents(rig)).total() == ONE_BY_ONE + 1, "one that has the reply already is counted as before"
 
 
+@pytest.mark.parametrize("store", ["memory", "file", REDIS], indirect=True)
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_a_harness_that_left_its_call_and_its_retry_never_came_back(store, answered):
+    """A request that cannot be replayed is sampled again. If an equal call had been answered, the retry may be one that came late."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.002), store=store) as rig:
+        body = {**ASK, "logprobs": True}
+        for _ in range(answered):
+            assert (await send(rig, body))[0] == 200
+        for _ in range(3):
+            await leave(rig, body)
+            await settled(rig)
+        marks = (
+            [["second-sample", "unanswered"]] * 3
+            if answered
+            else [["unanswered"], *[["second-sample", "unanswered", "never-answered"]] * 2]
+        )
+        assert [turn["marks"] for turn in await rig.turns()] == [[]] * answered + marks
+        for found in (await rig.info(), await rig.exported()):
+            assert found["complete"]
+            assert found["outcome"] == ("ok" if answered else "harness")
+
+
+@pytest.mark.parametrize("store", ["memory", "file", REDIS], indirect=True)
+@pytest.mark.parametrize("during", ["delete_document", "note"])
+@pytest.mark.parametrize("joins", [False, True], ids=["replayed", "joined"])
+async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(store, joins, during):
+    """It did not come back, so the rollout failed, unless another retry gets the reply."""
+    async with proxied(SimulatedEngine(episodes=EPISODES), store=store) as rig:
+        said(await send(rig))
+        for _ in range(ONE_BY_ONE):
+            said(await send(rig, **RETRY))
+        rig.engine.token_delay = 0.005
+        body, go = {**ASK, "n": 2}, gate(rig) if joins else asyncio.Event()
+        await leave(rig, body)
+        if not joins:
+            await settled(rig)
+        name = during if during != "note" else "add_incidents" if joins else "settle"
+        held, reached, operation = asyncio.Event(), asyncio.Event(), getattr(rig.store, name)
+
+        async def slow(*args, **more):
+            answer = await operation(*args, **more)
+            reached.set()
+            await held.wait()
+            return answer
+
+        setattr(rig.store, name, slow)
+        retry = asyncio.create_task(send(rig, body))
+        if joins:
+            await wanted(rig)
+            go.set()
+        await reached.wait()
+        setattr(rig.store, name, operation)
+        retry.cancel()
+        await asyncio.gather(retry, return_exceptions=True)
+
+        async def noticed():
+            return any(task.cancelling() for task in asyncio.all_tasks()) or (not joins and rig.proxy.ledger._tasks)
+
+        async def given_back():
+            return (await incidents(rig))["client-gone"]
+
+        await until(noticed)
+        held.set()
+        await until(given_back)
+        assert (await rig.info())["outcome"] == "harness"
+        said(await send(rig, body, **RETRY))
+        assert (await rig.info())["outcome"] == "ok"
+        assert [turn["marks"] for turn in await rig.turns()] == [[], *[["unanswered"]] * 2]
+
+
 @pytest.mark.parametrize("headers", [{}, RETRY], ids=["bare", "marked"])
 async def test_a_store_that_fails_while_a_reply_is_claimed_makes_no_failure(rig, headers):
     """A marked retry gets the reply, and its incident; any other is sampled again."""

@@ -177,6 +177,27 @@ async def test_each_time_that_the_store_fails_is_noted_however_many_calls_were_r
         assert (await rig.info())["outcome"] == "store"
 
 
+@pytest.mark.parametrize("saving", ["broken", "slow"])
+async def test_a_store_that_fails_again_before_the_first_incidents_are_saved_has_another(store, saving):
+    """The harness went on after the first refusals, and gave up after the last one."""
+    async with proxied(store=store, on_store_error="fail") as rig:
+        getattr(store, saving).add("add_incidents")
+        for calls in (ONE_BY_ONE + 1, 1):
+            await rig.say("s", **ASK)
+            store.broken.add("begin")
+            for _ in range(calls):
+                assert (await rig.post("s", **ASK))[0] == 503
+            if saving == "slow":
+                await store.reached.wait()
+            store.broken.remove("begin")
+        store.broken.clear()
+        store.go.set()
+        await paid(rig)
+        info = await rig.info()
+        assert info["outcome"] == "store"
+        assert len(info["incidents"]) <= ONE_BY_ONE + 2
+
+
 async def test_another_incident_that_waits_for_the_store_does_not_hide_that_it_fails(store):
     """The engine refused a call while the store failed already: that one was the harness's fault, and the next one was not."""
     async with proxied(store=store, on_store_error="fail") as rig:

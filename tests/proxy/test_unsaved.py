@@ -1,5 +1,7 @@
 """The store fails at the end of a call: until the trainer can see what is missing, the call stays open, so no trainer takes the session."""
 
+import pytest
+
 from tests.proxy.kit import proxied, user
 from tests.support.waiting import until
 from tokencache.store.base import StoreError
@@ -40,3 +42,29 @@ async def test_a_session_never_looks_complete_without_its_turn(monkeypatch):
 
         await until(closed)
     assert store.looks_complete == [False]
+
+
+@pytest.mark.parametrize("policy", ["relay", "fail"])
+async def test_a_call_that_was_opened_without_an_answer_is_closed(monkeypatch, policy):
+    """Its session would never be ready for a consumer: its replica lives, so nobody else closes the call."""
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+    store = MemoryStore()
+    async with proxied(store=store, on_store_error=policy, repeats="off") as rig:
+        begin = store.begin
+
+        async def loses_its_answer(*args, **more):
+            store.begin = begin
+            await begin(*args, **more)
+            raise StoreError("slow")
+
+        store.begin = loses_its_answer
+        status, _ = await rig.post("s", messages=[user("EPISODE:talk")])
+        assert status == (200 if policy == "relay" else 503)
+
+        async def closed():
+            return not (await rig.info())["open_calls"]
+
+        await until(closed)
+        info = await rig.info()
+        assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("store-error", policy == "relay")]
+        assert (info["outcome"], info["complete"]) == ("store", policy == "fail")

@@ -9,9 +9,10 @@ one whose call began last, whenever it was recorded. So it is the same on every 
 What was given decides. Otherwise the first of these that holds:
 
 1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
-2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up.
+2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up. One of the newest turn's own call counts only
+   if no retry received its reply later.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
-   evidence: its call had been answered. The network may deliver a call after its retry.
+   evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry.
 4. The session is over, and has no turn: its harness made no call.
 """
 
@@ -39,7 +40,7 @@ class OutcomeKind(StrEnum):
     """How a rollout ended. A caller may use words of its own for further kinds of failures.
 
     `ok`        no failure is known
-    `engine`    the engine failed, or was not reached, and the harness gave up
+    `engine`    the engine failed, or was not reached, or the proxy failed to serve a call, and the harness gave up
     `harness`   the harness broke down, left, or never made a call
     `sandbox`   the environment of the harness failed
     `timeout`   the time was up
@@ -112,6 +113,7 @@ CAUSES: Mapping[str, FailureCause] = MappingProxyType(
         IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.CLIENT_GONE: FailureCause(OutcomeKind.HARNESS),
+        IncidentKind.INTERNAL_ERROR: FailureCause(OutcomeKind.ENGINE),
     }
 )
 """Which incident leads to which failure. All other incidents lead to none. The order is that of rule 1."""
@@ -157,13 +159,13 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
     for kind, cause in CAUSES.items():
         if cause.lasting and (found := _newest([one for one in evidence if one.kind == kind and not _lost_nothing(one)])):
             return _from(found)
-    began = latest.created if latest is not None else 0.0
-    if found := _newest([one for one in evidence if one.at >= began]):
+    began, call = (latest.created, latest.call) if latest is not None else (0.0, "")
+    received = max((one.at for one in incidents if one.kind in _ANSWERED_LATER and one.call == call), default=0.0)
+    if found := _newest([one for one in evidence if one.at >= (max(began, received) if one.call == call else began)]):
         return _from(found)
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()
-    received = any(one.call == latest.call and one.kind in _ANSWERED_LATER for one in incidents)
-    answered = received or TurnMark.SECOND_SAMPLE in latest.marks
+    answered = received or (TurnMark.SECOND_SAMPLE in latest.marks and TurnMark.NEVER_ANSWERED not in latest.marks)
     if TurnMark.UNANSWERED in latest.marks and not answered:
         return Outcome(OutcomeKind.HARNESS, f"the harness left before the reply of turn {latest.id}, and never came back")
     return Outcome()

@@ -83,6 +83,7 @@ class TurnMark(Described):
     )
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
+    NEVER_ANSWERED = "never-answered", "the same: and so it had in every equal call before"
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
     MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
     HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"

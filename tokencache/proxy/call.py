@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -51,13 +51,13 @@ from tokencache.proxy.call_states import (
 from tokencache.proxy.client_ids import compare
 from tokencache.proxy.delivery import CLIENT_LEFT, delivery_of
 from tokencache.proxy.dispatch import Dispatch, Services
-from tokencache.proxy.facts import BegunCall, CallFacts
+from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, Sample
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import REQUEST_ID, Response
-from tokencache.store.base import BeginResult, Join, OpenCall
+from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
 
 if TYPE_CHECKING:
     from tokencache.proxy.spans import CallSpans
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _INCIDENTS = frozenset(IncidentKind)
-_NO_DOCUMENTS: Mapping[str, bytes] = MappingProxyType({})
 _PLAIN = re.compile(r"[\w.:@/-]{1,128}", re.ASCII)
+_LEFT_WHILE_STORED = "the client left before the end of the reply was sent"
 _ASKED_AGAIN = "the engine aborted the reply before anything was shown; asked again"
 
 
@@ -122,7 +122,7 @@ class CallAttempt:
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
         self._source = ReplySource(Reply(asked.chat.n))
-        self._second, self._documents = "", _NO_DOCUMENTS
+        self._sample = FIRST_SAMPLE
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -147,10 +147,10 @@ class CallAttempt:
             case asyncio.CancelledError():
                 self.client.advance(ClientEvent.LEAVE)  # unless `cancel` did: the event loop may cancel a task, too
                 if may_have_sampled(self.engine.state):
-                    await self._store(self._write_cancelled_turns())
+                    await self._store(self._write_turns(TurnMark.ABORTED, CLIENT_LEFT))
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    await self.close([self._call.abandoned()])
+                    await self.close([self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()
@@ -199,7 +199,7 @@ class CallAttempt:
         Raises:
             StoreError: the store failed and the policy is strict.
         """
-        await self._store(self._ledger.settle(self._begun, self._call.session, self.id, incidents, documents=self._documents))
+        await self._store(self._ledger.settle(self._begun, self._call.session, self.id, incidents, documents=self._sample.documents))
 
     def report(self, ended: str, *, status: int = 0, detail: str | None = None) -> None:
         """Log how the call ended without a turn, and write its span. The arguments are those of `report_end`."""
@@ -234,21 +234,24 @@ class CallAttempt:
         """Continue without the client, or for another grace period."""
         self.client.advance(ClientEvent.ORPHAN)
 
-    async def _store(self, work: Awaitable[None]) -> None:
-        """Write the end of the call, and finish the write even if the client leaves meanwhile.
+    async def _store(self, work: Awaitable[None], *, sends: bool = False) -> None:
+        """Write the end of the call, and finish the write even if the client leaves meanwhile: if a reply `sends` follows, that is noted.
 
         Raises:
             StoreError: the store failed and the policy is strict.
             CancelledError: the client left meanwhile.
         """
         self.record.advance(RecordEvent.STORE)
-        had_left, written = self.client.state is ClientState.LEFT, False
+        client, written = self.client.state, False
         try:
             await work
+            if sends and client is not ClientState.ORPHANED and self.client.state is ClientState.LEFT:
+                left, documents = self._call.left(_LEFT_WHILE_STORED), {undelivered(self.id): b"1"}
+                await self._ledger.settle(self._begun, self._call.session, self.id, [left], documents=documents)
             written = True
         finally:
             self._end(RecordEvent.WRITTEN if written else RecordEvent.FAILED)
-        if self.client.state is ClientState.LEFT and not had_left:
+        if self.client.state is ClientState.LEFT and client is not ClientState.LEFT:
             raise asyncio.CancelledError
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None, status: int = 0) -> None:
@@ -257,22 +260,22 @@ class CallAttempt:
         self.report(kind, status=status, detail=detail)
         await self.close([self._call.incident(kind, detail, hole=hole, status=status)])
 
-    async def _write_cancelled_turns(self) -> None:
-        await self._source.read_for_record()
-        await self._write_turns(TurnMark.ABORTED, CLIENT_LEFT)
-
     async def _write_turns(self, mark: str, detail: str) -> None:
         """Write the turns of the reply; `mark` and `detail` as in `CallFacts`."""
         call, reply, weights, ended = self._call, self._source.reply, self._dispatch.planned.weights, time.time()
-        unanswered, media_kept = self.client.state is ClientState.ORPHANED, True
-        await weights.end()
-        if call.chat.media:
-            if reply.places is None:
-                reply.places = await self._dispatch.find_places(reply.prompt.packed)
-            media_kept = not reply.choices or await self._ledger.keep_media(self._begun, call)
+        unanswered = self.client.state is ClientState.ORPHANED
         try:
+            if mark == TurnMark.ABORTED:
+                await self._source.read_for_record()
+            await weights.end()
+            if call.chat.media:
+                await self._dispatch.find_places(reply)
+            media_kept = not (call.chat.media and reply.choices) or await self._ledger.keep_media(self._begun, call)
             facts = await self._ledger.keep_experts(self._facts(mark, detail, unanswered=unanswered, media_kept=media_kept))
             recorded = await turns_of(facts, self._ledger.prefixes)
+            documents = {**weights.salt.documents, **(self._exchange.encoder.documents() if facts.judged.whole else {})}
+        except StoreError:
+            raise
         except Exception as why:  # a bug in tokencache: the client gets its reply, and the trainer an incident
             log.exception("session %s call %s: no turn could be made of the reply", call.session, call.id)
             incidents = [call.incident(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}")]
@@ -281,7 +284,6 @@ class CallAttempt:
             incidents = recorded.incidents
             if incidents:
                 self._dispatch.check({incident.kind for incident in incidents}, facts.reply)
-            documents = {**weights.salt.documents, **(self._exchange.encoder.documents() if facts.judged.whole else {})}
             if facts.judged.whole and unanswered:
                 documents |= {undelivered(self.id): b"1"}
             await self._ledger.end(self._begun, facts, recorded, documents)
@@ -291,8 +293,7 @@ class CallAttempt:
                 self._services.spans.answered(facts, recorded, self._exchange.headers)
         metrics.AFTER.observe(time.time() - ended)
         metrics.counter(metrics.CALLS, call.chat.dialect, mark or ("error" if reply.error else "answered")).add(1)
-        for incident in incidents:
-            _log(self._call, incident)
+        _log(self._call, incidents)
 
     def _facts(self, mark: str, detail: str, *, unanswered: bool, media_kept: bool) -> CallFacts:
         """Collect what the parties know at the end of the call, and learn from a reply that is certain."""
@@ -304,7 +305,7 @@ class CallAttempt:
         return CallFacts(
             call=self._call,
             epoch=dispatch.epoch,
-            second=self._second,
+            sample=self._sample,
             planned=dispatch.planned,
             request=dispatch.sender.posted,
             late_grammar=dispatch.sender.request.late_grammar,
@@ -321,12 +322,11 @@ class CallAttempt:
 
     # Plan and send
 
-    async def run(self, *, second: str = "", documents: Mapping[str, bytes] = _NO_DOCUMENTS) -> web.StreamResponse | None:
+    async def run(self, sample: Sample = FIRST_SAMPLE) -> web.StreamResponse | None:
         """Serve the call to its last byte.
 
         Args:
-            second: the id of an earlier call with the same fingerprint, if this is a second sample of it; otherwise `""`.
-            documents: documents to store if the call ends without a turn.
+            sample: which sample of its request it is.
 
         Returns:
             The response; `None` if the engine aborted the reply before the client received any of it, so that the call must be made again.
@@ -336,7 +336,7 @@ class CallAttempt:
             HarnessError: the prompt would not begin with the ids that the client requires.
             StoreError: the store failed and the policy is strict.
         """
-        self._second, self._documents = second, documents
+        self._sample = sample
         if spent := self._budget_spent():
             return await self._stop(spent)
         try:
@@ -369,7 +369,7 @@ class CallAttempt:
         else:
             if end.kind is EndKind.UNPARSED and end.detail:
                 self._dispatch.planned.engine.doubt(end.detail)
-            await self._store(self._write_turns(end.mark, end.detail))
+            await self._store(self._write_turns(end.mark, end.detail), sends=True)
 
     @property
     def _may_be_made_again(self) -> bool:
@@ -398,11 +398,12 @@ class CallAttempt:
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
 
 
-def _log(call: BegunCall, incident: Incident) -> None:
-    """Log an incident. Its detail may quote the client, so it is logged only at debug level."""
-    status = f" (the engine answered {incident.status})" if incident.status else ""
-    log.warning("session %s call %s: %s%s", call.session, call.id, incident.kind, status)
-    log.debug("session %s call %s: %s: %s", call.session, call.id, incident.kind, incident.detail)
+def _log(call: BegunCall, incidents: Sequence[Incident]) -> None:
+    """Log incidents. Their details may quote the client, so they are logged only at debug level."""
+    for incident in incidents:
+        status = f" (the engine answered {incident.status})" if incident.status else ""
+        log.warning("session %s call %s: %s%s", call.session, call.id, incident.kind, status)
+        log.debug("session %s call %s: %s: %s", call.session, call.id, incident.kind, incident.detail)
 
 
 def report_end(

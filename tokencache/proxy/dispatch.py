@@ -27,7 +27,6 @@ from tokencache.backoff import delays
 from tokencache.core import ids
 from tokencache.core.forced import ThinkingMarks
 from tokencache.core.incidents import IncidentKind
-from tokencache.core.media import Places
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import budget_of
@@ -377,16 +376,16 @@ class Dispatch:
         fields = {**self._chat.fields, "messages": ANY_MESSAGES} if self._chat.media else self._chat.safe_fields()
         return DerenderRequest(self.planned.engine.upstream, fields, prompt, self._exchange.headers)
 
-    async def find_places(self, prompt: bytes | None) -> Places | None:
-        """Ask the engine where the images of a prompt (packed ids) are that it rendered; `None` if it cannot say."""
-        if prompt is None or self.planned.plan.exact is not None:
-            return None
+    async def find_places(self, reply: Reply) -> None:
+        """Ask the engine where the images of a reply's prompt are, if it rendered the prompt and has not said so."""
+        prompt = reply.prompt.packed
+        if reply.places is not None or prompt is None or self.planned.plan.exact is not None:
+            return
         try:
             async with asyncio.timeout(_PLACES_SECONDS):
-                return await self.planned.engine.driver.places(self._chat, prompt, self.sender.target(self.planned))
+                reply.places = await self.planned.engine.driver.places(self._chat, prompt, self.sender.target(self.planned))
         except (EngineError, TimeoutError) as why:
             log.warning("session %s call %s: the places of its images are not known: %s", self._call.session, self._call.id, why)
-            return None
 
     def check(self, found: set[str], reply: Reply) -> None:
         """Probe the engine again if its reply, or its incidents, contradict the probe: another engine may run at its URL now."""

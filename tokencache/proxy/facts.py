@@ -7,6 +7,7 @@ turns of these facts.
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -46,12 +47,11 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
         """Make an incident of this call."""
         return kind.incident(detail, call=self.id, hole=hole, at=time.time(), status=status)
 
-    def abandoned(self) -> Incident:
-        """Make the incident of a client that left before an engine took the call.
+    def left(self, detail: str) -> Incident:
+        """Make the incident of a client that left.
 
         Its time is that at which the call began: the client's next call may begin before its leaving is noticed.
         """
-        detail = "the client left before an engine took the call"
         return IncidentKind.CLIENT_GONE.incident(detail, call=self.id, at=self.started)
 
     def note(self, kind: IncidentKind, detail: str) -> None:
@@ -104,6 +104,23 @@ class EndedPiece(NamedTuple):
     versions: PieceVersions
 
 
+class Sample(NamedTuple):
+    """Which sample of its request a call is.
+
+    Attributes:
+        second: whether a call with the same fingerprint has a whole reply.
+        never_answered: whether no client received the reply of such a call.
+        documents: documents to store if the call ends without a turn.
+    """
+
+    second: bool = False
+    never_answered: bool = False
+    documents: Mapping[str, bytes] = MappingProxyType({})
+
+
+FIRST_SAMPLE = Sample()
+
+
 class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A call that has ended.
 
@@ -120,7 +137,7 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
             it), `internal-error`, or `""`. `detail` is the same in words.
         judged: what the figures of the reply prove.
         unanswered: whether the client had left before the reply was complete.
-        second: the id of an answered call with the same fingerprint, if this is a second sample of it; otherwise `""`.
+        sample: which sample of its request it is.
         experts: choice → the file of its routed experts, and its first token (`Turn.experts_start`).
         media_kept: whether the bytes of its media are stored, as far as they are known.
         ended: when the reply ended, Unix time in seconds.
@@ -138,7 +155,7 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     judged: Judgement
     unanswered: bool = False
-    second: str = ""
+    sample: Sample = FIRST_SAMPLE
     experts: Mapping[int, tuple[str, int]] = {}
     media_kept: bool = True
     ended: float

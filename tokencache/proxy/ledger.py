@@ -49,6 +49,9 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_NONE: Mapping[str, bytes] = MappingProxyType({})
+_MOST_UNANSWERED = 4096
+"""Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
 _MOST_SESSIONS = 4096
 """Maximum number of sessions that a counter remembers; a session that was dropped starts at 0 again."""
 
@@ -75,11 +78,12 @@ class SampledCounter:
 
 
 class _Unsaved(NamedTuple):
-    """What the store must still get of a call: its incidents, and its end if it began there.
+    """What the store must still get: incidents, the end of a call with its incidents, or the end of a call that it may have opened.
 
     Attributes:
-        incidents: the incidents. Some belong to no call.
-        epoch, call: the session's epoch when the call began, and its id; `""` if it did not begin in the store.
+        incidents: the incidents.
+        epoch: the session's epoch when the call began; `""` if that is not known.
+        call: id of the call that has ended; `""` if none has.
     """
 
     incidents: Sequence[Incident]
@@ -88,7 +92,7 @@ class _Unsaved(NamedTuple):
 
     @property
     def number(self) -> int:
-        return len(self.incidents) + bool(self.epoch)
+        return len(self.incidents) + bool(self.call)
 
 
 class Backlog:
@@ -111,11 +115,20 @@ class Backlog:
         """The task that saves, while there is one."""
         return {self._task} if self._task is not None and not self._task.done() else set()
 
-    def add(self, session: str, incidents: Sequence[Incident], *, epoch: str = "", call: str = "") -> None:
-        """Keep the incidents of a session until they are saved, and with them the end of a call that began in this epoch."""
-        unsaved = _Unsaved(incidents, epoch, call)
-        self._waiting.setdefault(session, []).append(unsaved)
-        metrics.UNSAVED.inc(unsaved.number)
+    def add(self, session: str, incidents: Sequence[Incident], *, epoch: str = "", call: str = "", newest: bool = False) -> None:
+        """Keep the incidents of a session until they are saved; with `newest`, one in place of the last of its kind that waits.
+
+        With `call` they are those of a call that has ended, and its end is kept with them. `epoch` is `""` if the store did not answer when
+        the call began, and may have opened it.
+        """
+        waiting = self._waiting.setdefault(session, [])
+        added = [_Unsaved(incidents, epoch, call if epoch else "")] if incidents or epoch or not call else []
+        if newest and _replaced(waiting, incidents[0]):
+            added = []
+        if call and not epoch and len(waiting) < _MOST_UNANSWERED:
+            added.append(_Unsaved((), call=call))
+        waiting += added
+        metrics.UNSAVED.inc(sum(one.number for one in added))
         if not self.saving:
             self._task = asyncio.create_task(repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._waiting)))
 
@@ -146,23 +159,42 @@ class Backlog:
     async def _save(self) -> None:
         for session, waiting in list(self._waiting.items()):
             while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
-                await self._write(session, waiting[0])
-                if self._waiting.get(session) is waiting:
+                unsaved = waiting[0]
+                await self._write(session, unsaved)
+                if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
                     metrics.UNSAVED.dec(waiting.pop(0).number)
                     if not waiting:
                         del self._waiting[session]
 
     async def _write(self, session: str, unsaved: _Unsaved) -> None:
-        """Save an incident, or the end of a call together with its incidents, so that the session never looks complete in between."""
+        """Save incidents, and the end of a call together with its own, so that the session never looks complete in between."""
         try:
             if unsaved.epoch:
                 await self._store.settle(session, unsaved.epoch, unsaved.call, unsaved.incidents)
-                self._changed.notify()
+            elif unsaved.call:
+                await self._close_unanswered(session, unsaved.call)
             else:
                 await self._store.add_incidents(session, unsaved.incidents)
         except SessionGoneError as why:
-            if not why.deleted:
+            if unsaved.epoch and not why.deleted:
                 await self._store.add_incidents(session, unsaved.incidents)
+        if unsaved.call:
+            self._changed.notify()
+
+    async def _close_unanswered(self, session: str, call: str) -> None:
+        info = await self._store.session(session)
+        if info is not None and any(one.call == call for one in info.open_calls):
+            await self._store.settle(session, info.epoch, call)
+
+
+def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
+    """Put an incident in the place of the last one of its kind that waits; false if there is none."""
+    for place, unsaved in reversed([*enumerate(waiting)]):
+        if any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):
+            kept = [one for one in unsaved.incidents if (one.kind, one.hole) != (incident.kind, incident.hole)]
+            waiting[place] = unsaved._replace(incidents=[*kept, incident])
+            return True
+    return False
 
 
 class Ledger:
@@ -232,10 +264,10 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
-            waiting = {one.kind for one in self._backlog.of(session)}
-            if self._strict and (self._refused.count(session) or IncidentKind.STORE_ERROR not in waiting):  # each time it fails has one
+            if self._strict:
                 detail = "the store failed when the call began, and it was refused; nothing was sampled"
-                self._backlog.add(session, [IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)])
+                refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
+                self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
             self._failed("begin", session, call, why)
             return None
 
@@ -261,7 +293,7 @@ class Ledger:
         _count(recorded.incidents)
         self.placement.begin(call, session, facts.planned.at, tokens)
         if begun is None:
-            self._lose(session, call, "", recorded.incidents)
+            self._lose(session, "", call, recorded.incidents)
             return
         try:
             if recorded.entries:
@@ -279,7 +311,7 @@ class Ledger:
             await self._gone(why, session, call)
             return
         except StoreError as why:
-            self._lose(session, call, begun.epoch, recorded.incidents)
+            self._lose(session, begun.epoch, call, recorded.incidents)
             self._failed("commit", session, call, why)
             return
         parent = facts.planned.plan.parent
@@ -307,13 +339,7 @@ class Ledger:
         return recorded
 
     async def settle(
-        self,
-        begun: BeginResult | None,
-        session: str,
-        call: str,
-        incidents: Sequence[Incident],
-        *,
-        documents: Mapping[str, bytes] = MappingProxyType({}),
+        self, begun: BeginResult | None, session: str, call: str, incidents: Sequence[Incident], *, documents: Mapping[str, bytes] = _NONE
     ) -> None:
         """End a call without a turn; `documents` are still stored.
 
@@ -322,7 +348,7 @@ class Ledger:
         """
         _count(incidents)
         if begun is None:
-            self._backlog.add(session, incidents)
+            self._backlog.add(session, incidents, call=call)
             return
         try:
             if documents:
@@ -389,6 +415,8 @@ class Ledger:
         try:
             return await self._media.keep(call.session, begun.epoch, call.chat)
         except StoreError as why:
+            if self._strict:  # the turn is not stored
+                self._lose(call.session, begun.epoch, call.id, call.noted)
             self._failed("put_media", call.session, call.id, why)
             return False
 
@@ -455,8 +483,8 @@ class Ledger:
         if self._strict:
             raise why
 
-    def _lose(self, session: str, call: str, epoch: str, incidents: Sequence[Incident]) -> None:
-        """Keep the end and the incidents of a call until the store answers again; its turns could not be stored."""
+    def _lose(self, session: str, epoch: str, call: str, incidents: Sequence[Incident]) -> None:
+        """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
         detail = "the store failed; the turn of this call may not be recorded"
         lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
         _count([lost])

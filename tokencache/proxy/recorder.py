@@ -122,8 +122,8 @@ def _incident(facts: CallFacts, kind: IncidentKind, detail: str) -> Incident:
 
 def _incidents(facts: CallFacts) -> list[Incident]:
     found, reply = [], facts.reply
-    if facts.mark == TurnMark.ABORTED:  # the client's next call may begin before its leaving is noticed, as in `BegunCall.abandoned`
-        found.append(IncidentKind.CLIENT_GONE.incident(facts.detail, call=facts.call.id, at=facts.call.started))
+    if facts.mark == TurnMark.ABORTED:
+        found.append(facts.call.left(facts.detail))
     elif facts.mark:
         found.append(_incident(facts, _INCIDENT_OF[facts.mark], facts.detail))
     if reply.error:
@@ -394,8 +394,9 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
         TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
         TurnMark.NOT_TRAINABLE: not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
-        TurnMark.SECOND_SAMPLE: bool(facts.second),
+        TurnMark.SECOND_SAMPLE: facts.sample.second,
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
+        TurnMark.NEVER_ANSWERED: facts.unanswered and facts.judged.whole and facts.sample.never_answered,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
     return (*[name for name, there in marks.items() if there], *sampled.versions.marks())

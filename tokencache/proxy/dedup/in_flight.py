@@ -33,21 +33,23 @@ from tokencache.core.session import Budget
 from tokencache.core.turn import Turn
 from tokencache.dialects.members import UNRECORDED
 from tokencache.errors import TokencacheError
-from tokencache.proxy.call import CallAttempt, CallRequest, Opening
+from tokencache.proxy.call import CallAttempt, CallRequest, Opening, undelivered
 from tokencache.proxy.call_states import RecordState
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
-from tokencache.proxy.dedup.replay import claim, is_due, refused_second_sample, send_again, whole_reply_of
+from tokencache.proxy.dedup.replay import Claim, claim, claim_due, refused_second_sample, send_again, was_received, whole_reply_of
 from tokencache.proxy.dispatch import MAX_RESAMPLES, Services, pause_before_resample
+from tokencache.proxy.facts import Sample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
-from tokencache.store.base import Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
-from tokencache.wakeup import end
+from tokencache.store.base import BeginResult, Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
+from tokencache.wakeup import end, to_the_end
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between two checks of a call that another replica serves."""
+_MAY_BE_OURS = frozenset({Claim.OURS, Claim.UNKNOWN})
 _OFF = frozenset({b"null", b"false"})
 _Task = asyncio.Task[web.StreamResponse | Opening | None]
 
@@ -103,7 +105,7 @@ class CallsInFlight:
                     ended = await self._end_of_duplicate(asked, call, result)
                     if turns := whole_reply_of(ended.turns, asked.chat.n):
                         call.report(IncidentKind.RETRY_JOINED)
-                        return await self._join(asked, turns)
+                        return await self._join(asked, result.epoch, turns)
                     join = join if ended.died else "never"
                 elif result is not None:
                     return result
@@ -132,19 +134,22 @@ class CallsInFlight:
                 if opening.duplicate is not None:
                     return opening
                 turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
-                del opening  # what this frame names, it keeps for as long as a stream
                 if not turns:
+                    del opening  # what this frame names, it keeps for as long as a stream
                     return await call.run()
-                if replayable and await is_due(self._store, self._policy, asked.session, fingerprint, turns):
-                    claimed = await claim(self._store, asked.session, turns)
-                    if claimed or fingerprint.marked:
-                        call.report(IncidentKind.RETRY_REPLAYED)
-                        with contextlib.suppress(StoreError):  # the reply is recorded either way
-                            await call.close(self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns, claimed=claimed))
-                        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
+                claimed, left = Claim.NOT_DUE, False
+                if replayable:
+                    claimed, left = await to_the_end(claim_due(self._store, self._policy, asked.session, fingerprint, turns))
+                if left or claimed is Claim.OURS or (fingerprint.marked and claimed is not Claim.NOT_DUE):
+                    return await self._replay(call, asked, opening.epoch, turns, claimed, left=left)
+                received = claimed is Claim.RECEIVED
+                if claimed is Claim.NOT_DUE:
+                    received = await was_received(self._store, asked.session, opening.earlier)
+                del opening
                 metrics.RETRIED_CALLS.labels("sampled").inc()
                 earlier = turns[0].call
-                return await call.run(second=earlier, documents={refused_second_sample(fingerprint.digest): earlier.encode()})
+                documents = {refused_second_sample(fingerprint.digest): earlier.encode()}
+                return await call.run(Sample(second=True, never_answered=not received, documents=documents))
         except TokencacheError as why:
             if call.record.state is RecordState.UNOPENED:  # otherwise the call itself reports it
                 call.report(why.kind, status=why.status)
@@ -154,26 +159,61 @@ class CallsInFlight:
 
     # Duplicates
 
-    async def _join(self, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
+    async def _join(self, asked: CallRequest, epoch: str, turns: tuple[Turn, ...]) -> web.StreamResponse:
         """Send the reply of a call that was in flight."""
-        claimed = await claim(self._store, asked.session, turns)
-        with contextlib.suppress(StoreError):  # the reply is recorded either way
-            if incidents := self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed=claimed):
-                await self._ledger.add_incidents(asked.session, incidents)
+        claimed, left = await to_the_end(claim(self._store, asked.session, turns))
+        incidents = [] if left else self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed)
+        if incidents:
+            _, left = await to_the_end(self._note(asked.session, incidents))
+        if left:
+            self._give_back(asked.session, epoch, turns, claimed, incidents)
+            raise asyncio.CancelledError
         return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns)
+
+    async def _note(self, session: str, incidents: list[Incident]) -> None:
+        with contextlib.suppress(StoreError):  # the reply is recorded either way
+            await self._ledger.add_incidents(session, incidents)
+
+    async def _replay(
+        self, call: CallAttempt, asked: CallRequest, epoch: str, turns: tuple[Turn, ...], claimed: Claim, *, left: bool
+    ) -> web.StreamResponse:
+        """Send a recorded reply, unless the client has left."""
+        call.report(IncidentKind.CLIENT_GONE if left else IncidentKind.RETRY_REPLAYED)
+        incidents = [] if left else self._incidents(IncidentKind.RETRY_REPLAYED, asked.session, turns, claimed)
+        try:
+            with contextlib.suppress(StoreError):  # the reply is recorded either way
+                await call.close(incidents)
+        except asyncio.CancelledError:
+            left = True
+        if left:
+            self._give_back(asked.session, epoch, turns, claimed, incidents)
+            raise asyncio.CancelledError
+        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
+
+    def _give_back(self, session: str, epoch: str, turns: tuple[Turn, ...], claimed: Claim, noted: list[Incident]) -> None:
+        """Let another retry claim a reply whose client left before it was sent; `noted` says that it received the reply."""
+        if claimed in _MAY_BE_OURS:
+            detail, at = "the client of a repeated call left before the recorded reply was sent", noted[0].at if noted else time.time()
+            gone = IncidentKind.CLIENT_GONE.incident(detail, call=turns[0].call, turn=turns[0].id, at=at)
+            self._ledger.detach(asyncio.create_task(self._note_unsent(session, epoch, gone)))
+
+    async def _note_unsent(self, session: str, epoch: str, gone: Incident) -> None:
+        with contextlib.suppress(StoreError):
+            documents = {undelivered(gone.call): b"1"}
+            await self._ledger.settle(BeginResult(epoch, []), session, gone.call, [gone], documents=documents)
 
     async def _send_again(self, kind: str, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
         metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
         metrics.CALLS.labels(asked.chat.dialect, kind).inc()
         return await send_again(asked.response, turns)
 
-    def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...], *, claimed: bool | None) -> list[Incident]:
+    def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...], claimed: Claim) -> list[Incident]:
         """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry.
 
         One that claimed its reply, or may have, always has its incident: it shows that the client came back (`core.outcome`).
         """
         number = self._retries.count(session)
-        if not number and claimed is False:
+        if not number and claimed is Claim.RECEIVED:
             return []
         detail = "a repeated call got the recorded reply" + (f": repetition no. {number}" if number else "")
         return [kind.incident(detail, call=turns[0].call, turn=turns[0].id, at=time.time())]

@@ -10,6 +10,7 @@ Otherwise the request is sampled again: the new turn is a sibling of the first, 
 """
 
 from collections.abc import Sequence
+from enum import Enum
 
 import msgspec
 from aiohttp import web
@@ -24,9 +25,8 @@ from tokencache.proxy.engine_sender import with_request_id
 from tokencache.proxy.response import REQUEST_ID, Response
 from tokencache.store.base import Store, StoreError
 
-_NOT_WHOLE = frozenset({
-    TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED, TurnMark.ENGINE_ERROR, TurnMark.UNCERTAIN,
-})  # fmt: skip
+_CUT_OFF = frozenset({TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED, TurnMark.ENGINE_ERROR})
+_NOT_WHOLE = _CUT_OFF | {TurnMark.UNCERTAIN}
 
 
 def whole_reply_of(turns: Sequence[Turn], choices: int) -> tuple[Turn, ...]:
@@ -43,25 +43,41 @@ def refused_second_sample(fingerprint: bytes) -> str:
     return f"passed-over:{fingerprint.hex()}"
 
 
-async def is_due(store: Store, policy: Policy, session: str, fingerprint: Fingerprint, turns: Sequence[Turn]) -> bool:
-    """Decide whether a request may receive the recorded reply `turns`: if it is not marked, only if it can `claim` the reply."""
+class Claim(Enum):
+    """Whether a request may receive a recorded reply, of which one client at most has received it or is receiving it now."""
+
+    OURS = "no client has received it, and now this one is the only one that may"
+    RECEIVED = "a client has received it, or may"
+    UNKNOWN = "the store failed: it may be ours"
+    NOT_DUE = "the request must not receive it"
+
+
+async def claim_due(store: Store, policy: Policy, session: str, fingerprint: Fingerprint, turns: Sequence[Turn]) -> Claim:
+    """Claim the recorded reply `turns` for a request, if it may receive it."""
     if not fingerprint.marked:
-        return policy == "join"
+        return await claim(store, session, turns) if policy == "join" else Claim.NOT_DUE
     try:
         (later,) = await store.documents(session, [refused_second_sample(fingerprint.digest)])
     except StoreError:
-        return False
-    return later != turns[0].call.encode()
+        return Claim.NOT_DUE
+    return await claim(store, session, turns) if later != turns[0].call.encode() else Claim.NOT_DUE
 
 
-async def claim(store: Store, session: str, turns: Sequence[Turn]) -> bool | None:
-    """Claim a reply that no client has received; false if a client has received or claimed it, `None` if the store failed."""
-    if TurnMark.UNANSWERED not in turns[0].marks:
-        return False
+async def claim(store: Store, session: str, turns: Sequence[Turn]) -> Claim:
+    """Claim a recorded reply."""
     try:
-        return await store.delete_document(session, undelivered(turns[0].call))
+        return Claim.OURS if await store.delete_document(session, undelivered(turns[0].call)) else Claim.RECEIVED
     except StoreError:
-        return None
+        return Claim.UNKNOWN
+
+
+async def was_received(store: Store, session: str, turns: Sequence[Turn]) -> bool:
+    """Whether a client has received the whole reply of one of the calls with these turns, or may. If the store fails, none has."""
+    calls = {turn.call for turn in turns if turn.finish_reason and _CUT_OFF.isdisjoint(turn.marks)}
+    try:
+        return None in await store.documents(session, [*map(undelivered, calls)])
+    except StoreError:
+        return False
 
 
 async def send_again(response: Response, turns: Sequence[Turn]) -> web.StreamResponse:

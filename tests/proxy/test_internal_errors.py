@@ -1,0 +1,58 @@
+"""A bug in tokencache, at each step of a call: the call ends in the store, and the trainer sees what is missing."""
+
+import contextlib
+
+import aiohttp
+import pytest
+
+from tests.proxy.kit import CHAT, HEADER, proxied, user
+from tests.support.waiting import until
+from tokencache.dialects.reply_encoder import ReplyEncoder
+from tokencache.proxy import call
+from tokencache.proxy.delivery import StreamDelivery, WholeDelivery
+from tokencache.proxy.dispatch import Dispatch
+from tokencache.proxy.ledger import Ledger
+from tokencache.proxy.policy_version import PolicyVersions, VersionReading
+
+BEFORE = {"weights": (PolicyVersions, "begin")}
+AFTER = {
+    "head": (Dispatch, "begin_reply"),
+    "whole": (WholeDelivery, "receive"),
+    "stream": (StreamDelivery, "receive"),
+    "whole-end": (WholeDelivery, "decided"),
+    "stream-end": (StreamDelivery, "decided"),
+    "versions": (VersionReading, "end"),
+    "experts": (Ledger, "keep_experts"),
+    "turns": (call, "turns_of"),
+    "documents": (ReplyEncoder, "documents"),
+}
+
+
+class BugError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [*BEFORE, *AFTER])
+async def test_the_call_ends_with_an_incident(monkeypatch, step):
+    async with proxied() as rig:
+        await rig.say("s", [user("EPISODE:talk")])
+
+        def fails(*_args, **_more):
+            raise BugError
+
+        monkeypatch.setattr(*{**BEFORE, **AFTER}[step], fails)
+        stream = step.startswith("stream")
+        headers = {HEADER: "s"}
+        body = {"model": "sim", "stream": stream, "messages": [user("EPISODE:talk")]}
+        with contextlib.suppress(aiohttp.ClientError):  # a stream that has begun is cut off
+            async with rig.http.post(rig.url + CHAT, json=body, headers=headers) as answer:
+                await answer.read()
+
+        async def ended():
+            info = await rig.info()
+            return info if not info["open_calls"] else None
+
+        info = await until(ended)
+        (incident,) = info["incidents"]
+        assert (info["turns"], incident["kind"], incident["hole"], bool(incident["call"])) == (1, "internal-error", step in AFTER, True)
+        assert not info["valid"]
