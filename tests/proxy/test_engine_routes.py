@@ -1,5 +1,6 @@
 """Routes of the engine within a session: a sample is recorded, noted or refused, and no client is sent past the proxy."""
 
+import asyncio
 import contextlib
 import json
 
@@ -10,6 +11,7 @@ from yarl import URL
 from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, HEADER, proxied, user
 from tests.support.pairwise import each, some
+from tests.support.waiting import until
 from tokencache.engine.routes import LISTED
 from tokencache.errors import UnexpectedAnswerError
 from tokencache.store.base import StoreError
@@ -42,6 +44,22 @@ class Answers(Intermediary):
         self.reached.append(path)
         status, headers, body = answer
         return web.Response(status=status, headers=headers, body=body)
+
+
+class Silent(Intermediary):
+    """Receives a call of `/invocations`, and closes its connection when `go` is set."""
+
+    def __init__(self, upstream):
+        super().__init__(upstream)
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+
+    async def _pass(self, request):
+        if request.path != "/invocations":
+            return await super()._pass(request)
+        self.reached.set()
+        await self.go.wait()
+        request.transport.abort()
+        return web.Response()
 
 
 @contextlib.asynccontextmanager
@@ -97,6 +115,43 @@ async def test_what_the_engine_refuses_is_no_hole(status):
         await rig.say("s", ASK["messages"])
         assert (await call(rig, "/invocations"))[0] == status
         assert (await rig.info())["incidents"] == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_an_engine_that_gives_no_answer_may_have_sampled(leaves):
+    """It closes the connection, or the client leaves before it has answered."""
+    engine = SimulatedEngine(episodes=EPISODES, seed=7)
+    async with engine.serve() as up:
+        box = Silent(up)
+        async with box.serve() as upstream, proxied(SimulatedEngine(), upstream=upstream) as rig:
+            await rig.say("s", ASK["messages"])
+            waiting = asyncio.create_task(call(rig, "/invocations"))
+            await box.reached.wait()
+            if leaves:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            else:
+                box.go.set()
+                assert (await waiting)[0] == 502
+
+            async def noted():
+                return await kinds(rig)
+
+            with contextlib.ExitStack() as ends:
+                ends.callback(box.go.set)  # the box waits for its requests
+                assert await until(noted) == ["unrecorded-route"]
+                assert not (await rig.exported())["complete"]
+
+
+async def test_an_engine_that_is_not_reached_is_a_failure_if_the_harness_gives_up():
+    async with SimulatedEngine(episodes=EPISODES, seed=7).serve() as up, contextlib.AsyncExitStack() as box:
+        upstream = await box.enter_async_context(Answers(up, {}).serve())
+        async with proxied(SimulatedEngine(), upstream=upstream) as rig:
+            await rig.say("s", ASK["messages"])
+            await box.aclose()
+            assert (await call(rig, "/invocations"))[0] == 502
+            assert await kinds(rig) == ["upstream-down"]
+            assert ((await rig.info())["complete"], (await rig.info())["outcome"]) == (True, "engine")
 
 
 async def test_the_incident_is_stored_before_the_client_has_the_answer():

@@ -13,6 +13,7 @@ from tokencache.proxy.delivery import StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.policy_version import PolicyVersions, VersionReading
+from tokencache.proxy.response import Response
 
 BEFORE = {"weights": (PolicyVersions, "begin")}
 AFTER = {
@@ -30,6 +31,16 @@ AFTER = {
 
 class BugError(Exception):
     pass
+
+
+async def test_a_recorded_reply_that_cannot_be_written_is_a_failure(monkeypatch):
+    """Its turn is whole, but the client did not receive it."""
+    async with proxied() as rig:
+        monkeypatch.setattr(Response, "as_body", lambda *_: 1 / 0)
+        status, _ = await rig.post("s", messages=[user("EPISODE:talk")])
+        info = await rig.info()
+        assert (status, info["turns"], info["complete"], info["outcome"]) == (500, 1, True, "engine")
+        assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("internal-error", False)]
 
 
 @pytest.mark.parametrize("step", [*BEFORE, *AFTER])

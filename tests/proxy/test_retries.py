@@ -351,6 +351,31 @@ async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(s
         assert [turn["marks"] for turn in await rig.turns()] == [[], *[["unanswered"]] * 2]
 
 
+@pytest.mark.parametrize(("headers", "outcome"), [({}, "harness"), (RETRY, "ok")], ids=["bare", "marked"])
+async def test_a_client_that_left_while_an_answered_call_was_looked_up(rig, headers, outcome):
+    """A bare request would have been another sample; a marked one would have got the reply that was received already."""
+    said(await send(rig))
+    held, reached, operation = asyncio.Event(), asyncio.Event(), rig.store.delete_document
+
+    async def slow(*args):
+        reached.set()
+        await held.wait()
+        return await operation(*args)
+
+    rig.store.delete_document = slow
+    second = asyncio.create_task(send(rig, **headers))
+    await reached.wait()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await until(lambda: bool(rig.proxy.ledger._tasks))
+    held.set()
+    await settled(rig)
+    await rig.proxy.ledger.settled()
+    assert await incidents(rig) == ({"client-gone": 1} if outcome == "harness" else {})
+    assert (await rig.info())["outcome"] == outcome
+    assert len(rig.ground_truth()) == 1
+
+
 @pytest.mark.parametrize("headers", [{}, RETRY], ids=["bare", "marked"])
 async def test_a_store_that_fails_while_a_reply_is_claimed_makes_no_failure(rig, headers):
     """A marked retry gets the reply, and its incident; any other is sampled again."""

@@ -117,12 +117,10 @@ class CallAttempt:
         self.shown = Party(SHOWN, ShownState.NOTHING)
         self._call = BegunCall(id=self.id, session=asked.session, chat=asked.chat, fingerprint=asked.fingerprint, started=time.time())
         self._response, self._settings, self._exchange = asked.response, asked.settings, asked.response.exchange
-        self._services, self._ledger = services, services.ledger
-        self._budget, self._may_resample = budget, may_resample
+        self._services, self._ledger, self._budget, self._may_resample = services, services.ledger, budget, may_resample
         self._begun: BeginResult | None = None
         self._dispatch: Dispatch
-        self._source = ReplySource(Reply(asked.chat.n))
-        self._sample = FIRST_SAMPLE
+        self._source, self._sample = ReplySource(Reply(asked.chat.n)), FIRST_SAMPLE
         self._ended: asyncio.Event | None = None
 
     def _end(self, event: RecordEvent) -> None:
@@ -369,6 +367,8 @@ class CallAttempt:
         else:
             if end.kind is EndKind.UNPARSED and end.detail:
                 self._dispatch.planned.engine.doubt(end.detail)
+            if end.kind is EndKind.FINISHED and end.error is not None:  # the reply is whole, and cannot be written for the client
+                self._call.note(IncidentKind.INTERNAL_ERROR, f"{type(end.error).__name__}: {end.error}", hole=False)
             await self._store(self._write_turns(end.mark, end.detail), sends=True)
 
     @property

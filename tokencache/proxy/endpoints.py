@@ -3,6 +3,8 @@
 A model call is parsed in its dialect, read as a chat call, and passed to `dedup.in_flight`.
 """
 
+import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -34,7 +36,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.probe import whole
 from tokencache.engine.routes import samples_nothing
-from tokencache.errors import EngineError, HarnessError, TokencacheError, is_refusal
+from tokencache.errors import EngineError, HarnessError, TokencacheError, UnexpectedAnswerError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.call_states import may_answer_with_status
@@ -50,7 +52,7 @@ from tokencache.proxy.request_body import RequestBodies
 from tokencache.proxy.response import REQUEST_ID, RETURNED_ID, Exchange, Response
 from tokencache.proxy.sessions import Origin, SessionRequest, SettingsCache
 from tokencache.request_memory import Owner, holding_of
-from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError
+from tokencache.store.base import SessionFinishedError, SessionSealedError, SettingsChangedError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -320,15 +322,7 @@ class Endpoints:
             raise
 
         body = await self._bodies.without_addresses(asked, body)
-
-        async def note(status: int) -> None:
-            if not is_refusal(status):
-                incident = IncidentKind.UNRECORDED_ROUTE.incident(f"{what} is relayed, not recorded", at=time.time())
-                await self._ledger.add_incidents(asked.session, [incident])
-
-        return await relay_to(
-            self._pool, asked.session, asked.request, path or asked.path, headers=asked.headers, body=body, before_answer=note
-        )
+        return await _relay_noted(self._pool, self._ledger, asked, what, path=path or asked.path, body=body)
 
     def _apply(self, asked: SessionRequest, call: ChatCall) -> None:
         """Set what the session and its harness decide about a call's history."""
@@ -386,6 +380,38 @@ class Endpoints:
         served = found.get(self._served(asked)(requested))
         alias = [ServedModel(requested, served.max_model_len)] if served is not None and requested not in found else []
         return [*found.values(), *alias]
+
+
+async def _relay_noted(
+    pool: Pool, ledger: Ledger, asked: SessionRequest, what: str, *, path: str, body: bytes | None
+) -> web.StreamResponse:
+    """Relay a request, and add an incident if the engine sampled, or may have; otherwise if no engine was reached.
+
+    Raises the errors of `Ledger.add_incidents` and `relay_to`.
+    """
+    answered = False
+
+    async def note(kind: IncidentKind, detail: str) -> None:
+        await ledger.add_incidents(asked.session, [kind.incident(f"{what} is relayed, {detail}", at=time.time())])
+
+    async def before_answer(status: int) -> None:
+        nonlocal answered
+        answered = True
+        if not is_refusal(status):
+            await note(IncidentKind.UNRECORDED_ROUTE, "not recorded")
+
+    try:
+        return await relay_to(pool, asked.session, asked.request, path, headers=asked.headers, body=body, before_answer=before_answer)
+    except EngineError as why:
+        if not isinstance(why, UnexpectedAnswerError):
+            with contextlib.suppress(StoreError):
+                await note(IncidentKind.UNRECORDED_ROUTE if why.reached else IncidentKind.UPSTREAM_DOWN, f"and got no answer: {why}")
+        raise
+    except asyncio.CancelledError:
+        if not answered:
+            detail = "and its client left before the engine answered"
+            ledger.detach(asyncio.create_task(note(IncidentKind.UNRECORDED_ROUTE, detail)))
+        raise
 
 
 def _models_of(engine: Engine) -> list[ServedModel]:

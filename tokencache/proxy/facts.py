@@ -54,9 +54,9 @@ class BegunCall(msgspec.Struct, frozen=True, kw_only=True):
         """
         return IncidentKind.CLIENT_GONE.incident(detail, call=self.id, at=self.started)
 
-    def note(self, kind: IncidentKind, detail: str) -> None:
+    def note(self, kind: IncidentKind, detail: str, *, hole: bool | None = None) -> None:
         """Keep an incident until the end of the call."""
-        self.noted.append(self.incident(kind, detail))
+        self.noted.append(self.incident(kind, detail, hole=hole))
 
 
 class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):

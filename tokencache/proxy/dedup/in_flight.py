@@ -140,8 +140,11 @@ class CallsInFlight:
                 claimed, left = Claim.NOT_DUE, False
                 if replayable:
                     claimed, left = await to_the_end(claim_due(self._store, self._policy, asked.session, fingerprint, turns))
-                if left or claimed is Claim.OURS or (fingerprint.marked and claimed is not Claim.NOT_DUE):
+                if claimed is Claim.OURS or (fingerprint.marked and claimed is not Claim.NOT_DUE):
                     return await self._replay(call, asked, opening.epoch, turns, claimed, left=left)
+                if left:
+                    self._give_back(asked.session, opening.epoch, turns, claimed, [])
+                    raise asyncio.CancelledError
                 received = claimed is Claim.RECEIVED
                 if claimed is Claim.NOT_DUE:
                     received = await was_received(self._store, asked.session, opening.earlier)
