@@ -90,7 +90,6 @@ class TokencacheGenerator(GeneratorInterface):
             read=self._read,
             run=run or new_run(),
             options={"harness": harness},
-            lengths=limits,
             timeout=timeout,
             delete=delete,
             retries=retries,

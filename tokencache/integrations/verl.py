@@ -92,7 +92,6 @@ class TokencacheAgentLoop(AgentLoopBase):
             read=Fetching(form="verl", rows=rows, several=self._several, images=True, lengths=lengths),
             run=run or _RUN,
             options={"harness": harness},
-            lengths=lengths,
             timeout=timeout,
             delete=delete,
             retries=retries,
