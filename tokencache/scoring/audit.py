@@ -26,6 +26,7 @@ from tokencache.core.turn import UNTRAINED, TurnMark
 from tokencache.core.weights import MIXED, read_spans
 from tokencache.scoring.differences import Difference
 from tokencache.scoring.processed import not_neutral
+from tokencache.scoring.request import unscorable
 from tokencache.trajectories.values import Sequence as TokenSequenceValue
 from tokencache.trajectories.values import Trajectory, TurnSpan
 
@@ -119,11 +120,11 @@ def plan(rollout: Trajectory, *, version: str | None) -> tuple[list[AuditSpan], 
     spans: list[AuditSpan] = []
     left_out: list[NotAudited] = []
     for sequence in rollout.sequences:
-        media = any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+        media = unscorable(sequence)
         before: list[str] = []
         for turn in sequence.turns:
             count = turn.completion[1] - turn.completion[0]
-            whole = "its sequence has media, whose ids cannot be scored" if media else _obstacle(turn)
+            whole = media or _obstacle(turn)
             parts = _parts(turn, count)
             for start, end, named in parts:
                 reason = whole or _other_version(turn, named, version)
