@@ -225,12 +225,12 @@ def _checked(rows: Sequence[TrainingRow], advantages: Advantages | None) -> list
 
 def _spread(masks: Sequence[tuple[list[int], str]], advantages: Advantages | None) -> list[list[float]]:
     """Return one advantage for each token of each row: 0.0 where its mask is 0. `masks` also has the name of each row."""
-    given: Sequence[float | Sequence[float]] = [0.0] * len(masks) if advantages is None else advantages
+    given: Sequence[Any] = [0.0] * len(masks) if advantages is None else advantages
     if len(given) != len(masks):
         raise ValueError(f"{len(given)} advantages for {len(masks)} rows")
     spread = []
     for (mask, name), one in zip(masks, given, strict=True):
-        values = list(one) if isinstance(one, Sequence) else [one] * len(mask)
+        values = list(one) if isinstance(one, Sequence) or np.ndim(one) else [one] * len(mask)  # also arrays of NumPy and torch
         if len(values) != len(mask):
             raise ValueError(f"{name}: {len(values)} advantages for {len(mask)} tokens")
         if not all(map(math.isfinite, values)):
