@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokencache.batching.media import has_unplaced_media
 from tokencache.batching.selection import TrainingRow
 from tokencache.core import ids
 from tokencache.core.media import PlacedMedia
-from tokencache.core.turn import TurnMark
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -279,7 +279,7 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
         seen.add(name)
         if wrong := _misfit(sequence.token_ids, sequence.loss_mask, sequence.logprobs, sequence.media):
             raise ValueError(f"{row}: {wrong}")
-        alone = not sequence.media and any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+        alone = has_unplaced_media(sequence)
         packed = _Row(len(leaves), codes.encode(sequence.token_ids, sequence.media), bytes(sequence.loss_mask), sequence.logprobs)
         last.append(builder.add(packed, alone=alone))
         leaves.append((*name, alone))
