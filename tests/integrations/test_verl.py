@@ -237,6 +237,7 @@ async def test_the_worker_for_transfer_queue_leaves_a_failed_rollout_out_of_its_
     assert queue["train"]["u7"]["status"] == "failure"
     batch, _ = ReplayBuffer("sync", None, None, "drop", None).sample(1, "train", 1)
     assert sorted(batch.keys) == ["u7_0_0", "u7_1_0", "u7_3_0"]
+    assert [steps_of(queue["train"][key]) for key in batch.keys] == [[[0, 0]]] * 3
     scores = torch.tensor([[rewards[key]] for key in batch.keys])
     data = DataProto.from_dict(
         tensors={"token_level_rewards": scores, "response_mask": torch.ones(3, 1)}, non_tensors={"uid": np.array(["u7"] * 3, dtype=object)}
