@@ -140,7 +140,7 @@ def test_a_module_without_a_name_is_found():
 # --- A fact that several modules must know.
 
 INTERNAL = {  # fields of a turn that no export has: how its tokens and messages are stored, and how echoes are judged
-    "adapter_of", "base", "shared", "position_key", "judged", "foreign", "before", "handle", "cuts", "stopped", "context_base",
+    "adapter_of", "base", "shared", "position_key", "judged", "foreign", "before", "handle", "cuts", "context_base",
     "context_shared", "media",
 }  # fmt: skip
 EXPORTED_AS = {"id": "turn", "applied_rules": "forgiven", "versions": "weight_versions"}

@@ -32,6 +32,8 @@ def test_the_images_of_a_row_in_order(folder, sequence):
     assert load_media(sequence, folder) == [RED, BLUE]
     assert load_media(with_media(sequence, placed(BLUE), placed(RED), placed(BLUE)), str(folder)) == [BLUE, RED, BLUE]
     assert load_media(shape("linear").sequences[0], folder) == []
+    with pytest.raises(ValueError, match="has media whose places are not known"):
+        load_media(with_media(sequence), folder)
 
 
 def test_as_images_of_pillow(folder, sequence):

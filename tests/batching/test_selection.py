@@ -21,7 +21,9 @@ from tokencache.batching.selection import (
     rewarded,
     select,
 )
-from tokencache.trajectories.values import Link
+from tokencache.trajectories.lengths import Lengths
+from tokencache.trajectories.limiting import limit
+from tokencache.trajectories.values import Link, OverlongFigures
 
 RULES = [at_least(2), complete_only, main_line, no_discarded_retries, no_side_calls, rewarded]
 
@@ -144,6 +146,38 @@ def test_a_summary_that_several_turns_may_have_written_is_no_evidence():
 def test_a_link_to_turns_that_were_left_out_is_ignored():
     trajectory = linked(linked(compacted(), "gone", "n0", kind="compaction"), "t1", "gone", kind="compaction")
     assert kept(trajectory, main_line) == ["t0"]
+
+
+def limited(name, overlong, **lengths):
+    return as_trajectory(limit(ROLLOUTS[name], Lengths(overlong, **lengths)))
+
+
+def test_the_main_line_is_not_replaced_by_what_a_limit_leaves():
+    title, main, *_ = shape("sub-agent").sequences
+    assert (len(title.turns), len(main.turns)) == (1, 2)
+    for overlong, most in (("drop", main.tokens - 1), ("cut", main.turns[0].completion[1] - 1)):
+        without = limited("sub-agent", overlong, max_length=most)
+        assert title.id in [one.id for one in without.sequences]
+        assert main.id not in [one.id for one in without.sequences]
+        selection = select([without], main_line, keep_invalid=True)
+        assert selection.kept == []
+        assert "a limit left out turns" in selection.dropped[0].reason
+
+
+def test_a_main_line_that_is_cut_stays_the_main_line():
+    title, main, *_ = shape("sub-agent").sequences
+    cut = limited("sub-agent", "cut", max_length=main.tokens - 1)
+    assert [(one.id, len(one.turns)) for one in cut.sequences][:2] == [(title.id, 1), (main.id, 1)]
+    assert kept(cut, main_line) == [main.id]
+
+
+def test_a_limit_that_leaves_out_a_small_branch_keeps_the_main_line():
+    retry = shape("thrown-away").sequences[1]
+    assert kept(limited("thrown-away", "drop", max_length=retry.tokens), main_line) == []
+    trajectory = shape("thrown-away")
+    left_out = OverlongFigures(policy="drop", limits={}, dropped=1, turns=["t1"])
+    figures = msgspec.structs.replace(trajectory.figures, overlong=left_out)
+    assert kept(msgspec.structs.replace(trajectory, sequences=trajectory.sequences[:1], figures=figures), main_line) == ["t0"]
 
 
 def test_an_incomplete_session_is_dropped_with_its_incidents():

@@ -109,6 +109,20 @@ def test_one_advantage_for_each_token():
         assert arrays.advantages.tolist() == [0.0, 0.25, 0.5]
 
 
+@pytest.mark.parametrize("make", [pad, pack])
+def test_a_row_whose_lists_do_not_fit_together_is_refused(make):
+    cut = row([5, 6, 7], [0, 1, 1], logprobs=[0.0, -0.5])
+    with pytest.raises(ValueError, match="sequence q: 3 tokens, 3 mask entries, 2 log probabilities"):
+        make([cut, row([5, 8], [0, 1], sequence="r")])
+
+
+def test_advantages_may_be_arrays():
+    rows = [row([5, 6, 7], [0, 1, 1]), row([5, 8], [0, 1], sequence="r")]
+    for_each_token = [np.array([9.0, 0.25, 0.5]), np.array([9.0, -1.0])]
+    assert pad(rows, for_each_token).advantages.tolist() == [[0.0, 0.25, 0.5], [0.0, -1.0, 0.0]]
+    assert pad(rows, np.array([2.0, -1.0])).advantages.tolist() == [[0.0, 2.0, 2.0], [0.0, -1.0, 0.0]]
+
+
 @pytest.mark.parametrize("make", [pad, pack, lambda rows, advantages: flatten(build_forest(rows), advantages)])
 @pytest.mark.parametrize(
     ("mask", "advantages", "words"),

@@ -194,7 +194,7 @@ async def test_run_finishes_a_harness_that_failed_as_failed_unless_it_has_a_rewa
     await record(shell.rig, "r1")
     given = []
     if reward is not None:
-        (machine.work / "reward").write_text(reward)
+        ending = f"open('reward', 'w').write({reward!r}); {ending}"
         given = ["--reward-file", "reward"]
     machine.install("agent", then=ending)
     run = ("run", "langgraph", "--session", "r1", "--proxy", shell.rig.url, "--finish", *given, "--", "agent")
@@ -203,6 +203,18 @@ async def test_run_finishes_a_harness_that_failed_as_failed_unless_it_has_a_rewa
     found = await state(shell, "r1")
     assert (found["state"], found["outcome"], found["reward"]) == ("finished", outcome, 0.5 if reward == "0.5" else None)
     assert found["outcome_detail"] == ("" if outcome == "ok" else f"the harness ended with exit code {code}")
+
+
+async def test_the_reward_of_an_earlier_run_is_not_that_of_this_one(shell, machine):
+    """Else a rollout that broke before it wrote its reward would be trained with another one."""
+    machine.install("agent", then="sys.exit(7) if os.path.exists('reward') else open('reward', 'w').write('1.0')")
+    for name in ("r1", "r2"):
+        await record(shell.rig, name)
+        run = ("run", "langgraph", "--session", name, "--proxy", shell.rig.url, "--finish", "--reward-file", "reward", "--", "agent")
+        done = await asyncio.to_thread(machine.tokencache, *run)
+    assert "reward is from before the run" in done.stderr
+    found = [await state(shell, name) for name in ("r1", "r2")]
+    assert [(one["reward"], one["outcome"]) for one in found] == [(1.0, "ok"), (None, "harness")]
 
 
 @pytest.mark.parametrize("before", [{"failed": "sandbox", "detail": "no disk"}, {"reward": 1.0}])

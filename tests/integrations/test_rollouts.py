@@ -2,15 +2,17 @@
 
 import asyncio
 
+import openai
 import pytest
 
 from examples.integrations.guessing import play
-from tests.integrations.kit import branching, failing, guessing_engine, without_reward
+from tests.integrations.kit import branching, failing, guessing_engine, looking, without_reward
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient, UnauthorizedError
 from tokencache.integrations.fetching import Fetching
 from tokencache.integrations.rollouts import FailedRollout, Rollouts, TooManyFailuresError, load_play
 from tokencache.integrations.rows import RowsError
+from tokencache.testing import SimulatedEngine
 
 SAMPLE = {"secret": 2}
 
@@ -22,8 +24,8 @@ async def rig():
         yield made
 
 
-def rollouts(harness, rows="main", **members):
-    lengths = members.get("lengths", {})
+def rollouts(harness, rows="main", lengths=None, **members):
+    lengths = lengths or {}
     return Rollouts(play=harness, read=Fetching(form="trl", rows=rows, several=False, lengths=lengths), **{"run": "r", **members})
 
 
@@ -73,9 +75,50 @@ async def test_a_rollout_without_a_row_that_fits_the_limits_is_not_played_again(
     limits = {"max_response_length": 1, "overlong": "drop"}
     failed = await rollouts(play, lengths=limits, retries=2).one(rig.client, SAMPLE, sampling={}, group="g")
     assert failed.kind == "untrainable"
+    assert "longer than the limits" in failed.detail
     assert "no row to train on" in failed.detail
     (state,) = await rig.client.sessions()
     assert (state.valid, state.reward) == (True, 0.75)
+
+
+async def titled(session, sample):
+    """A harness that first asks for a title, as Claude Code and OpenCode do."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+        await model.chat.completions.create(model="sim", messages=[{"role": "user", "content": "T"}])
+    return await branching(session, sample)
+
+
+@pytest.mark.parametrize("rows", ["main", "longest"])
+@pytest.mark.parametrize("overlong", ["cut", "drop"])
+async def test_a_row_that_is_too_long_is_not_replaced_by_a_side_call(rig, rows, overlong):
+    whole = await rollouts(titled, rows=rows).one(rig.client, SAMPLE, sampling={}, group="g")
+    title, *_, line = whole.trajectory.sequences
+    assert list(whole.kept) == [line.id]
+    assert title.tokens < line.turns[0].completion[1], "the first turn of the main line is longer than the title"
+    fits = {"max_length": title.tokens, "overlong": overlong}
+    done = await rollouts(titled, rows=rows, lengths=fits).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert done.kind == "untrainable", f"{done.kept} is trained with the reward of the rollout"
+
+
+@pytest.mark.parametrize("rows", ["main", "longest"])
+async def test_a_row_that_is_cut_stays_the_one_that_is_trained(rig, rows):
+    whole = await rollouts(titled, rows=rows).one(rig.client, SAMPLE, sampling={}, group="g")
+    line = whole.trajectory.sequences[-1]
+    limits = {"max_length": line.tokens - 1, "overlong": "cut"}
+    done = await rollouts(titled, rows=rows, lengths=limits).one(rig.client, SAMPLE, sampling={}, group="g")
+    (row,) = done.rows.kept
+    assert (row.sequence.overlong, len(row.sequence.turns)) == ("cut", len(line.turns) - 1)
+    assert row.sequence in done.trajectory.sequences
+    assert {one["sequence"] for one in done.dropped} == {one.id for one in done.trajectory.sequences} - {row.sequence.id}
+
+
+@pytest.mark.parametrize("images", [False, True])
+async def test_images_whose_places_are_not_known_are_refused(images):
+    """A stock engine does not report which tokens stand for an image, so they look like text."""
+    async with proxied(SimulatedEngine(seed=7, images="stock")) as rig, AsyncClient(rig.url) as client:
+        read = Fetching(form="verl", rows="longest", several=False, images=images)
+        with pytest.raises(RowsError, match="did not report which tokens stand for them"):
+            await Rollouts(play=looking, read=read, run="r").one(client, {"width": 28}, sampling={}, group="g")
 
 
 async def test_a_reward_may_be_stored_by_other_means(rig):

@@ -92,6 +92,22 @@ async def test_one_row_for_each_prompt_is_a_stated_choice():
         assert dropped["trainable_tokens"] > 0
 
 
+async def rewarding_one_row(session, sample):
+    """A harness whose grader rewards the longest row only."""
+    await branching(session, sample)
+    longest = max((await session.trajectory()).sequences, key=lambda one: one.trainable_tokens)
+    await session.set_reward(None, sequences={longest.id: 0.75})
+
+
+async def test_a_row_that_is_left_out_needs_no_reward():
+    async with proxied(guessing_engine()) as rig:
+        output = await TokencacheGenerator(rig.url, rewarding_one_row, rows="longest").generate(batch_of(1))
+        assert output["rewards"] == [0.75]
+        with pytest.raises(ExceptionGroup) as raised:
+            await TokencacheGenerator(rig.url, rewarding_one_row, rows="all", step_wise=True).generate(batch_of(1))
+        assert raised.group_contains(ValueError, match="return it from play")
+
+
 async def test_a_rollout_without_a_reward_is_refused():
     async with proxied(guessing_engine()) as rig:
         with pytest.raises(ExceptionGroup) as raised:

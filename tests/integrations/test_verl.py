@@ -176,12 +176,27 @@ async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch
     monkeypatch.setattr("verl.trainer.ppo.v1.agent_loop_tq.tq.async_kv_batch_put", put)
     async with proxied(guessing_engine()) as rig:
         worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:branching", rows="all")
-        sample = {"uid": "u7", "session_id": 0, "global_steps": 1, "secret": 2}
+        sample = {"uid": "u7", "session_id": 0, "global_steps": 3, "secret": 2}
         outputs = await loop_of(worker).run({"temperature": 0.5}, **sample)
     worker.__class__ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
     await worker._agent_loop_postprocess(outputs, validate=False, **sample)
     assert {key for key in stored if key != "fields"} == {"u7_0_0", "u7_0_1"}
     assert [scores.sum() for scores in stored["fields"]["rm_scores"]] == [0.5, 0.5]
+    assert steps_of(stored["u7_0_0"]) == [[2, 2]], "the weights that verl sent before its third step"
+
+
+def steps_of(tag):
+    """The policy versions of a row, as verl's default trainer reads them (`_compute_metrics`)."""
+    return np.array([[tag["min_global_steps"], tag["max_global_steps"]]], dtype=int).tolist()
+
+
+async def test_the_announced_versions_are_verls_steps(tmp_path):
+    async with proxied(guessing_engine()) as rig, AsyncClient(rig.url) as client:
+        await client.set_weights(17)
+        output = await loop_of(worker_of(rig.url, tmp_path)).run({"temperature": 0.5}, uid="u7", global_steps=21, secret=2)
+        assert steps_of(output.extra_fields) == [[17, 17]]
+        older = await loop_of(worker_of(rig.url, tmp_path)).run({"temperature": 0.5}, uid="u7", secret=2)
+        assert steps_of(older.extra_fields) == [[17, 17]]
 
 
 async def breaking(session, sample):
@@ -222,6 +237,7 @@ async def test_the_worker_for_transfer_queue_leaves_a_failed_rollout_out_of_its_
     assert queue["train"]["u7"]["status"] == "failure"
     batch, _ = ReplayBuffer("sync", None, None, "drop", None).sample(1, "train", 1)
     assert sorted(batch.keys) == ["u7_0_0", "u7_1_0", "u7_3_0"]
+    assert [steps_of(queue["train"][key]) for key in batch.keys] == [[[0, 0]]] * 3
     scores = torch.tensor([[rewards[key]] for key in batch.keys])
     data = DataProto.from_dict(
         tensors={"token_level_rewards": scores, "response_mask": torch.ones(3, 1)}, non_tensors={"uid": np.array(["u7"] * 3, dtype=object)}

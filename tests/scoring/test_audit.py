@@ -1,5 +1,6 @@
 """What can be audited, why the rest cannot, and which cause explains a difference."""
 
+import msgspec
 import pytest
 
 from tokencache.core.turn import TurnMark
@@ -72,6 +73,28 @@ def test_every_sampled_token_is_audited_or_listed():
     found, left_out = plan(rollout({**RAW, "weight_versions": versions}, RAW, {}), version="1")
     places = [(one.turn, place) for one in [*found, *left_out] for place in range(one.start, one.end)]
     assert sorted(places) == [(f"t{n}", place) for n in range(3) for place in range(4)]
+
+
+def test_forced_tokens_are_not_audited():
+    """Their recorded values are 0.0, which no engine computes for them."""
+    versions = spans(("1", 0, 2), ("2", 2, 4))
+    found, left_out = plan(rollout({**RAW, "weight_versions": versions, "forced": [(1, 3)]}), version=None)
+    assert [(span.start, span.end, span.version, span.recorded) for span in found] == [(0, 1, "1", [-2.0]), (3, 4, "2", [-5.0])]
+    assert [(one.start, one.end, one.reason) for one in left_out] == [
+        (1, 2, "a thinking budget forced these tokens"),
+        (2, 3, "a thinking budget forced these tokens"),
+    ]
+    found, left_out = plan(rollout({**RAW, "forced": [(0, 4)]}), version=None)
+    assert found == []
+    assert [(one.start, one.end) for one in left_out] == [(0, 4)]
+
+
+def test_a_masked_sequence_is_not_audited():
+    made = rollout(RAW)
+    masked = msgspec.structs.replace(made.sequences[0], overlong="masked", logprobs=[0.0] * 6)
+    found, left_out = plan(msgspec.structs.replace(made, sequences=[masked]), version=None)
+    assert found == []
+    assert "masked its sequence" in left_out[0].reason
 
 
 def result(off, *, version="2", model="m", created=5.0, history=False, mode=False, ids=True):

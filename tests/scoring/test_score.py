@@ -71,6 +71,22 @@ async def test_rows_have_what_was_recorded_and_what_was_recomputed(recorded, tmp
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+async def test_a_row_with_images_is_never_scored(recorded, tmp_path, ending):
+    """The engine would compute values for their placeholders as text, and for all that follows."""
+    engine, url, _, (first, second, *_) = recorded
+    spans = [msgspec.structs.replace(one, marks=["media"]) for one in second.sequences[0].turns]
+    seeing = msgspec.structs.replace(second, sequences=[msgspec.structs.replace(second.sequences[0], turns=spans)])
+    path, once, twice = tmp_path / "mixed.jsonl", tmp_path / f"once{ending}", tmp_path / f"twice{ending}"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (first, seeing)))
+    said = await score(path, "--engine", url, "--to", once, code=1)
+    assert "has media, whose ids cannot be scored" in said
+    await score(once, "--engine", url, "--to", twice, "--name", "ref", code=1)
+    assert [(bool(row["score"]), bool(row["score_ref"])) for row in rows_of(twice)] == [(True, True), (False, False)]
+    assert rows_of(twice)[1]["score_ref_error"] == rows_of(twice)[1]["media_error"]
+    assert second.sequences[0].token_ids not in [request["prompt"] for request in engine.completions]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 async def test_a_file_of_scores_is_scored_again_under_another_name(recorded, serve, tmp_path, ending):
     _, url, path, _ = recorded
     _, other, _ = await serve(weights="v2")

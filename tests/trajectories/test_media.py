@@ -7,11 +7,13 @@ import tinker as sdk
 from tests.media import RED, described
 from tests.trajectories.images import RED_AT, of_talk, placed, sampled_placeholder, seeing
 from tests.trajectories.rollouts import ROLLOUTS
+from tokencache.batching import no_placeholders, select
 from tokencache.trajectories.formats.native import native
 from tokencache.trajectories.formats.reading import read_native
 from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.formats.tinker import tinker
-from tokencache.trajectories.limiting import without_placeholders
+from tokencache.trajectories.lengths import Lengths
+from tokencache.trajectories.limiting import limit, without_placeholders
 from tokencache.trajectories.values import Trajectory
 from tokencache.trajectories.verify import verify
 
@@ -79,6 +81,29 @@ def test_rows_with_sampled_placeholders_are_in_no_format_of_a_trainer(name):
     if row:
         assert len(written[row]) == 1
     assert figures["trainable_tokens"] == whole.sequences[1].trainable
+
+
+def left_out(policy):
+    """The rollout of `sampled_placeholder` without the row that sampled one. The row that repeats its reply has no longer response."""
+    whole = of_talk(sampled_placeholder())
+    first, _, repeating = whole.sequences
+    most = len(repeating.token_ids) - repeating.response_start
+    kept = limit(whole, Lengths(policy, max_response_length=most))
+    assert first.turns[1].turn.id not in [span.turn.id for sequence in kept.sequences for span in sequence.turns]
+    assert repeating.id in [sequence.id for sequence in kept.sequences]
+    return kept, repeating.id
+
+
+@pytest.mark.parametrize("policy", ["drop", "cut"])
+def test_a_row_that_repeats_a_placeholder_is_left_out_without_the_row_that_sampled_it(policy):
+    kept, repeating = left_out(policy)
+    rows = msgspec.json.decode(write(kept, FORMATS["verl"]))["outputs"]
+    assert repeating not in [row["extra_fields"]["tokencache"]["id"] for row in rows]
+    value = msgspec.json.decode(write(kept, FORMATS["native"], text=True))
+    assert verify(msgspec.convert(value, Trajectory)) == []
+    assert write(read_native(value), FORMATS["verl"]) == write(kept, FORMATS["verl"])
+    chosen = select([msgspec.convert(value, Trajectory)], no_placeholders)
+    assert repeating in [dropped.row.sequence.id for dropped in chosen.dropped]
 
 
 def test_the_native_format_has_all_rows():

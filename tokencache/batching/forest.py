@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from tokencache.batching.media import has_unplaced_media
 from tokencache.batching.selection import TrainingRow
 from tokencache.core import ids
 from tokencache.core.media import PlacedMedia
-from tokencache.core.turn import TurnMark
+from tokencache.trajectories.values import Sequence as TokenSequenceValue
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -277,16 +278,18 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
         if name in seen:
             raise ValueError(f"{row} occurs twice, so its tokens would be trained twice")
         seen.add(name)
-        if wrong := _misfit(sequence.token_ids, sequence.loss_mask, sequence.logprobs, sequence.media):
+        if wrong := misfit(sequence):
             raise ValueError(f"{row}: {wrong}")
-        alone = not sequence.media and any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+        alone = has_unplaced_media(sequence)
         packed = _Row(len(leaves), codes.encode(sequence.token_ids, sequence.media), bytes(sequence.loss_mask), sequence.logprobs)
         last.append(builder.add(packed, alone=alone))
         leaves.append((*name, alone))
     return _flattened(builder.roots, last, leaves, codes)
 
 
-def _misfit(token_ids: list[int], loss_mask: list[int], logprobs: list[float], media: Sequence[PlacedMedia]) -> str:
+def misfit(sequence: TokenSequenceValue) -> str:
+    """Return why the lists of a sequence do not fit together; `""` if they do."""
+    token_ids, loss_mask, logprobs = sequence.token_ids, sequence.loss_mask, sequence.logprobs
     if not len(token_ids) == len(loss_mask) == len(logprobs):
         return f"{len(token_ids)} tokens, {len(loss_mask)} mask entries, {len(logprobs)} log probabilities"
     if min(token_ids, default=0) < 0:
@@ -295,7 +298,7 @@ def _misfit(token_ids: list[int], loss_mask: list[int], logprobs: list[float], m
         return "the mask has entries other than 0 and 1"
     if any(value for value, mask in zip(logprobs, loss_mask, strict=True) if not mask):
         return "a token with mask 0 has a log probability"
-    return _media_misfit(media, loss_mask)
+    return _media_misfit(sequence.media, loss_mask)
 
 
 def _media_misfit(media: Sequence[PlacedMedia], loss_mask: list[int]) -> str:

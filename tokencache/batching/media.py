@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokencache.batching.files import read_file
 from tokencache.core.media import file_name
+from tokencache.core.turn import TurnMark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from tokencache.trajectories.values import Sequence
 
 
+def has_unplaced_media(sequence: Sequence) -> bool:
+    """Whether a sequence has images or other media, and it is not known which of its tokens stand for which of them.
+
+    So it is if the engine has neither the plugin nor the route that reports the places (`docs/images.md`).
+    """
+    return not sequence.media and any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+
+
 def load_media(sequence: Sequence, root: str | Path) -> list[bytes]:
     """Return the bytes of the images and other media of a sequence, in order. An image that occurs twice is there twice.
 
@@ -32,7 +41,8 @@ def load_media(sequence: Sequence, root: str | Path) -> list[bytes]:
         root: the folder of the files, or a URL, which needs the extra `experts`.
 
     Raises:
-        ValueError: a medium was sent as a URL, so its bytes are not known; or a file has another content than its name says.
+        ValueError: the places of its media are not known (`has_unplaced_media`), a medium was sent as a URL, so its bytes are not known,
+            or a file has another content than its name says.
         OSError: a file cannot be read: perhaps its bytes were not kept (`media-not-kept` in the marks of a turn).
     """
     return contents_of(sequence, lambda medium: read_file(root, file_name(medium.sha256, medium.media_type)))
@@ -87,8 +97,10 @@ def contents_of(sequence: Sequence, read: Callable[[PlacedMedia], bytes]) -> lis
     """Return the bytes of the media of a sequence, each checked against its digest. `read` returns those of one.
 
     Raises:
-        ValueError: a medium was sent as a URL, so its bytes are not known; or `read` returned another content.
+        ValueError: the places of its media or the bytes of one are not known, or `read` returned another content.
     """
+    if has_unplaced_media(sequence):
+        raise ValueError(f"sequence {sequence.id} has media whose places are not known: the engine did not report them (docs/images.md)")
     found = []
     for n, medium in enumerate(sequence.media, 1):
         if not medium.sha256:

@@ -218,9 +218,12 @@ def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
 
     The main line begins at the root whose tree has the most turns. It continues with the sequence that took over after the last turn: one
     that took its context from there with edits (`resplice`, `plain`), or one that begins with a summary from there. The calls that wrote
-    these summaries (compactions in `links`) are part of it. Other branches, and side calls, are not.
+    these summaries (compactions in `links`) are part of it. Other branches, and side calls, are not. All rows are dropped if a limit of
+    length or lag left out so many turns that they may have been the main line.
     """
     line = _main_line(trajectory)
+    if not line:
+        return "which line is the main one is not known, because a limit left out turns: fetch without limits"
     return "" if sequence.id in line else f"is not on the main line, which is {', '.join(line)}"
 
 
@@ -236,14 +239,17 @@ def _returned(trajectory: Trajectory, sequence: Sequence) -> bool:
 
 
 def _main_line(trajectory: Trajectory) -> list[str]:
-    """Return the ids of the sequences of the main line, in the order of the trajectory."""
+    """Return the ids of the sequences of the main line, in the order of the trajectory; none if turns are missing that may have been it."""
     summaries = _summaries(trajectory)
     parents = _parents(trajectory, summaries)
-    tree_turns = {sequence.id: len(sequence.turns) for sequence in trajectory.sequences}  # of a sequence and all that follow from it
+    tree_turns, missing = _turns(trajectory)  # of a sequence, and below of all that follow from it
     for sequence in reversed(trajectory.sequences):  # a parent comes before its children
         if parent := parents[sequence.id]:
             tree_turns[parent] += tree_turns[sequence.id]
     successors = [sequence for sequence in trajectory.sequences if not parents[sequence.id]]
+    second, first = sorted([0, 0, *(tree_turns[one.id] for one in successors)])[-2:]
+    if missing and first <= second + missing:
+        return []
     line: set[str] = set()
     while successors:
         last = max(successors, key=lambda one: tree_turns[one.id])  # among equals the first
@@ -258,6 +264,18 @@ def _main_line(trajectory: Trajectory) -> list[str]:
         ]
     line |= {source for target, source in summaries.items() if target in line}
     return [sequence.id for sequence in trajectory.sequences if sequence.id in line]
+
+
+def _turns(trajectory: Trajectory) -> tuple[dict[str, int], int]:
+    """Count the recorded turns of each sequence. Also returns how many turns limits left out that may belong to any sequence."""
+    turns = {sequence.id: len(sequence.turns) for sequence in trajectory.sequences}
+    overlong, stale = trajectory.figures.overlong, trajectory.figures.stale
+    missing = {turn for figures in (overlong, stale) if figures is not None for turn in figures.turns}
+    cut = [sequence.id for sequence in trajectory.sequences if sequence.overlong == "cut"]
+    if len(cut) == 1 and not (overlong and overlong.dropped) and not (stale and stale.turns):
+        turns[cut[0]] += len(missing)
+        return turns, 0
+    return turns, len(missing)
 
 
 def _summaries(trajectory: Trajectory) -> dict[str, str]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tokencache.batching.forest import PrefixForest
+from tokencache.batching.forest import PrefixForest, misfit
 from tokencache.batching.selection import TrainingRow
 from tokencache.errors import extra_missing
 
@@ -92,7 +92,8 @@ def pad(rows: Sequence[TrainingRow], advantages: Advantages | None = None, *, pa
     Padding has the token `pad_id`, position 0 and false masks. Without `advantages` all are 0.0.
 
     Raises:
-        ValueError: advantages do not fit the rows, or a row begins with a trained token, which no logits predict.
+        ValueError: advantages do not fit the rows, the lists of a row do not fit together, or it begins with a trained token, which no
+            logits predict.
     """
     spread = _checked(rows, advantages)
     size = max((len(row.sequence.token_ids) for row in rows), default=0)
@@ -127,8 +128,8 @@ def pack(rows: Sequence[TrainingRow], advantages: Advantages | None = None, *, m
             each into the first pack with room. Without it there is one pack, in the order of the rows.
 
     Raises:
-        ValueError: a row has more than `max_tokens` tokens, advantages do not fit the rows, or a row begins with a trained token, which
-            no logits predict.
+        ValueError: a row has more than `max_tokens` tokens, advantages do not fit the rows, the lists of a row do not fit together, or it
+            begins with a trained token, which no logits predict.
     """
     spread = _checked(rows, advantages)
     sizes = [len(row.sequence.token_ids) for row in rows]
@@ -220,17 +221,20 @@ def _joined(lists: Sequence[Sequence[float]], kind: type) -> NDArray[Any]:
 
 
 def _checked(rows: Sequence[TrainingRow], advantages: Advantages | None) -> list[list[float]]:
+    for row in rows:
+        if wrong := misfit(row.sequence):  # packed, a list that is too short would shift all rows after it
+            raise ValueError(f"{row}: {wrong}")
     return _spread([(row.sequence.loss_mask, str(row)) for row in rows], advantages)
 
 
 def _spread(masks: Sequence[tuple[list[int], str]], advantages: Advantages | None) -> list[list[float]]:
     """Return one advantage for each token of each row: 0.0 where its mask is 0. `masks` also has the name of each row."""
-    given: Sequence[float | Sequence[float]] = [0.0] * len(masks) if advantages is None else advantages
+    given: Sequence[Any] = [0.0] * len(masks) if advantages is None else advantages
     if len(given) != len(masks):
         raise ValueError(f"{len(given)} advantages for {len(masks)} rows")
     spread = []
     for (mask, name), one in zip(masks, given, strict=True):
-        values = list(one) if isinstance(one, Sequence) else [one] * len(mask)
+        values = list(one) if isinstance(one, Sequence) or np.ndim(one) else [one] * len(mask)  # also arrays of NumPy and torch
         if len(values) != len(mask):
             raise ValueError(f"{name}: {len(values)} advantages for {len(mask)} tokens")
         if not all(map(math.isfinite, values)):

@@ -3,7 +3,8 @@
 import os
 import secrets
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from tokencache.adapters.schema import Adapter
 from tokencache.client import Client, ClientError, OutcomeError, RefusedError
 from tokencache.commands.completion import complete_harness
 from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
-from tokencache.commands.rewards import RewardFileError, RewardFileOption, read_reward
+from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward, version_of
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
 from tokencache.session_url import session_key
@@ -83,13 +84,14 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
     With --finish the session is finished when the harness has ended: as
     failed (harness) if its exit code is not 0 and it has no reward.
     --reward-file names the file to which the harness, or its test, writes the
-    reward. If finishing fails or the file holds no reward, the exit code is
-    1, unless the harness has one of its own.
+    reward; one from before the run does not count. If finishing fails or
+    there is no reward, the exit code is 1, unless the harness has its own.
 
     tokencache run hermes --finish --reward-file reward.json -- -q "fix it"
     """
     if reward_file is not None and not finish:
         raise typer.BadParameter("--reward-file needs --finish")
+    old = version_of(reward_file) if reward_file is not None else None
     try:
         adapter = load(harness, _own(adapters))
         session = session or _new_session(adapter)
@@ -100,7 +102,7 @@ def run_harness(  # noqa: PLR0917 - one parameter per option
                 code = _run(adapter, args or [], session, proxy, key, model, Path(temporary))
     except (AdapterError, HarnessError) as error:
         raise _failed(error) from None
-    if finish and not _finish(session, proxy, admin_key, reward_file, code):
+    if finish and not _finish(session, proxy, admin_key, partial(read_reward, reward_file, old) if reward_file else None, code):
         code = code or 1
     raise typer.Exit(code)
 
@@ -171,14 +173,14 @@ def _run(  # noqa: PLR0917 - one parameter per option
     return process.run([*launch.argv, *args], launch.environment(os.environ))
 
 
-def _finish(session: str, proxy: str, admin_key: str | None, reward_file: Path | None, code: int) -> bool:
-    """Finish a session, with the reward in a file if one is named, and as failed if there is none and the harness ended with a code.
+def _finish(session: str, proxy: str, admin_key: str | None, read: Callable[[], RewardValues] | None, code: int) -> bool:
+    """Finish a session, with the reward that `read` returns, and as failed if there is none and the harness ended with a code.
 
     Returns false, and prints why, if the file holds no reward or the session was not finished.
     """
     reward, done = None, True
     try:
-        reward = read_reward(reward_file) if reward_file is not None else None
+        reward = read() if read is not None else None
     except RewardFileError as error:
         failed(error)
         done = False

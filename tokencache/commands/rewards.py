@@ -33,12 +33,27 @@ class RewardValues(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _FORM = 'a number, or {"reward": NUMBER, "components"?: {NAME: NUMBER}, "turns"?: {TURN: NUMBER}, "sequences"?: {SEQUENCE: NUMBER}}'
 
 
-def read_reward(path: Path) -> RewardValues:
-    """Read a reward from a JSON file.
+FileVersion = tuple[int, int, int]
+"""What is different once a file was written again."""
+
+
+def version_of(path: Path) -> FileVersion | None:
+    """Return the version of a file; `None` if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_reward(path: Path, old: FileVersion | None = None) -> RewardValues:
+    """Read a reward from a JSON file. `old` is a version of it that belongs to another rollout.
 
     Raises:
-        RewardFileError: the file cannot be read, or it holds something else. JSON has no NaN and no infinity.
+        RewardFileError: the file is old, it cannot be read, or it holds something else. JSON has no NaN and no infinity.
     """
+    if old is not None and version_of(path) == old:
+        raise RewardFileError(f"{path} is from before the run: the harness wrote no reward")
     try:
         value = msgspec.json.decode(path.read_bytes(), type=float | RewardValues)
     except OSError as error:

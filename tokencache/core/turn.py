@@ -58,7 +58,10 @@ class TurnMark(Described):
     )
     SAMPLED_PLACEHOLDER = (
         "sampled-placeholder",
-        "the model sampled a token that stands for a part of an image; no trainer can use the turn, and no format for trainers has it",
+        (
+            "the model sampled a token that stands for a part of an image, here or in a turn that a limit left out; no trainer can use the "
+            "turn, and no format for trainers has it"
+        ),
     )
     SHARED = (
         "shared",

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.batching.selection import Selection
+from tokencache.batching.selection import DroppedRow, Selection, TrainingRow
 from tokencache.client import AsyncSession, Trajectory
-from tokencache.integrations.rows import RowPolicy, choose_rows
+from tokencache.integrations.rows import NothingToTrainError, RowPolicy, choose_rows
 from tokencache.trajectories.lengths import ExportOptions
 
 
@@ -15,7 +15,7 @@ class FinishedRollout(NamedTuple):
     """A valid rollout that is over.
 
     Attributes:
-        trajectory: in the native format.
+        trajectory: in the native format, within the limits.
         export: in the requested format.
         rows: which sequences are trained, and which are not.
         media: the bytes of the images in the rows that are trained, by digest.
@@ -48,7 +48,8 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
         rows: which rows of a rollout are trained (`tokencache.integrations.rows`).
         several: whether the trainer accepts several rows for each prompt.
         images: whether the trainer gets the images of the rows. Otherwise rows with images are refused.
-        lengths: limits for the length of rows, as for the trajectory.
+        lengths: limits for the length of rows. They do not change which rows are chosen: without a main line that is too long, a call
+            that makes a title would be the main line.
     """
 
     form: str
@@ -58,13 +59,32 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
     lengths: ExportOptions = msgspec.field(default_factory=ExportOptions)
 
     async def __call__(self, session: AsyncSession, trajectory: Trajectory) -> FinishedRollout:
-        """Choose the rows, and fetch them and their images.
+        """Choose the rows of the whole rollout, limit their length, and fetch them and their images.
 
         Raises:
+            NothingToTrainError: no row has a trainable token, or none fits the limits.
             RowsError: the rows do not fit the policy, or have images that the trainer does not get.
             ClientError: the proxy refused a request.
         """
         chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
+        if self.lengths:
+            trajectory = await session.trajectory(drift="off", **self.lengths)
+            chosen = _within(trajectory, chosen)
         wanted = {medium.sha256 for row in chosen.kept for medium in row.sequence.media if medium.sha256}
         export = await session.fetch(self.form, **self.lengths)
         return FinishedRollout(trajectory, export, chosen, {sha256: await session.medium(sha256) for sha256 in sorted(wanted)})
+
+
+def _within(limited: Trajectory, chosen: Selection) -> Selection:
+    """Return a selection of a whole rollout as it is with limits of length.
+
+    Raises:
+        NothingToTrainError: no row that was kept has a trainable token within the limits.
+    """
+    left = {sequence.id: sequence for sequence in limited.sequences if any(sequence.loss_mask)}
+    kept = [TrainingRow(limited, left[row.sequence.id]) for row in chosen.kept if row.sequence.id in left]
+    if not kept:
+        names = ", ".join(row.sequence.id for row in chosen.kept)
+        raise NothingToTrainError(f"session {limited.session!r} has no row to train on: longer than the limits are the sequences {names}")
+    too_long = [DroppedRow(row, "lengths", "is longer than the limits") for row in chosen.kept if row.sequence.id not in left]
+    return chosen._replace(kept=kept, dropped=[*chosen.dropped, *too_long])

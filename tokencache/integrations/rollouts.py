@@ -43,7 +43,6 @@ from tokencache.client.operations import SessionOptions
 from tokencache.client.session_operations import listed
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
-from tokencache.trajectories.lengths import ExportOptions
 from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
 
 log = logging.getLogger(__name__)
@@ -126,7 +125,6 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         read: makes what the trainer gets of a valid rollout, from its sealed session and its trajectory.
         run: the id of the run. It begins the name of each group, and each session has the tag `run:ID`.
         options: options of `AsyncClient.create`, for all sessions.
-        lengths: limits for the length of rows.
         timeout: seconds to wait for calls that are still in flight when `play` returns.
         delete: delete each session from the proxy once its rollout was read. Failed ones stay. If `False`, all stay until they expire.
         retries: how often a rollout that failed is played again, in a new session whose metadata names the one before as `retry_of`.
@@ -138,7 +136,6 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
     read: Callable[[AsyncSession, Trajectory], Awaitable[T]]
     run: str
     options: SessionOptions = msgspec.field(default_factory=SessionOptions)
-    lengths: ExportOptions = msgspec.field(default_factory=ExportOptions)
     timeout: float = 60.0
     delete: bool = False
     retries: int = 0
@@ -233,7 +230,7 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         except WaitTimeoutError as error:
             return await _failed(session, OutcomeKind.TIMEOUT, str(error))
         await session.seal()
-        trajectory = await session.trajectory(drift="off", **self.lengths)
+        trajectory = await session.trajectory(drift="off")
         if not trajectory.valid:
             failed = trajectory.outcome != OutcomeKind.OK
             holes = ", ".join(sorted({incident.kind for incident in trajectory.incidents if incident.hole}))

@@ -18,6 +18,7 @@ Rows without a trainable token, and rows with sampled placeholders of images, ar
 import logging
 from typing import Literal, get_args
 
+from tokencache.batching.media import has_unplaced_media
 from tokencache.batching.selection import DroppedRow, Selection, at_least, main_line, no_placeholders, select
 from tokencache.trajectories.values import Trajectory
 
@@ -64,7 +65,7 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
 
     Raises:
         NothingToTrainError: no row has a trainable token, or the rollout is not valid.
-        RowsError: several rows remain where one is allowed, or a row has images and the trainer gets none.
+        RowsError: several rows remain where one is allowed, or a row has images and the trainer gets none, or their places are not known.
     """
     rules = (no_placeholders, at_least(1))
     chosen = select([trajectory], *rules, *((main_line,) if rows == "main" else ()))
@@ -82,6 +83,11 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
         advice = "Use" + other + " rows='longest' to take one of them, or a trainer that accepts several rows for each prompt"
         raise RowsError(
             f"session {trajectory.session!r} has {len(chosen.kept)} rows, and one is allowed (rows={rows!r}): {found}. {advice}"
+        )
+    if unplaced := [row.sequence.id for row in chosen.kept if has_unplaced_media(row.sequence)]:
+        raise RowsError(
+            f"session {trajectory.session!r} has images in {', '.join(unplaced)}: the engine did not report which tokens stand for them, "
+            "and a trainer would train them as text. Install tokencache's plugin in the engine (docs/images.md)"
         )
     if not images and (seeing := [row.sequence.id for row in chosen.kept if row.sequence.media]):
         raise RowsError(

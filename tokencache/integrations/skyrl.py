@@ -90,7 +90,6 @@ class TokencacheGenerator(GeneratorInterface):
             read=self._read,
             run=run or new_run(),
             options={"harness": harness},
-            lengths=limits,
             timeout=timeout,
             delete=delete,
             retries=retries,
@@ -133,13 +132,16 @@ class TokencacheGenerator(GeneratorInterface):
         batch = rollout.export["generator_output"]
         places = [place for place, labels in enumerate(batch["tokencache"]) if labels["id"] in rollout.kept]
         output = {field: [values[place] for place in places] for field, values in batch.items() if isinstance(values, list)}
-        if "rewards" not in output:
+        # `rewards` of the export is `None` if a row that is not kept has none
+        rewards = [labels["session_reward"] if labels["reward"] is None else labels["reward"] for labels in output["tokencache"]]
+        if None in rewards:
             raise ValueError(
                 f"session {rollout.trajectory.session!r} has no reward, and SkyRL requires one: return it from play, "
                 "or store it with session.set_reward"
             )
         for labels in output["tokencache"]:
             labels["dropped"] = rollout.dropped
+        output["rewards"] = rewards
         output["is_last_step"] = [place == places[-1] for place in places]
         made: GeneratorOutput = output | self._images(rollout)
         return made

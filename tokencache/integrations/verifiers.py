@@ -21,6 +21,7 @@ from pydantic import model_validator
 
 from tokencache.client import AsyncClient, AsyncSession, NotFoundError, OutcomeError
 from tokencache.core.outcome import OutcomeKind
+from tokencache.core.turn import TurnMark
 
 try:
     import verifiers.v1 as vf
@@ -128,7 +129,8 @@ async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idl
     trace.nodes = [vf.MessageNode.model_validate(node) for node in export["nodes"]]
     trace.calls = [vf.ModelCall.model_validate(call) for call in export["calls"]]
     trace.info["tokencache"] = export["info"]["tokencache"]
-    if any(branch["media"] for branch in trace.info["tokencache"]["sequences"]):
+    branches = trace.info["tokencache"]["sequences"]
+    if any(branch["media"] or any(TurnMark.MEDIA in turn["marks"] for turn in branch["turns"]) for branch in branches):
         trace.ok = False
         words = "the trace has placeholders of images without the images, so prime-rl would train them as text"
         trace.errors.append(vf.Error(type="images", message=f"{words}. Load the native format with tokencache.batching"))

@@ -92,7 +92,6 @@ class TokencacheAgentLoop(AgentLoopBase):
             read=Fetching(form="verl", rows=rows, several=self._several, images=True, lengths=lengths),
             run=run or _RUN,
             options={"harness": harness},
-            lengths=lengths,
             timeout=timeout,
             delete=delete,
             retries=retries,
@@ -110,12 +109,23 @@ class TokencacheAgentLoop(AgentLoopBase):
             rollout = await self._rollouts.one(client, kwargs, group=str(kwargs.get("uid", "")), sampling=sampling)
         if isinstance(rollout, FailedRollout):
             raise FailedRolloutError(f"{rollout.kind}: {rollout}")
-        outputs = _outputs(rollout)
+        outputs = _outputs(rollout, _default_steps(kwargs))
         return outputs if self._several else outputs[0]
 
 
-def _outputs(rollout: FinishedRollout) -> list[AgentLoopOutput]:
-    """Return the kept rows as outputs.
+def _default_steps(sample: Mapping[str, Any]) -> dict[str, int]:
+    """Return the steps of the policy versions of a sample where the proxy does not know them: those of the weights that verl sent last.
+
+    verl's default trainer fails without them (`verl/trainer/ppo/v1/trainer_base.py`, `_compute_metrics`); the older one has no such column.
+    """
+    if "global_steps" not in sample:
+        return {}
+    sent = int(sample["global_steps"]) - 1
+    return {"min_global_steps": sent, "max_global_steps": sent}
+
+
+def _outputs(rollout: FinishedRollout, steps: Mapping[str, int]) -> list[AgentLoopOutput]:
+    """Return the kept rows as outputs. `steps`: see `_default_steps`.
 
     `multi_modal_data` holds the images of a row in order, as images of Pillow: verl's worker processes them again.
     `reward_extra_info` holds the components of the reward. verl requires it beside a reward, and the same names in a whole batch.
@@ -125,9 +135,9 @@ def _outputs(rollout: FinishedRollout) -> list[AgentLoopOutput]:
     for row in rollout.export["outputs"]:
         labels = row["extra_fields"]["tokencache"]
         if labels["id"] in rollout.kept:
-            extra = {"tokencache": {**labels, "dropped": rollout.dropped}, "reward_extra_info": rollout.trajectory.reward_components}
+            own = {"tokencache": {**labels, "dropped": rollout.dropped}, "reward_extra_info": rollout.trajectory.reward_components}
             images = _images(sequences[labels["id"]], rollout.media)
-            outputs.append(AgentLoopOutput(**{**row, **images, "extra_fields": extra}))
+            outputs.append(AgentLoopOutput(**{**row, **images, "extra_fields": {**steps, **row["extra_fields"], **own}}))
     return outputs
 
 

@@ -16,7 +16,7 @@ A difference has one of these causes, as far as the record shows it. The first t
 prefix cache apart. And either other spans of its version have no difference, or all that differ have such a history.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ from tokencache.core.turn import UNTRAINED, TurnMark
 from tokencache.core.weights import MIXED, read_spans
 from tokencache.scoring.differences import Difference
 from tokencache.scoring.processed import not_neutral
+from tokencache.scoring.request import unscorable
 from tokencache.trajectories.values import Sequence as TokenSequenceValue
 from tokencache.trajectories.values import Trajectory, TurnSpan
 
@@ -50,6 +51,9 @@ MEANING = {
     Cause.UNKNOWN: "no known cause fits",
 }
 """Each cause in words."""
+
+
+_FORCED = "a thinking budget forced these tokens"
 
 
 class AuditSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +123,16 @@ def plan(rollout: Trajectory, *, version: str | None) -> tuple[list[AuditSpan], 
     spans: list[AuditSpan] = []
     left_out: list[NotAudited] = []
     for sequence in rollout.sequences:
-        media = any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
+        media = unscorable(sequence)
         before: list[str] = []
         for turn in sequence.turns:
             count = turn.completion[1] - turn.completion[0]
-            whole = "its sequence has media, whose ids cannot be scored" if media else _obstacle(turn)
+            whole = media or _obstacle(turn)
+            if sequence.overlong == "masked":
+                whole = whole or "a limit of length masked its sequence, so the export has no log probabilities"
             parts = _parts(turn, count)
-            for start, end, named in parts:
-                reason = whole or _other_version(turn, named, version)
+            for start, end, named, forced in _by_choice(turn, parts):
+                reason = whole or (_FORCED if forced else _other_version(turn, named, version))
                 if reason:
                     left_out.append(NotAudited(rollout.session, turn.turn, start, end, reason))
                 elif start < end:
@@ -138,6 +144,21 @@ def plan(rollout: Trajectory, *, version: str | None) -> tuple[list[AuditSpan], 
 def _parts(turn: TurnSpan, count: int) -> list[tuple[int, int, str]]:
     """Return the spans of a turn with their versions: those that are recorded, or one with the version `""`."""
     return [(span.start, span.end, span.version) for span in read_spans(turn.weight_versions, count)] or [(0, count, "")]
+
+
+def _by_choice(turn: TurnSpan, parts: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, int, str, bool]]:
+    """Split the parts of a turn at the tokens that were forced: their recorded values are 0.0. Adds whether a part was forced."""
+    for start, end, version in parts:
+        at = start
+        for first, last in sorted(turn.forced):
+            first, last = max(first, at), min(last, end)  # noqa: PLW2901
+            if first < last:
+                if at < first:
+                    yield at, first, version, False
+                yield first, last, version, True
+                at = last
+        if at < end or start == end:
+            yield at, end, version, False
 
 
 def _span(

@@ -10,6 +10,7 @@
 `score_top_ids`,       with `--top`: for each token the likeliest tokens at its place, and their log probabilities
 `score_top_logprobs`
 `score_error`          why `score` is null
+`media_error`          why a row with images or other media is never scored: the engine would not get them
 
 With edited messages (`--edit`) there is a row for each turn: `token_ids` are its edited prompt and its reply. It has also
 
@@ -28,7 +29,7 @@ import xxhash
 from msgspec import Meta
 
 from tokencache.core import ids
-from tokencache.scoring.request import MOST_TOP, Scores
+from tokencache.scoring.request import MOST_TOP, Scores, unscorable
 from tokencache.trajectories.values import ScoredTurn, Trajectory
 
 Row = dict[str, Any]
@@ -59,7 +60,8 @@ def rows_of_value(value: Any) -> Iterator[Row]:
     rollout = msgspec.convert(value, Trajectory)
     for sequence in rollout.sequences:
         own = (rollout.session, sequence.id, sequence.token_ids, sequence.loss_mask, sequence.logprobs)
-        yield dict(zip(_PLAIN, own, strict=True))
+        error = unscorable(sequence)
+        yield dict(zip(_PLAIN, own, strict=True)) | ({"media_error": error} if error else {})
 
 
 def row_of_turn(session: str, turn: ScoredTurn) -> Row:

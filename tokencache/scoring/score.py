@@ -62,7 +62,7 @@ async def score_rows(
                     run.kept += 1
                     step(run)
                     continue
-                if error := row.get("edit_error", ""):  # there is nothing to score
+                if error := row.get("edit_error") or row.get("media_error"):  # there is nothing to score
                     journal.append(key, unscored(row, wanted, error), error)
                     step(run)
                     continue

@@ -1,7 +1,7 @@
 """Leaves out parts of a rollout: by length (`lengths`), lag (`versions`) and model, what no trainer can use, and what failed."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -93,11 +93,7 @@ def without_placeholders(rollout: Rollout) -> Rollout:
 
     Weights and figures are those of the sequences that remain.
     """
-    tainted = with_sampled_placeholders(
-        TurnOrigin(span.turn.id, span.turn.parent, [anchor.turn for anchor in span.turn.anchors], span.turn.marks)
-        for sequence in rollout.sequences
-        for span in sequence.turns
-    )
+    tainted = _tainted(rollout.sequences)
     lost = [sequence for sequence in rollout.sequences if any(span.turn.id in tainted for span in sequence.turns)]
     if not lost:
         return rollout
@@ -120,8 +116,33 @@ def without_training(rollout: Rollout) -> Rollout:
     return msgspec.structs.replace(_only(rollout, kept), reward=Reward())
 
 
+def _tainted(sequences: Iterable[TokenSequence]) -> set[str]:
+    """Return the ids of the turns that have a sampled placeholder, in their reply or in their prompt."""
+    return with_sampled_placeholders(
+        TurnOrigin(span.turn.id, span.turn.parent, [anchor.turn for anchor in span.turn.anchors], span.turn.marks)
+        for sequence in sequences
+        for span in sequence.turns
+    )
+
+
+def _marked(sequence: TokenSequence, tainted: Collection[str]) -> TokenSequence:
+    """Mark some turns of a sequence as those with a sampled placeholder."""
+    if all(span.turn.id not in tainted for span in sequence.turns):
+        return sequence
+    turns = []
+    for span in sequence.turns:
+        marks = (*span.turn.marks, TurnMark.SAMPLED_PLACEHOLDER) if span.turn.id in tainted else span.turn.marks
+        turns.append(msgspec.structs.replace(span, turn=msgspec.structs.replace(span.turn, marks=marks)))
+    return msgspec.structs.replace(sequence, turns=turns)
+
+
 def _only(rollout: Rollout, kept: list[TokenSequence], **reports: _Report) -> Rollout:
-    """Return a rollout with some sequences only. `reports` go into its figures."""
+    """Return a rollout with some sequences only. `reports` go into its figures.
+
+    A turn that repeats a sampled placeholder of a turn that is left out gets its mark: nothing else shows it any more.
+    """
+    if tainted := _tainted(rollout.sequences) - _tainted(kept):
+        kept = [_marked(sequence, tainted) for sequence in kept]
     turns = [span.turn for sequence in kept for span in sequence.turns]
     old = rollout.figures
     figures = figures_of_sequences(turns, rollout.incidents, kept, old.drift, rollout.announced)

@@ -90,6 +90,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
             `logprobs_hash` is empty if the turn has no log probabilities or an older version recorded it.
         finish_reason: how the reply ended: as its ids prove, otherwise as the engine says (`docs/formats.md`). `engine_reason`: what the
             engine said, if the ids prove something else; otherwise `""`.
+        stopped: whether its last id is one at which the model ends a reply. That decides how a reply ended whose reason does not say it.
         begun: number of characters of the served text that the client sent itself, because it continued the reply.
         forced: half-open ranges of the completion that a thinking budget forced, counted from its first token; they have mask 0.
         sampling: the parameters that were sent to the engine. `replaced`: the harness's own values for those that were overridden.
@@ -128,6 +129,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     engine_reason: str = ""
     stop_reason: int | str | None = None
+    stopped: bool = False
     model: str = ""
     harness: str = ""
     agent: AgentLabel | None = None

@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 
-from tests.trajectories.rollouts import ROLLOUTS
+from tests.trajectories.rollouts import ROLLOUTS, linear
 from tokencache.trajectories.formats.reading import read_native
 from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit
+from tokencache.trajectories.rollout import rollout
 
 
 def exported(made, **options):
@@ -19,6 +20,16 @@ def exported(made, **options):
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_a_converted_export_equals_the_proxys(name, wanted):
     made = ROLLOUTS[name]
+    assert write(read_native(exported(made, text=True)), FORMATS[wanted]) == write(made, FORMATS[wanted])
+
+
+@pytest.mark.parametrize("wanted", ["slime", "skyrl", "nemo-gym"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_how_a_reply_ended_is_known_after_a_conversion(wanted, stopped):
+    """A reason that does not say it is decided by the last id, which only the proxy can judge."""
+    talk = linear()
+    talk.change(talk.turns[-1].id, finish_reason="repetition", stopped=stopped)
+    made = rollout(talk.records())
     assert write(read_native(exported(made, text=True)), FORMATS[wanted]) == write(made, FORMATS[wanted])
 
 

@@ -167,6 +167,7 @@ def turn_object(turn: Turn, reward: Reward, drift: Drift | None = None) -> dict[
         "finish_reason": turn.finish_reason,
         "engine_reason": turn.engine_reason,
         "stop_reason": turn.stop_reason,
+        "stopped": turn.stopped,
         "model": turn.model,
         "harness": turn.harness,
         "agent": None if turn.agent is None else msgspec.structs.asdict(turn.agent),
