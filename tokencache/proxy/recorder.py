@@ -76,7 +76,7 @@ class _Sampled(msgspec.Struct, frozen=True):
     `kind` is that of the log probabilities.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     packed: bytes
     logprobs: bytes
     kind: LogprobKind
