@@ -109,11 +109,6 @@ class CallAttempt:
         shown: what the client has received of the reply.
     """
 
-    __slots__ = (
-        "_begun", "_budget", "_call", "_dispatch", "_documents", "_ended", "_exchange", "_ledger", "_may_resample", "_response", "_second",
-        "_services", "_settings", "_source", "client", "engine", "id", "record", "shown",
-    )  # fmt: skip
-
     def __init__(self, asked: CallRequest, services: Services, budget: Budget, *, may_resample: bool) -> None:
         self.id = os.urandom(8).hex()
         self.record = Party(RECORD, RecordState.NEW)

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import parse_engine_error
@@ -43,6 +44,7 @@ CLIENT_LEFT = "the client closed the connection"
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
 _FINISH, _ERROR = b'"finish_reason":"', b'"error"'
+_NOT_NEEDED = CIMultiDictProxy(CIMultiDict[str]())
 _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
 
@@ -241,6 +243,7 @@ class StreamDelivery(ReplyDelivery):
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`: forwards the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
+        self._answer.headers = _NOT_NEEDED  # the client has them
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
         parts = aiter(self._source)
         try:
