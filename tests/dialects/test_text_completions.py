@@ -170,8 +170,8 @@ def test_each_choice_is_collected_with_its_own_prompt(bodies):
         reply.add(compact(body))
     assert reply.finished
     first, second = reply.choices[0], reply.choices[1]
-    assert (first.ids, [*first.logprobs], first.finish_reason) == ([5, 6, 8], [-0.5, -1.0, -0.25], "stop")
-    assert (second.ids, [*second.logprobs], second.finish_reason) == ([7, 9], [-2.0, -0.125], "length")
+    assert ([*first.ids], [*first.logprobs], first.finish_reason) == ([5, 6, 8], [-0.5, -1.0, -0.25], "stop")
+    assert ([*second.ids], [*second.logprobs], second.finish_reason) == ([7, 9], [-2.0, -0.125], "length")
     assert first.message(with_reasoning=True).content == "Hé"
     assert second.message(with_reasoning=True).content == "Now"
     assert read_ids(reply.choices[0].prompt) == read_ids(reply.prompt.raw) == ids.pack([1, 2])

@@ -120,7 +120,7 @@ def encoded(data):
 def test_packed_ids_and_log_probabilities_are_read():
     values = [-0.1, -2.0]
     reply = reply_with({"ids": encoded(ids.pack([7, 8])), "logprobs": encoded(ids.pack_logprobs(values))})
-    assert (reply.choices[0].ids, list(reply.choices[0].logprobs)) == ([7, 8], values)
+    assert (list(reply.choices[0].ids), list(reply.choices[0].logprobs)) == ([7, 8], values)
     assert list(reply_with({"ids": encoded(ids.pack([7])), "logprobs": ""}).choices[0].logprobs) == []
 
 

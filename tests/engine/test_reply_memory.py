@@ -9,8 +9,8 @@ from tokencache.dialects.completion_reader import CHOICE_BEGIN
 from tokencache.engine.reply import AT_ONCE, Reply
 
 TOKENS = 4_000
-MOST_BYTES = 75
-"""A token: 40 bytes for its id in a list, 8 for its log probability, 16 for its step, its letters, and room for lists to grow."""
+MOST_BYTES = 39
+"""A token: 4 bytes for its id, 8 for its log probability, 16 for its step, its letters, and room for lists to grow."""
 
 
 def chunk(n, **delta):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
 from tests.support.waiting import until
+from tokencache.proxy import ledger
 from tokencache.testing import SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
@@ -142,9 +143,10 @@ async def test_while_the_call_is_opened():
         await goes_on(rig)
 
 
+@pytest.mark.parametrize("long", [False, True], ids=["", "in the pause after a long prompt was stored"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("returns", [False, True])
-async def test_while_the_turn_is_stored(stream, returns):
+async def test_while_the_turn_is_stored(stream, returns, long, monkeypatch):
     """The engine was done, the harness left before the end: one turn, once. If it never comes back, the rollout failed."""
     async with proxied() as rig:
         stored, go = asyncio.Event(), asyncio.Event()
@@ -155,7 +157,15 @@ async def test_while_the_turn_is_stored(stream, returns):
             await go.wait()
             await commit(*args, **kwargs)
 
-        rig.store.commit = slow
+        async def pause():
+            stored.set()
+            await go.wait()
+
+        if long:
+            monkeypatch.setattr(ledger, "LARGE", 0)
+            monkeypatch.setattr(ledger, "pause", pause)
+        else:
+            rig.store.commit = slow
 
         async def read():
             async with rig.http.post(rig.url + CHAT, json={**ASK, "stream": stream}, headers={HEADER: "s"}) as answer:

@@ -44,5 +44,5 @@ async def test_a_reply_that_has_arrived_is_taken_though_the_client_left_while_it
         await reading
     await source.read_for_record()
     assert source.end.kind is EndKind.FINISHED
-    assert source.reply.choices[0].ids == [5]
+    assert list(source.reply.choices[0].ids) == [5]
     assert source.reply.prompt.packed == ids.pack(PROMPT)

@@ -67,6 +67,18 @@ def test_no_part_of_a_released_request_keeps_the_body():
     assert (sys.getrefcount(body), chat.tool_count, chat.has_stop_strings) == (before, 1, True)
 
 
+@pytest.mark.parametrize("first", ["messages", "tools"], ids="the {} first".format)
+def test_no_member_of_a_call_is_held_twice(first):
+    """Tools may have more bytes than the messages. A copy is the same object, unless it is a part of something longer."""
+    parser, asked = IncrementalParser(), {"messages": FIRST, "tools": TOOLS, "chat_template_kwargs": {"a": 1}, "model": "sim"}
+    for messages in (FIRST, [*FIRST, NEXT], [*FIRST, NEXT, NEXT]):
+        chat = read_chat(json.dumps({first: None, **asked, "messages": messages}).encode(), parser, session="s")
+        tools = chat.args.tools
+        chat.release(len(messages) - 1)
+        assert [name for name, value in chat.fields.items() if value.copy() is not value] == []
+        assert chat.fields["tools"] is tools
+
+
 @pytest.mark.parametrize("agrees", [True, False], ids=["the engine agrees", "the engine uses other ids"])
 async def test_the_record_is_complete(agrees, monkeypatch):
     async with proxied(of_its_own_kind=True) as rig:

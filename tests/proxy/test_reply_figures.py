@@ -14,6 +14,7 @@ from tests.proxy.spoiling import SpoilingGateway, changed, unproven
 from tests.support.pairwise import each
 from tokencache.engine import figures
 from tokencache.engine.figures import Finding
+from tokencache.engine.reply import Reply
 from tokencache.testing import Fault, SimulatedEngine
 
 TEXT = "<think>\nr\n</think>\n\nGo, then say so."
@@ -73,6 +74,7 @@ WHOLE = {
     "one id negative": (one(IDS, lambda ids: [*ids[:3], -2, *ids[4:]]), "inconsistent-reply", [0]),
     "an id that the model does not have": (one(IDS, lambda ids: [*ids[:-1], 10**6]), "inconsistent-reply", [0]),
     "an id of 33 bits": (one(IDS, lambda ids: [2**32, *ids[1:]]), "inconsistent-reply", [0]),
+    "an id of 65 bits": (one(IDS, lambda ids: [*ids[:-1], 2**64]), "inconsistent-reply", [0]),
     "an id lost": (lambda sent: one(IDS, lambda ids: ids[1:])(one(LOGPROBS, lambda all_: all_[1:])(sent)), "inconsistent-reply", [0]),
     "an id twice": (
         lambda sent: one(IDS, lambda ids: [ids[0], *ids])(one(LOGPROBS, lambda all_: [all_[0], *all_])(sent)),
@@ -480,6 +482,15 @@ async def test_the_check_sees_what_is_trusted(monkeypatch):
     async with spoilt() as (rig, gateway):
         found, _ = await attacked(rig, gateway, random.Random(1), 60)
     assert len(found) > 5
+
+
+@pytest.mark.parametrize("token", [-1, -(2**31) - 1, 2**31, 2**32 + 7, 2**64])
+def test_without_a_known_vocabulary_an_id_that_no_model_has_is_refused(token):
+    reply = Reply()
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Go"}, "finish_reason": "stop", "token_ids": [5, token, 6]}
+    reply.add(json.dumps({"choices": [choice]}).encode())
+    found = figures.judge(reply)[0]
+    assert (found.tokens, found.hole) == (0, "inconsistent-reply")
 
 
 # Replies in pieces

@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 ID_BYTES = 4
+ABOVE_ALL_IDS = 2**31
+"""No vocabulary has this id, because ids are stored as int32."""
 _MAX_PIECES = 32
 """Maximum number of pieces; more are joined into one. Each turn adds one."""
 _PART = 2**14
@@ -37,6 +39,8 @@ def pack(ids: Iterable[int]) -> bytes:
         OverflowError: an id does not fit in a signed 32-bit integer.
         TypeError: an element is not an integer.
     """
+    if isinstance(ids, array) and ids.typecode == "i" and _NATIVE:
+        return ids.tobytes()
     listed = ids if isinstance(ids, list) else list(ids)
     try:  # `array` would take twice as long
         return struct.pack(f"<{len(listed)}i", *listed)

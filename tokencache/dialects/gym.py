@@ -58,8 +58,11 @@ class ReturnedIdFragments(msgspec.Struct, frozen=True):
 class _Choice(Protocol):
     """A choice as it is collected (`engine.reply.Choice`): ids, their log probabilities, its own prompt's raw JSON list."""
 
-    ids: list[int]
     prompt: bytes
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The sampled ids."""
 
     @property
     def logprobs(self) -> Sequence[float]:
@@ -179,6 +182,10 @@ def _add_ids(choice: dict[str, Raw], prompt: bytes, choices: Callable[[], Mappin
     own = (known.prompt if known is not None else b"") or prompt
     if known is None or not own or part not in choice or len(known.logprobs) != len(known.ids):
         return False
-    tokens = {PROMPT: Raw(own), GENERATION: Raw(msgspec.json.encode(known.ids)), LOG_PROBS: Raw(msgspec.json.encode(list(known.logprobs)))}
+    tokens = {
+        PROMPT: Raw(own),
+        GENERATION: Raw(msgspec.json.encode(list(known.ids))),
+        LOG_PROBS: Raw(msgspec.json.encode(list(known.logprobs))),
+    }
     choice[part] = Raw(msgspec.json.encode({**FIELDS.decode(choice[part]), **tokens}))
     return True

@@ -98,7 +98,7 @@ class Answer:
         connection: the connection; `None` when the answer has ended.
     """
 
-    __slots__ = ("_body", "_ended", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
+    __slots__ = ("_body", "_connections", "_protocol", "connection", "content", "content_type", "headers", "reason", "status", "url")
 
     def __init__(
         self,
@@ -106,21 +106,21 @@ class Answer:
         message: RawResponseMessage,
         content: StreamReader,
         protocol: _Protocol,
-        ended: Callable[["Answer", _Protocol], None],
+        connections: "Connections",
     ) -> None:
-        """Begin to read an answer; `ended` gets its connection back."""
+        """Begin to read an answer; `connections` get its connection back."""
         self.url, self.content = url, content
         self.status, self.reason, self.headers = message.code, message.reason, message.headers
         self.content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         self.connection: Connection | None = protocol.connection
-        self._protocol, self._ended = protocol, ended
+        self._protocol, self._connections = protocol, connections
         self._body = b""
         content.on_eof(self._end)
 
     def _end(self) -> None:
         if self.connection is not None:
             self.connection = None
-            self._ended(self, self._protocol)
+            self._connections.take_back(self, self._protocol)
 
     async def read(self, take: Callable[[int], object] | None = None, *, most: float = math.inf) -> bytes:
         """Read the body to its end; the second time, return it again. If that fails, the answer is closed.
@@ -232,7 +232,7 @@ class Connections:
             except BaseException:
                 protocol.drop()
                 raise
-            return Answer(self._url, message, content, protocol, self._ended)
+            return Answer(self._url, message, content, protocol, self)
 
     def _kept(self) -> _Protocol | None:
         """Take a kept connection that can still be used; `None` if there is none."""
@@ -253,7 +253,7 @@ class Connections:
         protocol.connection = connection
         return protocol
 
-    def _ended(self, answer: Answer, protocol: _Protocol) -> None:
+    def take_back(self, answer: Answer, protocol: _Protocol) -> None:
         """Keep the connection of an answer that has ended, if it can be used again."""
         self.answering.discard(answer)
         often_closed = answer.status == _TOO_MANY_REQUESTS or answer.status >= _SERVER_ERROR

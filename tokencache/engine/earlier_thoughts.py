@@ -203,7 +203,7 @@ class _Probe:
     async def _budget(self, prompt: Sequence[int]) -> list[int] | None:
         """Return the ids of a reply whose thought may have one token, if it is one."""
         reply = await self._sampled(prompt, {"allowed_token_ids": [self._word], BUDGET: 1})
-        return reply.ids if reply is not None and self._word in reply.ids else None
+        return list(reply.ids) if reply is not None and self._word in reply.ids else None
 
     async def _sampled(self, prompt: Sequence[int], members: Mapping[str, Any]) -> Choice | None:
         """Return a reply; `None` if the engine refuses the request."""

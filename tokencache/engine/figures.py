@@ -31,12 +31,11 @@ from operator import attrgetter
 
 import msgspec
 
+from tokencache.core.ids import ABOVE_ALL_IDS
 from tokencache.core.incidents import IncidentKind
 from tokencache.engine.prompt_echo import highest_of, read_ids
 from tokencache.engine.reply import Choice, Reply
 
-ABOVE_ALL_IDS = 2**31
-"""No vocabulary has this id: ids are stored as int32 (`core.ids`)."""
 _ROUNDING = 1e-4
 """A log probability may be this far above 0: `logits - max - log(sum)` is computed with float32 values."""
 

@@ -25,7 +25,6 @@ from tokencache.core.turn import Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import CHAT, Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
-from tokencache.engine.figures import ABOVE_ALL_IDS
 from tokencache.engine.generate import has_routes
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
@@ -476,7 +475,7 @@ async def _vocabulary(ask: AskChat, model: str) -> int:
     ids never samples this one.
     """
     try:
-        answer = await ask({"model": model, "messages": _QUESTION, "max_tokens": 1, "stop_token_ids": [ABOVE_ALL_IDS - 1]})
+        answer = await ask({"model": model, "messages": _QUESTION, "max_tokens": 1, "stop_token_ids": [ids.ABOVE_ALL_IDS - 1]})
     except EngineError as why:
         if why.passing:
             raise
@@ -534,7 +533,7 @@ async def _is_silent(requests: ProbeRequests, model: str, plain: bytes, token: i
     if answer.status == HTTPStatus.OK:
         reply.add(answer.body)
     choice = reply.choices.get(0)
-    return choice is not None and (choice.ids, choice.finish_reason, choice.has_words) == ([token], "length", False)
+    return choice is not None and (list(choice.ids), choice.finish_reason, choice.has_words) == ([token], "length", False)
 
 
 def _stopped(choice: Choice) -> bool:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tokencache.core.ids import ID_BYTES, unpack, unpack_logprobs
+from tokencache.core.ids import ABOVE_ALL_IDS, ID_BYTES, as_array, unpack_logprobs
 from tokencache.core.messages import Message, ToolCall
 from tokencache.dialects.completion_reader import ReplyMessage
 from tokencache.dialects.json_io import NULL
@@ -52,6 +52,8 @@ STEP = 4
 _MOST_PIECES, _PIECE = 8, 256
 """Pieces of a text before they are joined; in a long text, one for so many characters that were joined before, so that the cost stays
 linear. A Python string takes 50 bytes more than its text, and a token has four letters."""
+NO_ID = -1
+"""Stands in `Choice.ids` for an id that does not fit in an int32. No vocabulary has it, so `figures` refuses the reply."""
 AT_ONCE = 8
 """Number of choices in `Reply.later` that are parsed together. More would save little, and they wait in memory."""
 
@@ -155,6 +157,8 @@ _METADATA = msgspec.json.Decoder(_WeightMetadata)
 class CallPieces:
     """A tool call as it arrives: the pieces of its name and arguments, which are joined once."""
 
+    __slots__ = ("arguments", "id", "names")
+
     def __init__(self) -> None:
         self.id = ""
         self.names: list[str] = []
@@ -186,7 +190,7 @@ class Choice:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
+        self.ids = array("i")
         self.logprobs = array("d")
         self.content: list[str] = []
         self.reasoning: list[str] = []
@@ -280,10 +284,14 @@ class Choice:
         for choice in parts:
             ids, logprobs = len(self.ids), len(self.logprobs)
             if choice.tokencache is not None:
-                self.ids += unpack(choice.tokencache.ids)
+                self.ids += as_array(choice.tokencache.ids)
                 self.logprobs.extend(unpack_logprobs(choice.tokencache.logprobs))
             else:
-                self.ids += choice.token_ids or ()
+                tokens = choice.token_ids or []
+                try:
+                    self.ids.fromlist(tokens)
+                except OverflowError:
+                    self.ids.fromlist([token if 0 <= token < ABOVE_ALL_IDS else NO_ID for token in tokens])
                 if isinstance(choice.logprobs, Logprobs):
                     if choice.logprobs.content:
                         values = [*map(_LOGPROB, choice.logprobs.content)]

@@ -79,4 +79,4 @@ async def _sampled(ask: AskChat, body: Mapping[str, Any], prompt: bytes) -> list
     reply = Reply()
     if answer.status == HTTPStatus.OK:
         reply.add(answer.body)
-    return reply.choices[0].ids if 0 in reply.choices and reply.prompt.packed == prompt else []
+    return list(reply.choices[0].ids) if 0 in reply.choices and reply.prompt.packed == prompt else []

@@ -156,7 +156,7 @@ class Continuation:
         self.broke = ""
 
     @property
-    def sampled(self) -> list[int]:
+    def sampled(self) -> Sequence[int]:
         """The ids that were sampled so far."""
         return self._reply.choices[0].ids
 

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from tokencache.core.turn import TurnMark
 from tokencache.dialects.base import parse_engine_error
@@ -43,6 +44,7 @@ CLIENT_LEFT = "the client closed the connection"
 _MAX_UNSENT = 64 * 1024
 """Bytes that may wait for a slow client before the engine must wait too; aiohttp has the same limit."""
 _FINISH, _ERROR = b'"finish_reason":"', b'"error"'
+_NOT_NEEDED = CIMultiDictProxy(CIMultiDict[str]())
 _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
 
@@ -217,8 +219,8 @@ class StreamDelivery(ReplyDelivery):
         self._encoder, self._token_ids = self._exchange.encoder, self._exchange.token_ids
         self._as_is = self._encoder.verbatim
         self._held = bytearray()  # what waits for the store
-        self._pending: list[tuple[bytes, bytes]] = []  # chunks that wait for the first sampled token
-        self._late: list[bytes] = []  # chunks from the first finish reason on, if they get token ids: these wait for the usage
+        self._pending: tuple[tuple[bytes, bytes], ...] = ()  # chunks that wait for the first sampled token
+        self._late: tuple[bytes, ...] = ()  # chunks from the first finish reason on, if they get token ids: these wait for the usage
         self._made = source.read_chunk is not None  # a chunk for the client is not the engine's own
         self._write_unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
         self._unread: Callable[[bytes], bytes | None] | None = None  # the same while events can be parsed later
@@ -241,6 +243,7 @@ class StreamDelivery(ReplyDelivery):
     async def receive(self) -> End:
         """See `ReplyDelivery.receive`: forwards the stream as it arrives, up to what must wait for the store."""
         response = await self._response.open_like(self._answer)
+        self._answer.headers = _NOT_NEEDED  # the client has them
         chunked = response.headers.get("Transfer-Encoding") == "chunked"
         parts = aiter(self._source)
         try:
@@ -276,13 +279,13 @@ class StreamDelivery(ReplyDelivery):
     def _encode(self, event: bytes, data: bytes) -> bytes:
         """Return the client's bytes of a chunk, unless it gets token ids when the reply is complete."""
         if self._token_ids and (self._late or _FINISH in data):
-            self._late.append(data)
+            self._late += (data,)
             return b""
         return self._encoder.chunk(event, data, self._reply.prompt.tokens)
 
     def _rest(self) -> bytes:
         """Return what waited for the end of the stream."""
-        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], []
+        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], ()
         count = self._reply.prompt.tokens
         return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
 
@@ -339,7 +342,7 @@ class StreamDelivery(ReplyDelivery):
         if self._shown.state is not ShownState.NOTHING:
             written = self._encode(event, data)
         else:
-            self._pending.append((event, data))
+            self._pending += ((event, data),)
             if self._source.cut or not (self._reply.begun or self._reply.error):
                 return b""  # nothing was sampled yet, or the engine broke it off at once: the call can still be made again
             written = self._withhold_or_release()
@@ -359,7 +362,7 @@ class StreamDelivery(ReplyDelivery):
             self._shown.advance(ShownEvent.SHOW)
             if self._needs_from is not None:
                 self._response.release_body(self._needs_from)
-            pending, self._pending = self._pending, []  # the echo of the prompt is in one
+            pending, self._pending = self._pending, ()  # the echo of the prompt is in one
             return b"".join([self._encode(*chunk) for chunk in pending])
         return b""
 

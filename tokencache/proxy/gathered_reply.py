@@ -132,7 +132,7 @@ class Gathered(WholeSource):
                 "logprobs": {"content": self._logprobs} if chat.shows_logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
-                "token_ids": choice.ids,
+                "token_ids": list(choice.ids),
             },
         )
         usage: Any = {"prompt_tokens": prompt, "total_tokens": prompt + sampled, "completion_tokens": sampled}
@@ -144,7 +144,7 @@ class Gathered(WholeSource):
 
 async def _message(choice: Choice, derender: Derender, request: DerenderRequest) -> dict[str, Any]:
     ended_by_id = choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str)
-    shown = choice.ids[:-1] if ended_by_id else choice.ids
+    shown = list(choice.ids[:-1] if ended_by_id else choice.ids)
     if not shown:
         return dict(_NO_MESSAGE)
     made = await derender.messages(request, [{"index": 0, "token_ids": shown, "finish_reason": choice.finish_reason}])

@@ -23,6 +23,7 @@ from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.session import SessionStage
 from tokencache.core.turn import TurnMark
 from tokencache.engine.placement import Placement
+from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import BegunCall, CallFacts
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
@@ -321,8 +322,7 @@ class Ledger:
     async def _commit(self, epoch: str, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes], engine: str) -> Recorded:
         """Store turns; all their tokens and messages if the store has lost a turn with which they share some. Returns what was stored.
 
-        Turns that continue the lost one, or whose messages were released (`Response.release_body`), are not stored: without their parent or
-        their messages, their records would be torn, and the rollout is not valid in any case (`session-lost`).
+        Turns that continue the lost one, or whose messages were released (`Response.release_body`), are not stored: they would be torn.
         """
         session, call = facts.call.session, facts.call.id
         try:
@@ -331,11 +331,12 @@ class Ledger:
             log.warning("session %s call %s: the store has lost turns of the session that were recorded before", session, call)
             lost = IncidentKind.SESSION_LOST.incident("the store has lost turns of the session", call=call, at=time.time())
             _count([lost])
-            named = {name for entry in recorded.entries for name in (entry.turn.base, entry.turn.context_base)}
-            self.prefixes.forget(epoch, filter(None, named))
+            self.prefixes.forget(epoch, {name for one in recorded.entries for name in (one.turn.base, one.turn.context_base) if name})
             recorded = await turns_of(facts, self.prefixes)
             recorded.incidents.append(lost)
             await self.store.commit(session, epoch, call, recorded.entries, recorded.incidents, documents=documents, engine=engine)
+        if len(recorded.entries[0].tokens.delta) > LARGE:  # the store has packed them
+            await pause()
         return recorded
 
     async def settle(

@@ -76,7 +76,7 @@ class _Sampled(msgspec.Struct, frozen=True):
     `kind` is that of the log probabilities.
     """
 
-    ids: list[int]
+    ids: Sequence[int]
     packed: bytes
     logprobs: bytes
     kind: LogprobKind
@@ -305,14 +305,16 @@ def _context_base(facts: CallFacts, plan: Plan, chain: Sequence[bytes], prefixes
 async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes:
     """Pack the messages up to `until` that are not stored with another turn, with references in place of images and other media."""
     new = chat.raw_messages[shared:until]
+    large = not shared and sum(map(len, new)) > LARGE
+    if large:
+        await pause()
     messages = [msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)) for index, raw in enumerate(new, shared)]
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()
     context = Context(messages, args.tools, dict(args.members), dict(args.kwargs))
-    if sum(map(len, new)) <= LARGE:
+    if not large:
         return pack_context(context)
-    await pause()
     packed = await asyncio.to_thread(pack_context, context)
     await pause()
     return packed

@@ -86,7 +86,7 @@ def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
     """Encode a turn's ids. Its log probabilities are stored separately, unchanged."""
     base, size, packed = text(turn.base or ""), len(tokens.delta), bytearray().join((tokens.delta, tokens.completion))
     highest = packed[_NARROW_BYTES::ID_BYTES]
-    if highest.count(0) == len(highest):
+    if highest == bytes(len(highest)):
         del packed[_NARROW_BYTES::ID_BYTES]
         size = size // ID_BYTES * _NARROW_BYTES + _NARROW
     header = HEADER.pack(len(base), turn.shared, turn.prompt_tokens, turn.completion_tokens, size)

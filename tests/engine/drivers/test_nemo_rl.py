@@ -24,7 +24,7 @@ def read(body):
 def test_they_are_moved_from_the_message():
     body = ids_from_messages(answer(TOKENS))
     reply = read(answer(TOKENS))
-    assert (reply.prompt.raw, reply.choices[0].ids, list(reply.choices[0].logprobs)) == (b"[1, 2]", [3, 4], [-0.5, -1.0])
+    assert (reply.prompt.raw, list(reply.choices[0].ids), list(reply.choices[0].logprobs)) == (b"[1, 2]", [3, 4], [-0.5, -1.0])
     said = json.loads(body)["choices"][0]
     assert said["message"] == {"role": "assistant", "content": "Hi"}
     assert [entry["token"] for entry in said["logprobs"]["content"]] == ["token_id:3", "token_id:4"]
@@ -55,7 +55,7 @@ def test_a_reply_without_them_is_unchanged(body):
 )
 def test_missing_log_probabilities_are_not_invented(message):
     reply = read(answer(message))
-    assert reply.choices[0].ids == [3, 4]
+    assert list(reply.choices[0].ids) == [3, 4]
     assert len(reply.choices[0].logprobs) < 2
 
 

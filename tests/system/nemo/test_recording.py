@@ -56,7 +56,7 @@ def test_the_ids_are_read_from_the_messages(messages):
     for place, reply in replies(messages):
         choice, message = reply.choices[0], messages[place]
         assert json.loads(reply.prompt.raw) == message["prompt_token_ids"]
-        assert (choice.ids, list(choice.logprobs)) == (message["generation_token_ids"], message["generation_log_probs"])
+        assert (list(choice.ids), list(choice.logprobs)) == (message["generation_token_ids"], message["generation_log_probs"])
         assert choice.message(with_reasoning=True).content == message["content"]
 
 
@@ -64,7 +64,7 @@ def test_the_second_call_breaks_the_line_and_it_is_noticed(messages):
     """Its prompt was rendered again: the model's thinking is missing, from the second sampled token on."""
     (_, first), (_, second) = replies(messages)
     one, two = turn_of(first, 0, match="root"), turn_of(second, 1, match="continue", parent="t0")
-    seen = json.loads(first.prompt.raw) + first.choices[0].ids
+    seen = [*json.loads(first.prompt.raw), *first.choices[0].ids]
     prompt = json.loads(second.prompt.raw)
     assert ids.common_head(ids.pack(seen), ids.pack(prompt)) == len(json.loads(first.prompt.raw)) + 1
     (found,) = invariants.extension([one[0], two[0]], {"t0": one[1], "t1": two[1]})

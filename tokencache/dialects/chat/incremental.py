@@ -218,7 +218,8 @@ class IncrementalParser:
         if comma != bool(new) or added is None or repeated:
             return None
         end = at + comma + len(listed) - 1
-        fields = {**cached.leading, **following, "messages": Raw(view[cached.start : end])}
+        copied = dict(zip(following, map(Raw.copy, following.values()), strict=True))  # otherwise each would keep the new messages
+        fields = {**cached.leading, **copied, "messages": Raw(view[cached.start : end])}
         spans = cached.spans + added
         entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
         return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
@@ -239,9 +240,10 @@ class IncrementalParser:
             start = size = body.rindex(b"[", 0, split.spans[0])
             hashed = 0
             try:
-                leading = FIELDS.decode(body[:start] + b"[]}")
+                members = FIELDS.decode(body[:start] + b"[]}")
             except ValueError:  # JSON that only the lenient reader accepts (`json_io`) is parsed as a whole each time
                 return
+            leading = dict(zip(members, map(Raw.copy, members.values()), strict=True))  # all calls share them
         head = split.head or xxhash.xxh3_128(b"", self._seed)
         head.update(memoryview(body)[hashed : split.spans[-1]])
         rewritten = split.entries if split.rewritten else None

@@ -78,7 +78,7 @@ class DerenderedPrompts(Vllm):
         if answer.status in NOT_NOW or prompt is None or 0 not in chat.choices:
             raise EngineError(f"the engine answered {answer.status}", status=answer.status)
         try:
-            sampled = chat.choices[0].ids[:-1] if chat.choices[0].finish_reason == "stop" else chat.choices[0].ids
+            sampled = list(chat.choices[0].ids[:-1] if chat.choices[0].finish_reason == "stop" else chat.choices[0].ids)
             own = await self._derendered(upstream, request, ids.unpack(prompt), sampled)
             theirs, ours = (reply.choices[0].message(with_reasoning=True) for reply in (chat, own))
             if [_complete(theirs.content), _complete(theirs.reasoning)] != [_complete(ours.content), _complete(ours.reasoning)]:
