@@ -42,7 +42,7 @@ RECONSIDER_SECONDS = 60.0
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
-        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
+        *("version", "why", "how", "cautions", "failure", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
         *("places", "ranks", "served"),
         *(
             "prefixes",
@@ -220,7 +220,7 @@ class EngineMonitor:
         if self.mismatched and time.monotonic() - self._probed > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others and is probed again")
         try:
-            await self.engine.probe_lowered()
+            await self.engine.probe_again()
             model = await self.engine.model()
             if model is self._known:
                 return
