@@ -12,6 +12,7 @@ An engine that has a label of its weights (`Driver.weights_route`) is asked for 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -126,9 +127,14 @@ class EngineMonitor:
         await repeat("engine-health", self.check, CHECK_EVERY, about=self.url, at_once=True, jitter=0.25)
 
     async def gain_peers(self) -> None:
-        """Note that the engine is no longer the only one, and identify it again, now with a sample rendering."""
+        """Note that the engine is no longer the only one, and identify it again, now with a sample rendering.
+
+        An engine that does not answer in time is identified by a later check.
+        """
         self.alone, self.identity, self._known = False, None, None
-        await self.check()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self.check()
 
     async def check(self) -> None:
         """Check once, and probe if needed."""
