@@ -39,7 +39,7 @@ TIMEOUT_SECONDS = 5.0
 STRIKES = 3
 """Number of slow or bad answers in a row after which an engine is marked down."""
 RECONSIDER_SECONDS = 60.0
-"""Seconds after which an engine that differs from the others is probed again."""
+"""Seconds after which an engine that differs from the others is probed again, and the others are identified again."""
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
@@ -90,6 +90,7 @@ class EngineMonitor:
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         capacity: data-parallel rank → tokens of its KV cache; empty if that is not known. `capacity_error` is the reason.
+        identified: when its identity was determined, in seconds of the monotonic clock.
         mismatched: whether it differs from the engines that serve its model. Such an engine is probed again from time to time, because the
             last probe may have come at a bad moment.
     """
@@ -108,7 +109,7 @@ class EngineMonitor:
         self.capacity_error = ""
         self._known: Model | None = None
         self._measured: Model | None = None  # whose capacity was read
-        self._probed = 0.0
+        self.identified = 0.0
         self._strikes = 0
         self._logged = ""
 
@@ -155,6 +156,11 @@ class EngineMonitor:
                 if self._measured is not self._known:
                     await self._read_capacity()
         self.checked.set()
+
+    def update_identity(self, newest: float) -> None:
+        """Let the next check identify the engine again if that was long before `newest`: a template may write the date."""
+        if newest - self.identified > RECONSIDER_SECONDS:
+            self._known = None
 
     async def answers(self) -> bool:
         """Whether the engine answers a check now."""
@@ -223,7 +229,7 @@ class EngineMonitor:
 
     async def _identify(self) -> None:
         """Probe and identify the engine, unless that was done."""
-        if self.mismatched and time.monotonic() - self._probed > RECONSIDER_SECONDS:
+        if self.mismatched and time.monotonic() - self.identified > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others and is probed again")
         try:
             await self.engine.probe_again()
@@ -234,7 +240,7 @@ class EngineMonitor:
         except (EngineError, RenderError) as why:
             self._log(f"not ready: {why}")
             return
-        self._known, self._probed, self._logged = model, time.monotonic(), ""
+        self._known, self.identified, self._logged = model, time.monotonic(), ""
         metrics.ENGINE_UP.labels(self.url).set(1)
         self._on_change()
 

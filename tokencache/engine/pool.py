@@ -378,6 +378,10 @@ class Pool:
                     versions.setdefault(monitor.version, []).append(monitor.url)
             if len(versions) > 1:
                 mixed += [f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items())]
+            if not waiting.keys().isdisjoint(group.monitors):
+                newest = max(monitor.identified for monitor in group.monitors)
+                for monitor in group.monitors:
+                    monitor.update_identity(newest)
         for monitor in self.monitors:
             monitor.mismatched = monitor in waiting
             self._log(monitor.url, waiting.get(monitor, ""))
