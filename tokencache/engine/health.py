@@ -239,6 +239,7 @@ class EngineMonitor:
             self.identity = await _identity(model, alone=self.alone)
         except (EngineError, RenderError) as why:
             self._log(f"not ready: {why}")
+            self.has_health = self.has_label = True  # so far, a gateway may have answered for it
             return
         self._known, self.identified, self._logged = model, time.monotonic(), ""
         metrics.ENGINE_UP.labels(self.url).set(1)
