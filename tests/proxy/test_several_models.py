@@ -306,6 +306,18 @@ async def test_an_engine_that_was_never_seen_may_serve_the_model():
         assert not [entry for entry in fleet.ground_truth if entry.session and entry.session != "s"]
 
 
+async def test_an_engine_that_never_answers_does_not_get_the_calls_of_an_adapter_that_others_have():
+    """The adapter was loaded after they were probed, and the engine that nobody has seen might have it."""
+    async with Fleet([engine(POLICY), engine(POLICY)]) as fleet:
+        upstream = ",".join([*fleet.urls, f"http://127.0.0.1:{free_port()}"])
+        async with proxied(upstream=upstream, hold=0) as rig:
+            await serving(rig, 2)
+            for one in fleet.engines:
+                one.weights.adapters["tuned"] = "/tuned"
+            await rig.say("s", ASK, model="tuned")
+            assert [turn["model"] for turn in await rig.turns()] == ["tuned"]
+
+
 async def test_an_engine_with_a_new_model_makes_a_group_and_says_so():
     async with served(POLICY, hold=0) as (rig, _), engine(JUDGE).serve() as url:
         assert (await rig.post("s", messages=ASK, model=JUDGE))[0] == 404

@@ -224,12 +224,13 @@ class Pool:
     async def check_model(self, name: str) -> None:
         """Check that a model may be served. Before it is refused, all engines are asked again what they serve: adapters come and go.
 
-        With one group, any name is passed on: its engine answers for itself.
+        With one group, any name is passed on: its engine answers for itself. An engine that was never probed may serve what no other does.
 
         Raises:
             HarnessError: no engine serves it.
         """
-        if not self.placement.groups or group_named(self.groups.values(), name) is not None:
+        seen = all(monitor.identity is not None for monitor in self.monitors)
+        if (seen and not self.placement.groups) or not self.groups or group_named(self.groups.values(), name) is not None:
             return
         await asyncio.gather(*[monitor.engine.list_models() for monitor in self.monitors if monitor.ready])
         self._group(name)
