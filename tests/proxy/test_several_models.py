@@ -241,12 +241,24 @@ async def test_the_models_of_all_engines_are_listed(session):
         assert [turn["model"] for turn in await rig.turns()] == ["tuned"]
 
 
-async def test_an_adapter_is_served_by_the_engines_that_list_it():
-    async with served(POLICY, POLICY, JUDGE, placement="hash") as (rig, fleet):
+@pytest.mark.parametrize("others", [[], [JUDGE]], ids=["alone", "beside another model"])
+async def test_an_adapter_is_served_by_the_engines_that_list_it(others):
+    async with served(POLICY, POLICY, *others, placement="hash") as (rig, fleet):
         fleet.engines[1].weights.adapters["tuned"] = "/tuned"
         for n in range(6):
             await rig.say(f"s{n}", ASK, model="tuned")
         assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {1}
+
+
+async def test_an_adapter_that_more_engines_have_by_now_is_served_by_them_too(monkeypatch):
+    """A trainer loads it into one engine after another, and the first calls arrive meanwhile."""
+    monkeypatch.setattr("tokencache.engine.pool.LIST_AGAIN_SECONDS", 0)
+    async with served(POLICY, POLICY, placement="hash") as (rig, fleet):
+        for one in fleet.engines:
+            one.weights.adapters["tuned"] = "/tuned"
+            for n in range(6):
+                await rig.say(f"s{n}", ASK, model="tuned")
+        assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {0, 1}
 
 
 async def test_an_adapter_of_another_base_model_has_the_name_and_not_the_replies():
