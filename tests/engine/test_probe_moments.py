@@ -112,6 +112,15 @@ async def test_calls_that_wait_for_the_probe_of_a_busy_engine_do_not_probe_it_on
             assert next(numbers) < 10
 
 
+async def test_a_call_whose_template_arguments_are_tested_at_a_busy_moment_continues():
+    engine = made()
+    async with proxied(engine) as rig:
+        first = await rig.say("s", ASK, tools=TOOLS)
+        left = once(engine, lambda body: body.get("temperature") == 0, Fault.answer(429, "{}"))
+        await rig.say("s", [*ASK, echo(first), *results(first)], tools=TOOLS)
+        assert ([turn["match"] for turn in await rig.turns()], left) == (["root", "continue"], [])
+
+
 async def test_an_engine_that_could_only_record_is_exact_as_soon_as_it_can():
     """A gateway that still removes unknown members when the proxy starts: nobody has to start the proxy again."""
     async with made().serve() as up:

@@ -113,7 +113,6 @@ class Model:
         self.edited_histories = EditedHistories(template)
         self.visible_replies = VisibleReplies(template)
         self._upstream = upstream
-        self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
         self._thinking: tuple[ThinkingMarks | None] | None = None
         self._earlier_thoughts: Recent[bytes, EarlierThoughts] = Recent(_MOST_ARGUMENTS)
         self._agreed: Recent[bytes, bool] = Recent(_MOST_ARGUMENTS)
@@ -126,7 +125,8 @@ class Model:
             async with self._lock:
                 known = self._agreed.get(args.digest)
                 if known is None:
-                    known = await chat_agrees(self._prompt_ids, self.renderer, self.capability.model, args)
+                    async with self._asking() as (ask, renderer):
+                        known = await chat_agrees(partial(chat_prompt_ids, ask), renderer, self.capability.model, args)
                     if known is not None:
                         self._agreed[args.digest] = known
                     if not known:
