@@ -101,7 +101,7 @@ class EngineError(TokencacheError):
     """The engine could not be reached, or closed the connection.
 
     Attributes:
-        status: the HTTP status of the response, if nothing of the reply was sent yet.
+        status: the HTTP status of the response, if nothing of the reply was sent yet: 502 if the engine's own is no error, as a redirect.
         reached: the request was sent, so the engine may have sampled.
         private: what logs and incidents say besides the message, such as the engine's address. A client never receives it.
     """
@@ -112,7 +112,7 @@ class EngineError(TokencacheError):
         super().__init__(f"{message} ({private})" if private else message)
         self._message = message
         self.private = private
-        self.status = status
+        self.status = status if is_error(status) else HTTPStatus.BAD_GATEWAY
         self.reached = reached
 
     @property

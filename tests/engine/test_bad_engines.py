@@ -59,6 +59,17 @@ async def test_ids_honoured_for_chat_but_not_for_tokenize(worker):
         await rig.check()
 
 
+@pytest.mark.parametrize("status", [204, 307])
+async def test_an_answer_that_is_no_error_is_not_passed_on_as_the_proxys_own(status):
+    """A client that gets 204 for a count of tokens takes it for a success."""
+    async with (
+        SimulatedEngine().serve() as up,
+        Intermediary(up, lambda _route, _body: status).serve() as url,
+        proxied(upstream=url) as rig,
+    ):
+        assert (await rig.post("s", "/v1/messages/count_tokens", model="sim", messages=ASK))[0] == 502
+
+
 def no_tokenize(route, body):
     return 404 if route == "/tokenize" else body
 

@@ -12,7 +12,7 @@ from tokencache.engine.drivers.vllm import Vllm
 from tokencache.engine.health import STRIKES, EngineMonitor
 from tokencache.engine.model import Engine
 from tokencache.engine.upstream import Upstream
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 
 
 @contextlib.asynccontextmanager
@@ -77,6 +77,22 @@ async def test_after_it_was_down_it_gets_the_health_request_again():
         for _ in range(3):
             await monitor.check()
         assert (monitor.ready, said["asked"]) == (True, 4)
+
+
+async def test_a_gateway_that_has_no_route_to_the_engine_yet_does_not_decide_which_routes_it_has():
+    """Until the engine is there, such a gateway answers 404 to everything."""
+    engine = SimulatedEngine()
+    async with monitored(engine) as (monitor, said, _, _):
+        said["status"], engine.choose_fault = 404, lambda route, _body: Fault.answer(404, "default backend", path=route)
+        await monitor.check()
+        said["status"], engine.choose_fault = 200, None
+        monitor.engine.forget()
+        await monitor.check()
+        assert (monitor.ready, monitor.has_health) == (True, True)
+        said["status"] = 503
+        for _ in range(STRIKES):
+            await monitor.check()
+        assert not monitor.ready
 
 
 @pytest.mark.parametrize("status", [404, 401, 204])

@@ -12,7 +12,9 @@ from tests.proxy.test_several_engines import serving as all_serve
 from tests.support.waiting import until
 from tokencache.core import ids
 from tokencache.proxy import continuation
-from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine, completion, derender
+from tokencache.testing.generation import generate
+from tokencache.testing.parser import StreamParser
 
 ALL = {**EPISODES, "text": [f"{THOUGHT}Well, that is all."], "all": [f"{THOUGHT}Let me look ☕ naïvely.\n{CALLS}"]}
 ASK = {"messages": [user("EPISODE:all")], "tools": TOOLS}
@@ -105,6 +107,30 @@ async def test_a_reply_cut_at_any_token_is_one_reply(rig, stream, chunk):
             ends = [chunk["choices"][0]["finish_reason"] for chunk in answer if chunk["choices"]]
             roles = [chunk["choices"][0]["delta"].get("role") for chunk in answer if chunk["choices"]]
             assert ([end for end in ends if end], roles.count("assistant")) == (["tool_calls"], 1)
+
+
+class LeavesTheMark(StreamParser):
+    """As `deepseek_r1`: the mark that begins a thought stays in a thought that arrives with it."""
+
+    def feed(self, text, *, finished=False):
+        delta = super().feed(text, finished=finished)
+        mark = "<think>" if text.startswith("<think>") and text != "<think>" else ""
+        return {**delta, "reasoning": mark + delta["reasoning"]} if delta and mark else delta
+
+
+@pytest.mark.parametrize("lags", ["the stream", "derender", "both"])
+async def test_a_mark_that_a_parser_leaves_in_a_thought_does_not_end_the_words(rig, monkeypatch, lags):
+    """A server that lags behind parses several tokens at once, as derender does with all of them; the client's were parsed otherwise."""
+    if lags != "derender":
+        monkeypatch.setattr(completion, "StreamParser", LeavesTheMark)
+        monkeypatch.setattr(completion, "generate", lambda *reply, **more: generate(*reply, **{**more, "first": 2}))
+    if lags != "the stream":
+        monkeypatch.setattr(derender, "StreamParser", LeavesTheMark)
+    rig.engine.faults.append(Fault.abort(9))
+    answer = (await rig.post("s", stream=True, **ASK))[1]
+    reasoning, *others = said(answer, stream=True)
+    assert (reasoning.removeprefix("<think>").strip(), *others) == EXPECTED
+    assert ([turn["marks"] for turn in await rig.turns()], (await rig.info())["incidents"]) == ([["continued"]], [])
 
 
 async def test_words_that_are_due_with_the_last_token_end_before_it(rig, monkeypatch):

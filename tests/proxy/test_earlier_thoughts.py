@@ -6,7 +6,8 @@ import random
 import pytest
 
 from tests.proxy.kit import CHAT, HEADER, TOOLS, assembled, proxied, user
-from tokencache.testing import SimulatedEngine, completion
+from tests.support.waiting import PATIENCE
+from tokencache.testing import Fault, SimulatedEngine, completion
 from tokencache.testing.generation import generate
 from tokencache.testing.parser import StreamParser
 
@@ -74,6 +75,24 @@ async def test_a_stream_has_the_thought_where_a_direct_stream_has_it(derenders, 
         exported = await rig.check()
         assert [(turn["match"], turn["stream"]) for turn in await rig.turns()] == [("root", True), ("continue", True), ("continue", True)]
         assert len(exported["sequences"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("reads", "fault"), [(False, Fault.abort(1)), (True, Fault.answer(500)), (True, Fault.answer(502))], ids=["aborted", "500", "502"]
+)
+async def test_a_bad_moment_of_the_engine_is_not_remembered(reads, fault):
+    """A reply that the engine breaks off is unlike the one that it is compared with, and an error is like another one."""
+    engine, tested, more = made(reads=reads), *(("stream", {}) if reads else ("thinking_token_budget", {"thinking_token_budget": 60}))
+    async with proxied(engine, hold=PATIENCE) as rig:
+        left = [fault]
+        engine.choose_fault = lambda _route, sent: left.pop() if left and sent.get(tested) and sent.get("max_tokens") == 3 else None
+        history = [user("EPISODE:think")]
+        for _ in range(3):
+            message = await asked(rig, "s", history, chat_template_kwargs={"enable_thinking": True}, **more)
+            assert message["reasoning"]
+            history += [without_thought(message), user("next")]
+        assert left == []
+        assert (await rig.turns())[-1]["match"] == "continue"
 
 
 async def test_a_call_after_a_call():

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, user
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
 from tokencache.engine import membership
 from tokencache.server.serve import serving
@@ -339,3 +339,20 @@ async def test_requests_are_counted_until_their_last_byte():
             return (await listed(rig))[url]["calls"] == 0
 
         await until(none)
+
+
+async def test_an_engine_that_is_paused_since_before_its_first_probe_does_not_delay_others(monkeypatch):
+    """Requests wait in it, so its probe does; a trainer adds its engines before it has loaded weights into them."""
+    monkeypatch.setattr(membership, "_FIRST_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("tokencache.engine.health.TIMEOUT_SECONDS", 0.2)
+    async with engines(2, dev_mode=True) as made, replica() as rig:
+        paused, other = made
+        async with rig.http.post(f"{paused}/pause?mode=keep") as answer:
+            assert answer.status == 200
+        await request(rig, "POST", url=paused, status=201)
+        async with asyncio.timeout(PATIENCE / 2):
+            await request(rig, "POST", url=other, status=201)
+            await serves(rig, other)
+        async with rig.http.post(f"{paused}/resume") as answer:
+            assert answer.status == 200
+        await serves(rig, paused, other)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, HEADER, proxied, user
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 from tokencache.trajectories.values import Trajectory
 from tokencache.trajectories.verify import verify
 
@@ -138,6 +138,19 @@ async def test_while_the_engine_cannot_answer_the_question_the_call_is_made():
         await ask(rig)
         turn, *_ = await recorded(rig)
         assert turn["marks"] == ["budget-unproven"]
+
+
+@pytest.mark.parametrize("fault", [Fault.abort(3), Fault.answer(500), Fault.answer(502)], ids=["aborted", "500", "502"])
+async def test_a_bad_moment_of_the_engine_is_not_remembered(fault):
+    engine = made()
+    async with proxied(engine) as rig:
+        left = [fault]
+        engine.choose_fault = lambda _route, sent: left.pop() if left and "allowed_token_ids" in sent else None
+        await ask(rig)
+        turn, *_ = await recorded(rig)
+        assert (turn["marks"], left) == (["budget-unproven"], [])
+        await ask(rig)
+        assert "forced" in (await rig.turns())[-1]["marks"]
 
 
 @pytest.mark.parametrize("budget", [-1, None])

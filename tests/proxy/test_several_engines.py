@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from tests.engine.intermediary import Intermediary
 from tests.ports import free_port
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, echo, proxied, results, user
 from tests.support.waiting import until
@@ -227,6 +228,27 @@ async def test_an_engine_that_returns_as_something_else_is_not_used():
         await episode(rig, "s", 2)
         assert not [entry for entry in made.engines[home].ground_truth[asked:] if entry.session]
         await rig.check()
+
+
+async def test_an_engine_that_returns_on_another_day_serves(monkeypatch):
+    """A template writes the date (gpt-oss, Llama 3.1): what an engine rendered yesterday is not compared with what one renders today."""
+    monkeypatch.setattr("tokencache.engine.health.RECONSIDER_SECONDS", 0.1)
+    today = ["2026-11-27"]
+
+    def dated(_route, body):
+        date = {"role": "system", "content": f"Today is {today[0]}."}
+        return {**body, "messages": [date, *body["messages"]]} if "messages" in body else body
+
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(Intermediary(await stack.enter_async_context(SimulatedEngine().serve()), dated).serve())
+            for _ in range(3)
+        ]
+        rig = await stack.enter_async_context(proxied(upstream=",".join(urls)))
+        await serving(rig, 3)
+        today[0] = "2026-11-28"
+        rig.proxy.pool.monitors[1].mark_down("it starts again")
+        await serving(rig, 3)
 
 
 async def test_without_a_session_they_take_turns_and_an_engine_that_is_gone_is_passed_over():

@@ -241,12 +241,24 @@ async def test_the_models_of_all_engines_are_listed(session):
         assert [turn["model"] for turn in await rig.turns()] == ["tuned"]
 
 
-async def test_an_adapter_is_served_by_the_engines_that_list_it():
-    async with served(POLICY, POLICY, JUDGE, placement="hash") as (rig, fleet):
+@pytest.mark.parametrize("others", [[], [JUDGE]], ids=["alone", "beside another model"])
+async def test_an_adapter_is_served_by_the_engines_that_list_it(others):
+    async with served(POLICY, POLICY, *others, placement="hash") as (rig, fleet):
         fleet.engines[1].weights.adapters["tuned"] = "/tuned"
         for n in range(6):
             await rig.say(f"s{n}", ASK, model="tuned")
         assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {1}
+
+
+async def test_an_adapter_that_more_engines_have_by_now_is_served_by_them_too(monkeypatch):
+    """A trainer loads it into one engine after another, and the first calls arrive meanwhile."""
+    monkeypatch.setattr("tokencache.engine.pool.LIST_AGAIN_SECONDS", 0)
+    async with served(POLICY, POLICY, placement="hash") as (rig, fleet):
+        for one in fleet.engines:
+            one.weights.adapters["tuned"] = "/tuned"
+            for n in range(6):
+                await rig.say(f"s{n}", ASK, model="tuned")
+        assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {0, 1}
 
 
 async def test_an_adapter_of_another_base_model_has_the_name_and_not_the_replies():
@@ -304,6 +316,18 @@ async def test_an_engine_that_was_never_seen_may_serve_the_model():
         async with engine(JUDGE).serve(port=port):
             await call
         assert not [entry for entry in fleet.ground_truth if entry.session and entry.session != "s"]
+
+
+async def test_an_engine_that_never_answers_does_not_get_the_calls_of_an_adapter_that_others_have():
+    """The adapter was loaded after they were probed, and the engine that nobody has seen might have it."""
+    async with Fleet([engine(POLICY), engine(POLICY)]) as fleet:
+        upstream = ",".join([*fleet.urls, f"http://127.0.0.1:{free_port()}"])
+        async with proxied(upstream=upstream, hold=0) as rig:
+            await serving(rig, 2)
+            for one in fleet.engines:
+                one.weights.adapters["tuned"] = "/tuned"
+            await rig.say("s", ASK, model="tuned")
+            assert [turn["model"] for turn in await rig.turns()] == ["tuned"]
 
 
 async def test_an_engine_with_a_new_model_makes_a_group_and_says_so():

@@ -27,7 +27,6 @@ from tokencache.engine.reply import Choice, Reply
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.thinking import MARKS
 from tokencache.engine.upstream import AskChat
-from tokencache.errors import NOT_NOW, EngineError
 
 Part = Literal["stream", "grammar", "budget", "whole"]
 PARTS: tuple[Part, ...] = ("stream", "grammar", "budget", "whole")
@@ -208,8 +207,6 @@ class _Probe:
     async def _sampled(self, prompt: Sequence[int], members: Mapping[str, Any]) -> Choice | None:
         """Return a reply; `None` if the engine refuses the request."""
         answer = await self._ask({**self._members, **self._supply([*prompt]), **members})
-        if answer.status in NOT_NOW:
-            raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
         reply = Reply()
         if answer.status == HTTPStatus.OK:
             for data in _chunks(answer.body) if members.get("stream") else [answer.body]:

@@ -35,6 +35,10 @@ class EngineGroup:
         """Return the engines that list a name; all if none does, because engines may accept more names than they list."""
         return [monitor for monitor in self.monitors if name in monitor.engine.names] or self.monitors
 
+    def all_list(self, name: str) -> bool:
+        """Whether all engines list a name, or have no list; also for `""`."""
+        return not name or all(name in monitor.engine.names or not monitor.engine.names for monitor in self.monitors)
+
     def differences(self) -> dict[EngineMonitor, list[str]]:
         """Describe for each engine in what it differs from those that serve. Drained engines do not count."""
         known = {monitor: monitor.identity for monitor in self.monitors if monitor.identity is not None and not monitor.draining}

@@ -12,6 +12,7 @@ An engine that has a label of its weights (`Driver.weights_route`) is asked for 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -38,11 +39,11 @@ TIMEOUT_SECONDS = 5.0
 STRIKES = 3
 """Number of slow or bad answers in a row after which an engine is marked down."""
 RECONSIDER_SECONDS = 60.0
-"""Seconds after which an engine that differs from the others is probed again."""
+"""Seconds after which an engine that differs from the others is probed again, and the others are identified again."""
 _SAMPLE = (ASK, b'{"role":"assistant","content":"Well, \xe2\x98\x95."}', b'{"role":"user","content":"<|im_end|> 1.50"}')
 _NOT_IDENTIFYING = frozenset(
     {
-        *("version", "why", "how", "cautions", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
+        *("version", "why", "how", "cautions", "failure", "logprobs_seen", "local_tokenizer", "stop_ids", "stop_candidates"),
         *("places", "ranks", "served"),
         *(
             "prefixes",
@@ -89,6 +90,7 @@ class EngineMonitor:
         falls: how often the engine was seen down.
         identity: the result of the last probe, kept while the engine is down; `None` if not known.
         capacity: data-parallel rank → tokens of its KV cache; empty if that is not known. `capacity_error` is the reason.
+        identified: when its identity was determined, in seconds of the monotonic clock.
         mismatched: whether it differs from the engines that serve its model. Such an engine is probed again from time to time, because the
             last probe may have come at a bad moment.
     """
@@ -107,7 +109,7 @@ class EngineMonitor:
         self.capacity_error = ""
         self._known: Model | None = None
         self._measured: Model | None = None  # whose capacity was read
-        self._probed = 0.0
+        self.identified = 0.0
         self._strikes = 0
         self._logged = ""
 
@@ -126,9 +128,14 @@ class EngineMonitor:
         await repeat("engine-health", self.check, CHECK_EVERY, about=self.url, at_once=True, jitter=0.25)
 
     async def gain_peers(self) -> None:
-        """Note that the engine is no longer the only one, and identify it again, now with a sample rendering."""
+        """Note that the engine is no longer the only one, and identify it again, now with a sample rendering.
+
+        An engine that does not answer in time is identified by a later check.
+        """
         self.alone, self.identity, self._known = False, None, None
-        await self.check()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                await self.check()
 
     async def check(self) -> None:
         """Check once, and probe if needed."""
@@ -149,6 +156,11 @@ class EngineMonitor:
                 if self._measured is not self._known:
                     await self._read_capacity()
         self.checked.set()
+
+    def update_identity(self, newest: float) -> None:
+        """Let the next check identify the engine again if that was long before `newest`: a template may write the date."""
+        if newest - self.identified > RECONSIDER_SECONDS:
+            self._known = None
 
     async def answers(self) -> bool:
         """Whether the engine answers a check now."""
@@ -217,18 +229,19 @@ class EngineMonitor:
 
     async def _identify(self) -> None:
         """Probe and identify the engine, unless that was done."""
-        if self.mismatched and time.monotonic() - self._probed > RECONSIDER_SECONDS:
+        if self.mismatched and time.monotonic() - self.identified > RECONSIDER_SECONDS:
             self.engine.forget("it differs from the others and is probed again")
         try:
-            await self.engine.probe_lowered()
+            await self.engine.probe_again()
             model = await self.engine.model()
             if model is self._known:
                 return
             self.identity = await _identity(model, alone=self.alone)
         except (EngineError, RenderError) as why:
             self._log(f"not ready: {why}")
+            self.has_health = self.has_label = True  # so far, a gateway may have answered for it
             return
-        self._known, self._probed, self._logged = model, time.monotonic(), ""
+        self._known, self.identified, self._logged = model, time.monotonic(), ""
         metrics.ENGINE_UP.labels(self.url).set(1)
         self._on_change()
 

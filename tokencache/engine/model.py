@@ -3,17 +3,17 @@
 A model is probed when a call first names it (LoRA adapters share an engine but may have other templates). It is probed again after the
 engine could not be reached, because another process may run there now. Each model on an engine has a state:
 
-=============  ========================================================================  ===============================================
+=============  ========================================================================  ==================================================
 state          last finding                                                              next probe
-=============  ========================================================================  ===============================================
+=============  ========================================================================  ==================================================
 `unprobed`     none yet, or discarded because the engine was unreachable                 at the next call
 `failed`       none: the probe ended with an error                                       after a delay
 `lowered`      less than the best level ever found here, or than `--require` asks for    after a delay; calls are served in the meantime
-`ready`        sufficient                                                                after it was discarded
-=============  ========================================================================  ===============================================
+`ready`        sufficient                                                                after it was discarded; if not final, after a delay
+=============  ========================================================================  ==================================================
 
-Delays double up to a minute. A lower level is not final: the engine may still be starting, or a router in front of it may have lost a
-route.
+Delays double up to a minute, or up to an hour in the state `ready`. A level below `exact` is not final, nor is a finding after a server
+error: the engine may still be starting, or a router in front of it may have lost a route.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from http import HTTPStatus
@@ -55,12 +55,13 @@ from tokencache.engine.template.boundary import ASK
 from tokencache.engine.template.edited import EditedHistories
 from tokencache.engine.template.learned import LearnedTemplate
 from tokencache.engine.template.local import LocalRenderer
-from tokencache.engine.template.renderer import Renderer, RenderError
+from tokencache.engine.template.renderer import EngineRenderer, Renderer, RenderError
 from tokencache.engine.template.tails import Tails
 from tokencache.engine.template.visible import VisibleReplies
 from tokencache.engine.thinking import find_thinking_marks
-from tokencache.engine.upstream import Upstream
-from tokencache.errors import EngineError
+from tokencache.engine.upstream import AskChat, Upstream
+from tokencache.errors import EngineError, passing_cause
+from tokencache.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ ProbeState = Literal["unprobed", "failed", "lowered", "ready"]
 
 FIRST_DELAY, LONGEST_DELAY = 2.0, 60.0
 """Seconds before an engine is probed again."""
+LONGEST_IF_READY = 3600.0
+"""The same for an engine whose finding is sufficient, but not final."""
+_MOST_ARGUMENTS = 4096
+"""Sets of template arguments whose findings are kept: they come from clients, and may be new with every call."""
 _MOST_PROBES = 3
 """Number of times that a probe is repeated because its findings were discarded while it ran."""
 DOUBT_SECONDS = 10.0
@@ -108,10 +113,9 @@ class Model:
         self.edited_histories = EditedHistories(template)
         self.visible_replies = VisibleReplies(template)
         self._upstream = upstream
-        self._prompt_ids = partial(chat_prompt_ids, partial(driver.ask, upstream))
         self._thinking: tuple[ThinkingMarks | None] | None = None
-        self._earlier_thoughts: dict[bytes, EarlierThoughts] = {}
-        self._agreed: dict[bytes, bool] = {}
+        self._earlier_thoughts: Recent[bytes, EarlierThoughts] = Recent(_MOST_ARGUMENTS)
+        self._agreed: Recent[bytes, bool] = Recent(_MOST_ARGUMENTS)
         self._lock = asyncio.Lock()
 
     async def renders_alike(self, args: RenderArgs) -> bool:
@@ -121,7 +125,8 @@ class Model:
             async with self._lock:
                 known = self._agreed.get(args.digest)
                 if known is None:
-                    known = await chat_agrees(self._prompt_ids, self.renderer, self.capability.model, args)
+                    async with self._asking() as (ask, renderer):
+                        known = await chat_agrees(partial(chat_prompt_ids, ask), renderer, self.capability.model, args)
                     if known is not None:
                         self._agreed[args.digest] = known
                     if not known:
@@ -151,33 +156,50 @@ class Model:
         if not members:
             return self.capability.earlier_thoughts
         key = b"\0".join([bytes(members.get(name, b"")) for name in PARSED])
-        if key not in self._earlier_thoughts:
+        known = self._earlier_thoughts.get(key)
+        if known is None:
             async with self._lock:
-                if key not in self._earlier_thoughts:
-                    self._earlier_thoughts[key] = await self._find_earlier_thoughts(members)
-        return self._earlier_thoughts[key]
+                known = self._earlier_thoughts.get(key)
+                if known is None:
+                    known = self._earlier_thoughts[key] = await self._find_earlier_thoughts(members)
+        return known
 
     async def _find_earlier_thoughts(self, members: Mapping[str, msgspec.Raw]) -> EarlierThoughts:
         found, driver = self.capability, self.driver
         if not found.honours_ids or not found.tokenizes:
             return NO_EFFECT
-        supply, ask = partial(driver.probe_members, ASK, REPLY), partial(driver.ask, self._upstream)
-        fixed = {"model": found.model, **members}
-        return await find_earlier_thoughts(ask, self.renderer, fixed, await self._plain(), supply, streams=driver.streams)
+        supply, plain = partial(driver.probe_members, ASK, REPLY), await self._plain()
+        async with self._asking() as (ask, renderer):
+            return await find_earlier_thoughts(ask, renderer, {"model": found.model, **members}, plain, supply, streams=driver.streams)
+
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[tuple[AskChat, EngineRenderer]]:
+        """Yield what sends the requests of a test that the probe did not make, and tokenizes for it.
+
+        Raises:
+            EngineError: an answer proves nothing: there is none, or it is a server error, and there was none when the engine was probed.
+        """
+        requests = ProbeRequests(self._upstream, self.driver, self.capability.model)
+        yield partial(self.driver.ask, requests), self.driver.renderer(requests)
+        if requests.unanswered is not None:
+            raise requests.unanswered
+        if requests.failure and not self.capability.failure:
+            raise EngineError(requests.failure)
 
     async def _plain(self) -> bytes:
         """Return the packed ids of a question's prompt."""
         try:
             return await self.renderer.render(self.capability.model, [ASK], PLAIN_ARGS, generation=True)
         except RenderError as why:
-            raise EngineError(str(why)) from why
+            raise passing_cause(why) or EngineError(str(why)) from why
 
     async def _find_thinking_marks(self) -> ThinkingMarks | None:
         found, driver = self.capability, self.driver
         if not found.honours_ids or not found.tokenizes or driver.adds_tail:
             return None
-        supply, ask = partial(driver.probe_members, ASK, ASK), partial(driver.ask, self._upstream)
-        marks = await find_thinking_marks(ask, self.renderer, found.model, await self._plain(), supply)
+        supply, plain = partial(driver.probe_members, ASK, ASK), await self._plain()
+        async with self._asking() as (ask, renderer):
+            marks = await find_thinking_marks(ask, renderer, found.model, plain, supply)
         if marks is None:
             log.warning("model %s: it was not seen which ids end a thought whose budget is used up; such turns are marked", found.model)
         return marks
@@ -242,6 +264,7 @@ class ModelState:
         self.failure: EngineError | None = None
         self.wanted = Minimum()
         self._delays = delays(FIRST_DELAY, LONGEST_DELAY)
+        self._delays_if_ready = delays(FIRST_DELAY, LONGEST_IF_READY)
         self._due = 0.0
 
     @property
@@ -255,17 +278,22 @@ class ModelState:
     def due(self) -> bool:
         """Whether it is time to probe."""
         state = self.state
-        return state == "unprobed" or (state != "ready" and time.monotonic() >= self._due)
+        final = state == "ready" and self.model is not None and self.model.capability.is_final
+        return state == "unprobed" or (not final and time.monotonic() >= self._due)
 
     def found(self, model: Model, wanted: Minimum) -> None:
         """Keep the result of a probe."""
         self.model, self.failure, self.wanted = model, None, wanted
-        self._due = time.monotonic() + next(self._delays)
+        self.postpone()
 
     def failed(self, why: EngineError) -> None:
         """Note that a probe did not finish; keep the known model."""
         self.failure = why
-        self._due = time.monotonic() + next(self._delays)
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Begin the next delay."""
+        self._due = time.monotonic() + next(self._delays_if_ready if self.state == "ready" else self._delays)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -319,7 +347,7 @@ class Engine:
         self._best: dict[str, Level] = {}
         """The highest level ever found, by the model's own name."""
         self._lock = asyncio.Lock()
-        self._unreachable: EngineError | None = None
+        self._away: EngineError | None = None  # why the last probe could not be made: no connection, or 429 or 503
         self._doubted = -math.inf
         self._logged = ""
         self._forgotten = 0
@@ -372,11 +400,11 @@ class Engine:
         """
         if (known := self._known(name)) is not None:
             return known
-        before = self._unreachable
+        before = self._away
         async with self._lock:
-            if self._unreachable is not before and self._unreachable is not None:
+            if (away := self._away) is not before and away is not None:
                 # Another call found that while this one waited: thousands of calls must not try one after another.
-                raise EngineError(self._unreachable.client_message, private=self._unreachable.private, reached=False)
+                raise EngineError(away.client_message, private=away.private, status=away.status, reached=away.reached)
             return self._known(name) or await self._probe(name)
 
     def _known(self, name: str) -> Model | None:
@@ -401,11 +429,11 @@ class Engine:
             if status.model is not None:
                 status.model.recall()
 
-    async def probe_lowered(self) -> None:
-        """Probe models with a lowered level again when their delay has passed; until then they are served with the lower level."""
+    async def probe_again(self) -> None:
+        """Probe models whose finding is not final again when their delay has passed; until then they are served by this finding."""
         async with self._lock:
             for status in set(self._statuses.values()):
-                if status.model is not None and status.state == "lowered" and status.due:
+                if status.model is not None and status.due:
                     try:
                         await self._probe(status.model.capability.model)
                     except EngineError as why:
@@ -440,13 +468,18 @@ class Engine:
                 if forgotten == self._forgotten:
                     break
         except EngineError as why:
-            self._unreachable = None if why.reached else why
+            self._away = why if why.passing else None
             if not self.capabilities:
                 self.error = str(why)
             if not why.passing and (not name or why.status >= HTTPStatus.INTERNAL_SERVER_ERROR):  # a refused name may be a client's mistake
                 self._statuses.setdefault(name, ModelState()).failed(why)
             raise
         found = msgspec.structs.replace(found, local_tokenizer=small is not None)
+        status = self._statuses.get(found.model)
+        if status is not None and status.model is not None and status.state == "ready" and not found.improves(status.model.capability):
+            self._statuses[name] = status
+            status.postpone()
+            return status.model
         wanted = self._wanted(found.model)
         self._best[found.model] = higher(found.level, self._best.get(found.model, "relay"))
         self._log(found, wanted)
@@ -478,16 +511,13 @@ class Engine:
 
     def _keep(self, name: str, found: Capability, small: Renderer | None, wanted: Minimum) -> Model:
         """Keep a finding under the requested name and under the model's own; both share one state."""
-        status = self._statuses.get(found.model)
-        if status is None or status.model is None or status.state == "lowered":
-            status = status or ModelState()
-            learned = self.learned.setdefault(found.model, set())
-            status.found(Model(found, self.upstream, self.driver, small, learned=learned), wanted)
+        model = Model(found, self.upstream, self.driver, small, learned=self.learned.setdefault(found.model, set()))
+        status = self._statuses.get(found.model) or ModelState()
+        status.found(model, wanted)
         self._statuses[name] = self._statuses[found.model] = status
-        assert status.model is not None  # noqa: S101 - it was found
         if self._on_probe is not None:
             self._on_probe(found)
-        return status.model
+        return model
 
     def _log(self, found: Capability, wanted: Minimum) -> None:
         """Log a finding, unless it is the same as the last one."""

@@ -21,6 +21,7 @@ its sessions, with a cold prefix cache. Calls under way on an engine that is dra
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,6 +40,8 @@ from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
+LIST_AGAIN_SECONDS = 10.0
+"""Seconds after which engines are asked again what they serve, for a model that only some of them list."""
 PlacementPolicy = Literal["auto", "sticky", "hash", "none"]
 
 
@@ -70,6 +73,7 @@ class Pool:
         self._removed: list[Engine] = []
         self._logged: dict[str, str] = {}
         self._turns = itertools.count()
+        self._listed = -math.inf  # when the engines were asked last what they serve, in seconds of the monotonic clock
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -222,17 +226,20 @@ class Pool:
         return place_of(session, group.model) if group is not None else session
 
     async def check_model(self, name: str) -> None:
-        """Check that a model may be served. Before it is refused, all engines are asked again what they serve: adapters come and go.
+        """Check that a model may be served. If not all engines list it, they are asked again what they serve: adapters come and go.
 
-        With one group, any name is passed on: its engine answers for itself.
+        With one group, any name is passed on: its engine answers for itself. An engine that was never probed may serve what no other does.
 
         Raises:
             HarnessError: no engine serves it.
         """
-        if not self.placement.groups or group_named(self.groups.values(), name) is not None:
+        group, now = group_named(self.groups.values(), name), time.monotonic()
+        if not self.groups or (group is not None and (group.all_list(name) or now - self._listed < LIST_AGAIN_SECONDS)):
             return
+        self._listed = now
         await asyncio.gather(*[monitor.engine.list_models() for monitor in self.monitors if monitor.ready])
-        self._group(name)
+        if self.placement.groups:
+            self._group(name)
 
     async def list_models(self) -> dict[str, dict[str, Any]]:
         """Return the models of all groups: the entry of `/v1/models` of each, by its name. Engines that do not serve list none."""
@@ -326,6 +333,9 @@ class Pool:
         if self.placement.groups or (self.groups and unknown):
             group = self._group(model)
             monitors = group.serving(model) if group is not None else unknown
+        elif self.groups:
+            (group,) = self.groups.values()
+            monitors = group.serving(model)
         taking = [monitor for monitor in monitors if not monitor.draining]
         if not taking:
             what = "every engine is being drained" if self.monitors else "no engine is known yet"
@@ -378,6 +388,10 @@ class Pool:
                     versions.setdefault(monitor.version, []).append(monitor.url)
             if len(versions) > 1:
                 mixed += [f"{version}: {', '.join(urls)}" for version, urls in sorted(versions.items())]
+            if not waiting.keys().isdisjoint(group.monitors):
+                newest = max(monitor.identified for monitor in group.monitors)
+                for monitor in group.monitors:
+                    monitor.update_identity(newest)
         for monitor in self.monitors:
             monitor.mismatched = monitor in waiting
             self._log(monitor.url, waiting.get(monitor, ""))

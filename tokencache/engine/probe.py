@@ -9,9 +9,11 @@ works. The result is the level at which the proxy serves sessions of the model:
            are, and none continues another.
 `relay`    The engine reports no ids: sessions are relayed and marked as incomplete, and no turns are recorded.
 
-Only answers determine the level. A request without an answer ends the probe with an error (`ProbeRequests`).
+Only answers determine the level. A request without an answer ends the probe with an error (`ProbeRequests`). So does a reply that the
+engine aborts, because its weights are being replaced. A server error may be one moment's: the finding says so, and is not final.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,7 +38,7 @@ from tokencache.engine.routers import is_router
 from tokencache.engine.template.boundary import ASK, BoundaryUnknownError, stop_candidates
 from tokencache.engine.template.renderer import EngineRenderer, RenderError, TemplateRefusedError
 from tokencache.engine.upstream import AskChat, EngineClient, EngineResponse, Upstream
-from tokencache.errors import NOT_NOW, EngineError, passing_cause
+from tokencache.errors import NO_ROUTE, NOT_NOW, EngineError, passing_cause
 
 Raw = msgspec.Raw
 Level = Literal["exact", "record", "relay"]
@@ -54,6 +56,10 @@ _MAX_CANDIDATES = 16
 NO_END = "the engine stops at no id with which the template ends a turn, and these ids are ordinary text"
 """Why a model has the level `record` until a reply shows where it ends."""
 _VOCABULARY = re.compile(rb"Vocabulary size: ([0-9]{1,10})\b")
+BUSY_PAUSES = (0.05, 0.25, 1.0)
+"""Seconds before a request is repeated that was refused for now (429, 503)."""
+_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
+"""A member of a reply: within a JSON string, its quotes would be escaped."""
 
 
 def higher(one: Level, other: Level) -> Level:
@@ -113,6 +119,7 @@ class Capability(msgspec.Struct, frozen=True):
         prefixes: whether prompts can be named by a hash (`engine.prefixes`); `prefixes_why` is why not.
         cautions: what is wrong with the engine's options, or cannot be checked (`Driver.cautions`).
         images, images_why, placeholder_ids, placeholder: how exact prompts with images are supplied (`engine.image_support`).
+        failure: the first request that the engine answered with a server error (5xx), and its status; `""` if it answered all.
     """
 
     model: str
@@ -149,6 +156,7 @@ class Capability(msgspec.Struct, frozen=True):
     placeholder: tuple[int, ...] = ()
     cautions: tuple[str, ...] = ()
     why: str = ""
+    failure: str = ""
 
     @property
     def adapter_of(self) -> str:
@@ -167,6 +175,15 @@ class Capability(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         """The names that its replies may have. A base model with several (`--served-model-name`) replies with the first (vLLM 0.32)."""
         return (self.model,) if self.adapter else (self.model, *self.served[:1])
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another probe would find no more, as far as is known."""
+        return self.level == "exact" and not self.failure
+
+    def improves(self, known: "Capability") -> bool:
+        """Whether this finding replaces an earlier one."""
+        return (LEVELS.index(self.level), not self.failure) > (LEVELS.index(known.level), not known.failure)
 
     @property
     def image_support(self) -> ImageSupport:
@@ -188,13 +205,15 @@ class Capability(msgspec.Struct, frozen=True):
 class ProbeRequests:
     """Sends the requests of one probe to an engine, and repeats each until it is answered.
 
-    If a request is never answered, or the engine cannot answer now (429, 503), the other answers prove nothing. Then `unanswered` is set,
-    even if other code catches the error, and every later request raises it too.
+    If a request is never answered, or the engine cannot answer now (429, 503) or aborts the reply, the other answers prove nothing. Then
+    `unanswered` is set, even if other code catches the error, and every later request raises it too. `failure` is the first request that
+    was answered with another server error, and its status.
     """
 
     def __init__(self, upstream: Upstream, driver: Driver | None, model: str) -> None:
         self._upstream = upstream
         self.unanswered: EngineError | None = None
+        self.failure = ""
         self.driver, self.model = driver, model
         """The driver of the engine, once it is known: its own signs of an engine that cannot answer now count, too."""
 
@@ -212,14 +231,31 @@ class ProbeRequests:
             raise self.unanswered
         try:
             answer = await self._upstream.query(path, body, headers)
-            if answer.status in NOT_NOW:
-                raise _refusal(answer)
-            if self.driver is not None and await self.driver.refuses_for_now(self._upstream, answer.status, path, self.model):
-                raise _not_ready(_refusal(answer))
+            for pause in BUSY_PAUSES:  # a busy router refuses some requests, and a probe has some sixty
+                if answer.status not in NOT_NOW:
+                    break
+                await asyncio.sleep(pause)
+                answer = await self._upstream.query(path, body, headers)
+            await self._check(path, answer)
         except EngineError as why:
             self.unanswered = why
             raise
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in NO_ROUTE:
+            self.failure = self.failure or f"{path} answered {answer.status}"
         return answer
+
+    async def _check(self, path: str, answer: EngineResponse) -> None:
+        """Check that an answer proves something.
+
+        Raises:
+            EngineError: the engine cannot answer now, or was made to break off the reply.
+        """
+        if answer.status in NOT_NOW:
+            raise _refusal(answer)
+        if self.driver is not None and await self.driver.refuses_for_now(self._upstream, answer.status, path, self.model):
+            raise _not_ready(_refusal(answer))
+        if answer.status == HTTPStatus.OK and _ABORTED.search(answer.body):
+            raise EngineError("the engine aborted a reply to a probe", status=HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 def _not_ready(why: EngineError) -> EngineError:
@@ -247,7 +283,7 @@ async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "", 
         raise requests.unanswered from why
     if requests.unanswered is not None:
         raise requests.unanswered
-    return found
+    return _changed(found, failure=requests.failure)
 
 
 async def _probe(requests: ProbeRequests, drivers: Sequence[Driver], model: str) -> Capability:

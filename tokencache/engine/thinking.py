@@ -19,7 +19,6 @@ from tokencache.dialects.chat.sampling import BUDGET
 from tokencache.engine.reply import Reply
 from tokencache.engine.template.renderer import EngineRenderer
 from tokencache.engine.upstream import AskChat
-from tokencache.errors import NOT_NOW, EngineError
 
 MARKS = (
     ("<think>", "</think>"),
@@ -74,8 +73,6 @@ async def find_thinking_marks(
 async def _sampled(ask: AskChat, body: Mapping[str, Any], prompt: bytes) -> list[int]:
     """Return the ids of the reply to a request with this exact prompt; none if the engine refuses it or used another prompt."""
     answer = await ask(body)
-    if answer.status in NOT_NOW:
-        raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
     reply = Reply()
     if answer.status == HTTPStatus.OK:
         reply.add(answer.body)

@@ -35,6 +35,7 @@ from tokencache.engine.drivers.base import ExactPrompt, LastReply
 from tokencache.engine.figures import judge, wrong_prompt
 from tokencache.engine.probe import Capability
 from tokencache.engine.reply import Choice, Reply
+from tokencache.engine.thinking import MARKS
 from tokencache.proxy.facts import EndedPiece, PlannedCall
 
 Raw = msgspec.Raw
@@ -410,6 +411,8 @@ def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
     delta: dict[str, Any] = {}
     for name in ("reasoning", "content"):
         had, has = "".join(getattr(received, name)), "".join(getattr(made, name))
+        if name == "reasoning":
+            had, has = _without_mark(had), _without_mark(has)
         if not (has.startswith(had) or had.startswith(has)):
             return None
         if len(has) > len(had):
@@ -427,6 +430,11 @@ def _difference(received: Choice, made: Choice) -> dict[str, Any] | None:
         if len(call.arguments) > len(known.arguments):
             calls.append({"index": index, "function": {"arguments": call.arguments[len(known.arguments) :]}})
     return {**delta, "tool_calls": calls} if calls else delta
+
+
+def _without_mark(words: str) -> str:
+    """Leave out the mark that begins a thought: some of vLLM's parsers leave it there if it arrives with other tokens (0.32)."""
+    return words.removeprefix(next((mark for mark, _ in MARKS if words.startswith(mark)), ""))
 
 
 async def events_of(answer: Answer) -> AsyncIterator[bytes]:

@@ -248,7 +248,7 @@ class Endpoints:
         if later and not await self._takes_later_system(asked, call):
             known_as = known_as and f"{known_as}\0reminders"
             call = await parsed.read(request, with_messages(call, as_reminders(call.raw_messages)), CallReader(self._parser, known_as))
-        if len(self._pool.groups) > 1:
+        if len(self._pool.monitors) > 1:
             await self._pool.check_model(call.model)
         self._apply(asked, call)
         return call

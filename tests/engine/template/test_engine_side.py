@@ -71,6 +71,33 @@ async def test_a_missing_answer_is_not_a_disagreement(status, learned):
     )
 
 
+async def test_a_template_that_writes_the_time_is_asked_again_and_so_is_an_engine_that_reports_no_ids():
+    """Between the two renderings a minute ended, or a day: that is no difference between the routes."""
+
+    class Clock(Lab):
+        minutes = iter(["12:59 ", "13:00 "])
+
+        async def render(self, model, messages, args, *, generation):
+            rendered = await super().render(model, messages, args, generation=generation)
+            return ids.pack(self.words.encode(next(self.minutes, "13:00 "))) + rendered
+
+    class At13(Chat):
+        async def ask(self, body):
+            answer = (await super().ask(body)).json()
+            return EngineResponse(200, msgspec.json.encode(answer | {"prompt_token_ids": time + answer["prompt_token_ids"]}))
+
+    class Silent(Chat):
+        async def ask(self, body):
+            answer = (await super().ask(body)).json()
+            return EngineResponse(200, msgspec.json.encode(answer | {"prompt_token_ids": None}))
+
+    kind = KINDS["Qwen3"]
+    clock, time = Clock(Lab.of(kind).template, Lab.of(kind).words), Lab.of(kind).words.encode("13:00 ")
+    agrees = partial(chat_agrees, partial(chat_prompt_ids, At13(kind).ask), clock, "m", NO_ARGS)
+    assert [await agrees(), await agrees()] == [None, True]
+    assert await chat_agrees(partial(chat_prompt_ids, Silent(kind).ask), Lab.of(kind), "m", NO_ARGS) is None
+
+
 @pytest.mark.parametrize("status", [503, 429])
 async def test_a_temporary_error_is_raised_for_a_later_attempt(status):
     """Whoever asks waits: what is not known yet must not be taken for a difference."""

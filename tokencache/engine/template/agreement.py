@@ -14,6 +14,7 @@ accepts content in parts, but a server can be configured otherwise. So this modu
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,14 +56,14 @@ async def chat_agrees(chat_prompt_ids: ChatPromptIds, renderer: Renderer, model:
 
     Returns:
         Whether they give the same ids. Also false if `/tokenize` refuses the single question, or if chat refuses what `/tokenize` renders.
-        `None` if the engine gave no usable answer.
+        `None` if the engine gave no usable answer, or renders differently than a moment ago: a template may write the time.
 
     Raises:
         EngineError: the engine cannot be reached, or cannot answer now.
     """
     try:
-        if not await _chat_renders_alike(chat_prompt_ids, renderer, model, args, [ASK]):
-            return False
+        if not (alike := await _chat_renders_alike(chat_prompt_ids, renderer, model, args, [ASK])):
+            return alike
         try:
             return await _chat_renders_alike(chat_prompt_ids, renderer, model, args, EPISODE)
         except TemplateRefusedError:
@@ -81,13 +82,17 @@ async def chat_agrees(chat_prompt_ids: ChatPromptIds, renderer: Renderer, model:
 
 async def _chat_renders_alike(
     chat_prompt_ids: ChatPromptIds, renderer: Renderer, model: str, args: RenderArgs, messages: Sequence[bytes]
-) -> bool:
+) -> bool | None:
     offered = msgspec.structs.replace(args, tools=TOOL) if args.tools is not None else args
-    rendered = await renderer.render(model, messages, offered, generation=True)
+    render = partial(renderer.render, model, messages, offered, generation=True)
+    rendered = await render()
     body: dict[str, Any] = {**args.members, **args.chat, "model": model, "messages": Raw(b"[" + b",".join(messages) + b"]")}
     if offered.tools is not None:
         body["tools"] = offered.tools
-    return await chat_prompt_ids(body) == rendered
+    used = await chat_prompt_ids(body)
+    if used == rendered:
+        return True
+    return False if used is not None and await render() == rendered else None
 
 
 class Sample(NamedTuple):
