@@ -20,14 +20,7 @@ TIMEOUT = 600.0
 
 ProxyOption = Annotated[str, typer.Option("--proxy", envvar="TOKENCACHE_PROXY", metavar="URL", help="Base URL of the proxy, without /v1.")]
 AdminKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--admin-key",
-        envvar="TOKENCACHE_ADMIN_KEY",
-        metavar="KEY",
-        help="Admin key of the proxy, if it has one.",
-        show_default=False,
-    ),
+    str | None, typer.Option("--admin-key", envvar="TOKENCACHE_ADMIN_KEY", metavar="KEY", help="Admin key of the proxy, if it has one.")
 ]
 PatternOption = Annotated[
     str,
@@ -35,13 +28,7 @@ PatternOption = Annotated[
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option(
-        "--block-size",
-        min=1,
-        metavar="N",
-        help=f"Tokens of a block of a trace ({', '.join(TRACES)}); default {BLOCK_SIZE}.",
-        show_default=False,
-    ),
+    typer.Option("--block-size", min=1, metavar="N", help=f"Tokens of a block of a trace ({', '.join(TRACES)}); default {BLOCK_SIZE}."),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -286,13 +286,10 @@ class _Summary(msgspec.Struct, frozen=True):
 @takes(ExportParameters)
 def export_sessions(
     sessions: Annotated[
-        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False, autocompletion=complete_session)
+        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", autocompletion=complete_session)
     ] = None,
     *,
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.", show_default=False),
-    ],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.")],
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
     format_name: Annotated[
@@ -312,12 +309,7 @@ def export_sessions(
     valid_only: Annotated[bool, typer.Option("--valid-only", help="Leave out sessions that are incomplete or failed.")] = False,
     media: Annotated[
         Path | None,
-        typer.Option(
-            "--media",
-            metavar="DIR",
-            help="Also write images and other media to this folder, as `tokencache media` does.",
-            show_default=False,
-        ),
+        typer.Option("--media", metavar="DIR", help="Also write images and other media to this folder, as `tokencache media` does."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     block_size: BlockSizeOption = None,

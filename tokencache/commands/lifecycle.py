@@ -31,15 +31,10 @@ _Names = Annotated[
 
 @takes(NewSession, {"harness": complete_harness, "group": complete_group})
 def create_session(
-    session: Annotated[
-        str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.", show_default=False)
-    ] = None,
+    session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.")] = None,
     *,
     config_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.", show_default=False
-        ),
+        Path | None, typer.Option("--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.")
     ] = None,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -66,9 +61,7 @@ def create_session(
 def fork_session(
     session: _Name,
     turn: Annotated[str, typer.Argument(metavar="TURN", help="Id of the turn after which it begins; `tokencache show` lists them.")],
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of the fork. Default: a new, random one.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the fork. Default: a new, random one.")] = None,
     *,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -101,17 +94,10 @@ def _print_access(made: Session, *, as_json: bool) -> None:
 def finish_sessions(  # noqa: PLR0917 - one parameter per option
     sessions: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SESSION",
-            help="Names of sessions; `tokencache sessions` lists them.",
-            show_default=False,
-            autocompletion=complete_session,
-        ),
+        typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session),
     ] = None,
-    tag: Annotated[
-        str | None, typer.Option("--tag", metavar="TAG", help="Also all open sessions with this tag.", show_default=False)
-    ] = None,
-    reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.", show_default=False)] = None,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Also all open sessions with this tag.")] = None,
+    reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.")] = None,
     reward_file: RewardFileOption = None,
     kind: Annotated[
         str | None,
@@ -119,7 +105,6 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
             "--failed",
             metavar="KIND",
             help="What failed: engine, harness, sandbox, timeout, budget, canceled, store, or a word of your own; ok: nothing.",
-            show_default=False,
         ),
     ] = None,
     detail: Annotated[str, typer.Option("--detail", metavar="TEXT", help="The failure in words.", show_default=False)] = "",
@@ -149,7 +134,7 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
 
 def set_reward(  # noqa: PLR0917 - one parameter per option
     session: _Name,
-    reward: Annotated[float | None, typer.Argument(metavar="NUMBER", help="Reward of the session.", show_default=False)] = None,
+    reward: Annotated[float | None, typer.Argument(metavar="NUMBER", help="Reward of the session.")] = None,
     reward_file: RewardFileOption = None,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,

@@ -17,16 +17,11 @@ from tokencache.trajectories.digest import digest_of, recorded_digest
 
 TargetsArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False, autocompletion=complete_session
-    ),
+    typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", autocompletion=complete_session),
 ]
-EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.", show_default=False)]
+EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.")]
 EngineKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.", show_default=False
-    ),
+    str | None, typer.Option("--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.")
 ]
 RequestsOption = Annotated[
     int,
@@ -44,7 +39,6 @@ AtOnceOption = Annotated[
         min=1,
         metavar="N",
         help="Tokens in progress, and the longest sequence. [default: 65536; with --top K that / (K + 1)]",
-        show_default=False,
     ),
 ]
 

@@ -22,23 +22,16 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
         ),
     ] = "",
     pattern: PatternOption = "*",
-    state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="Only sessions that are open, finished or sealed.", show_default=False)
-    ] = None,
+    state: Annotated[str | None, typer.Option("--state", metavar="STATE", help="Only sessions that are open, finished or sealed.")] = None,
     group: Annotated[
-        str | None,
-        typer.Option("--group", metavar="NAME", help="Only sessions of this group.", show_default=False, autocompletion=complete_group),
+        str | None, typer.Option("--group", metavar="NAME", help="Only sessions of this group.", autocompletion=complete_group)
     ] = None,
-    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only sessions with this tag.", show_default=False)] = None,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only sessions with this tag.")] = None,
     harness: Annotated[
-        str | None,
-        typer.Option(
-            "--harness", metavar="NAME", help="Only sessions of this harness.", show_default=False, autocompletion=complete_harness
-        ),
+        str | None, typer.Option("--harness", metavar="NAME", help="Only sessions of this harness.", autocompletion=complete_harness)
     ] = None,
     outcome: Annotated[
-        str | None,
-        typer.Option("--outcome", metavar="KIND", help="Only sessions with this outcome: ok, or a kind of failure.", show_default=False),
+        str | None, typer.Option("--outcome", metavar="KIND", help="Only sessions with this outcome: ok, or a kind of failure.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Print only the newest N; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each session.")] = False,
