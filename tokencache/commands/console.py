@@ -59,6 +59,16 @@ def said(error: Exception | str) -> str:
 
 
 @contextlib.contextmanager
+def calling(proxy: str, admin_key: str | None, *, timeout: float = 60.0) -> Iterator[Client]:
+    """Yield a client, which waits so many seconds for a response. An error of the proxy is printed, and ends the command."""
+    try:
+        with Client(proxy, admin_key, timeout=timeout) as client:
+            yield client
+    except ClientError as error:
+        raise failed(error) from None
+
+
+@contextlib.contextmanager
 def connecting(proxy: str, admin_key: str | None) -> Iterator[Callable[[], Client]]:
     """Yield a function that returns a client, which is made at its first call: a command that reads only files needs no proxy."""
     with contextlib.ExitStack() as stack:

@@ -6,7 +6,6 @@ be exported are counted and reported.
 """
 
 import asyncio
-import fnmatch
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -18,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, SessionState, UnfinishedError
+from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, UnfinishedError
 from tokencache.commands import files, manifest
 from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import (
@@ -34,6 +33,7 @@ from tokencache.commands.console import (
 )
 from tokencache.commands.media import write_media
 from tokencache.commands.options import given, takes
+from tokencache.commands.rollouts import session_names
 from tokencache.commands.sink import FileError, Sink
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
@@ -344,7 +344,7 @@ def export_sessions(
         lengths = cast("ExportOptions", given(ExportParameters, options))
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
-            names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
+            names = list(dict.fromkeys(sessions)) if sessions else session_names(client, pattern or "*")
         if not names:
             raise failed(f"there is no session {f'that matches {pattern}' if pattern else 'yet'}; nothing was written")
         export = Export(
@@ -386,12 +386,6 @@ async def _run(export: Export, sink: Sink, proxy: str, admin_key: str | None, co
 
         async with AsyncClient(proxy, admin_key, timeout=TIMEOUT) as client:
             await export.run(client, sink, step)
-
-
-def _matching(states: Sequence[SessionState], pattern: str) -> list[str]:
-    """Return the sessions that match, oldest first."""
-    chosen = [state for state in states if fnmatch.fnmatchcase(state.session, pattern)]
-    return [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
 
 
 def _print_report(console: Console, export: Export, rows: int, to: str) -> None:

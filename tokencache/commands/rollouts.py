@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -43,14 +43,11 @@ AtOnceOption = Annotated[
 ]
 
 
-class RolloutSource:
+class RolloutSource(NamedTuple):
     """Where rollouts are read: `where` names the place in messages; `value` is decoded JSON."""
 
-    __slots__ = ("value", "where")
-
-    def __init__(self, where: str, value: Any) -> None:
-        self.where = where
-        self.value = value
+    where: str
+    value: Any
 
 
 def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tokencache.client import Client, ClientError, SessionState
+from tokencache.client import SessionState
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, calling, plural
 from tokencache.core.outcome import OutcomeKind
 
 
@@ -46,11 +46,8 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
 
     tokencache sessions run7-
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness, outcome=outcome)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness, outcome=outcome)
     states = [one for one in listed if fnmatch.fnmatchcase(one.session, pattern)]
     states.sort(key=lambda one: (-one.created, one.session))
     shown = states[:limit] if limit else states

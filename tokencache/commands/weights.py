@@ -11,7 +11,7 @@ from tokencache.adapters import process
 from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, WeightsInfo
 from tokencache.client.weight_operations import DEFAULT_TIMEOUT
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, calling, failed, print_json
 from tokencache.core.weights import PauseMode
 
 _Engines = Annotated[list[str] | None, typer.Option("--engine", metavar="URL", help="Only this engine. May be repeated. Default: all.")]
@@ -37,11 +37,8 @@ def show_weights(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, ad
 
     tokencache weights show
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            _print(client.weights(), as_json=as_json)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        _print(client.weights(), as_json=as_json)
 
 
 @weights_app.command("set")
@@ -69,13 +66,10 @@ def set_weights(  # noqa: PLR0917 - one parameter per option
     """
     if (version is None) != updating:
         raise typer.BadParameter("give a VERSION, or --updating")
-    try:
-        with Client(proxy, admin_key) as client:
-            named = engines or ()
-            known = client.set_weights(version, engines=named, phase="updating" if updating else "ready", owner=owner, timeout=timeout)
-            _print(known, as_json=as_json)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        named = engines or ()
+        known = client.set_weights(version, engines=named, phase="updating" if updating else "ready", owner=owner, timeout=timeout)
+        _print(known, as_json=as_json)
 
 
 @weights_app.command("update")
