@@ -20,7 +20,6 @@ from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
 from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token, within_budget
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
-from tokencache.testing.prefixes import pack_prompt, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from tokencache.testing.dev_mode import DevMode
     from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
     from tokencache.testing.metadata import ReplyMetadata
-    from tokencache.testing.prefixes import NamedIds
     from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
     from tokencache.testing.weights import KeysAndValues, SimulatedWeights
@@ -79,7 +77,6 @@ class Completion:
         created: Unix time in seconds.
         headers: headers of the response.
         versions: for each choice, the label of the weights that sampled each token.
-        keep: receives the ids of each prompt with its complete reply.
     """
 
     request: ChatRequest
@@ -93,7 +90,6 @@ class Completion:
     created: int = field(default_factory=lambda: int(time.time()))
     headers: dict[str, str] = field(init=False)
     versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    keep: Callable[[list[int]], None] = lambda _ids: None
 
     def __post_init__(self) -> None:
         """Begin with the headers of every response."""
@@ -125,8 +121,6 @@ class Completion:
         entry.finish_reason = reason
         if reason is not None:
             self._log(entry)
-        if reason not in {None, "abort"}:
-            self.keep([*entry.prompt_ids, *entry.completion_ids])
 
     def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
@@ -213,14 +207,6 @@ class ChatCompletion(Completion):
 
     prompt_text: str | None = None
     """The text of the prompt, if the request wants it."""
-    named: NamedIds | None = None
-    """How the request names its prompt, with the plugin."""
-
-    def _prompt_echo(self) -> dict[str, Any]:
-        """The members of the answer with the ids of the prompt."""
-        shown = self.request.return_token_ids and (self.named is None or self.named.echo)
-        packed = pack_prompt(self.prompts[0]) if shown and self.named is not None and self.named.packed else {}
-        return {"prompt_token_ids": self.prompts[0] if shown and not packed else None} | packed
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
@@ -242,21 +228,17 @@ class ChatCompletion(Completion):
             text, tokens, last = await self._all_steps(index)
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
-            if self.named is not None and self.named.packed:
-                pack_tokens(choice, tokens)
             self._finish(entry, choice["finish_reason"])
-            if self.named is None or self.named.experts:
-                choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
+            choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
             choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
-        return reply | self._prompt_echo() | {"prompt_text": self.prompt_text} | metadata.of_reply()
+        return reply | {"prompt_text": self.prompt_text} | metadata.of_reply()
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""
         request = self.request
         for index in range(request.n):
-            first = wire.role_chunk(request, self.created, index, self.prompts[0])
-            yield wire.event(first | self._prompt_echo() | {"prompt_text": self.prompt_text})
+            yield wire.event(self._first_chunk(index))
         settings = self.settings
         over = reasoning_is_over(self.prompts[0], settings.tokenizer, thinking=self._thinking, anywhere=settings.reads_earlier_thoughts)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
@@ -267,6 +249,9 @@ class ChatCompletion(Completion):
         if request.include_usage:
             yield wire.event(wire.usage_chunk(request, self.created, self._usage(whole=False)))
 
+    def _first_chunk(self, index: int) -> dict[str, Any]:
+        return wire.role_chunk(self.request, self.created, index, self.prompts[0]) | {"prompt_text": self.prompt_text}
+
     def _chunk(self, index: int, step: GenerationStep, parser: StreamParser) -> dict[str, Any] | None:
         request, entry = self.request, self.entries[index]
         delta = parser.feed(step.text, finished=step.finish_reason is not None)
@@ -274,8 +259,6 @@ class ChatCompletion(Completion):
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         self._finish(entry, reason)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
-        if chunk is not None and self.named is not None and self.named.packed:
-            pack_tokens(chunk["choices"][0], step.tokens)
         if chunk is not None and reason is not None:
             chunk["choices"][0] |= self.settings.metadata.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:
