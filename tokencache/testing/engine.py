@@ -148,16 +148,6 @@ class SimulatedEngine:
         self._changed = asyncio.Event()
         self._started = int(time.time())
 
-    @property
-    def books(self) -> list[GroundTruthEntry]:
-        """Old name of `ground_truth`."""
-        return self.ground_truth
-
-    @property
-    def speech(self) -> ReplyGenerator:
-        """Old name of `replies`."""
-        return self.replies
-
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve while the context is open. Yields the base URL, without `/v1`. Port 0 picks a free port."""
