@@ -415,11 +415,11 @@ async def test_a_turn_that_the_engine_refuses_has_its_words(rig_with_two_turns, 
 
 async def test_weights_that_change_meanwhile_are_noticed(rig_with_two_turns):
     rig = rig_with_two_turns
-    rig.engine.metadata.version = "v1"
+    rig.engine.weights.label = "v1"
 
     def change(route, _body):
         if route == "/v1/completions":
-            rig.engine.metadata.version = "v2"
+            rig.engine.weights.label = "v2"
 
     rig.engine.choose_fault = change
     assert "from version 'v1' to 'v2'" in (await score(rig, insert(), status=409))["message"]

@@ -28,11 +28,11 @@ def kind_of(engine):
     made = _AS_MADE.get(type(engine))
     if made is None or (type(engine.replies), vars(engine).keys()) != (type(made.replies), vars(made).keys()):
         return None
-    added = (engine.images, engine.prefixes) if isinstance(engine, PluginEngine) else ()
-    parts = (engine, engine.metadata, engine.weights, *added)
+    added = (engine.images, engine.prefixes, engine.metadata) if isinstance(engine, PluginEngine) else ()
+    parts = (engine, engine.weights, *added)
     replies = (engine.replies.seed, engine.replies.drift, engine.replies.eos)
-    touched = any(getattr(engine, name) for name in _OWN) or engine.choose_fault or engine.replies.script or engine.metadata.experts
-    if touched or any(getattr(part, name, None) for part in added for name in ("fault", "generate_fault")):
+    touched = any(getattr(engine, name) for name in _OWN) or engine.choose_fault or engine.replies.script
+    if touched or any(getattr(part, name, None) for part in added for name in ("fault", "generate_fault", "experts")):
         return None
     scalars = [(type(part).__name__, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, _SCALARS)]
     return (*(one for one in scalars if one[1] != "_started"), *replies, engine.tokenizer.chat_template)

@@ -13,7 +13,7 @@ every prompt and completion id. Needs the extra `testing`.
 `faults`        faults that a test requests
 `ground_truth`  the true ids of every prompt and completion
 `generate_route`  the route for prompts as ids
-`weights`, `dev_mode`, `metadata`  weights that change: what they do, the routes that replace them, and what replies report
+`weights`, `dev_mode`  weights that change: what they do, and the routes that replace them
 `harness`       a scripted agent, which changes the history that it sends back as real ones do
 """
 

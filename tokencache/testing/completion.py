@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
     from tokencache.testing.dev_mode import DevMode
     from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
-    from tokencache.testing.metadata import ReplyMetadata
     from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
     from tokencache.testing.weights import KeysAndValues, SimulatedWeights
@@ -50,7 +48,6 @@ class CompletionSettings:
 
     tokenizer: SimTokenizer
     replies: ReplyGenerator
-    metadata: ReplyMetadata
     weights: SimulatedWeights
     dev_mode: DevMode
     chunk_tokens: int
@@ -76,7 +73,6 @@ class Completion:
         queued: whether it arrived while the engine was paused, and waits since.
         created: Unix time in seconds.
         headers: headers of the response.
-        versions: for each choice, the label of the weights that sampled each token.
     """
 
     request: ChatRequest
@@ -88,12 +84,7 @@ class Completion:
     halted: Callable[[int], bool] = lambda _tokens: False
     queued: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    headers: dict[str, str] = field(init=False)
-    versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        """Begin with the headers of every response."""
-        self.headers = dict(self.settings.metadata.headers)
+    headers: dict[str, str] = field(default_factory=dict)
 
     async def whole(self) -> dict[str, Any]:
         """Generate everything. Returns the body of the reply."""
@@ -141,7 +132,6 @@ class Completion:
             if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")
                 return
-            self.versions[index].extend([settings.metadata.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             if kv is not None:
@@ -223,16 +213,15 @@ class ChatCompletion(Completion):
 
     async def whole(self) -> dict[str, Any]:
         """See `Completion.whole`."""
-        choices, metadata = [], self.settings.metadata
+        choices = []
         for index, entry in enumerate(self.entries):
             text, tokens, last = await self._all_steps(index)
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
             self._finish(entry, choice["finish_reason"])
-            choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
-            choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
+            choices.append(choice)
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
-        return reply | {"prompt_text": self.prompt_text} | metadata.of_reply()
+        return reply | {"prompt_text": self.prompt_text}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""
@@ -259,8 +248,6 @@ class ChatCompletion(Completion):
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         self._finish(entry, reason)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
-        if chunk is not None and reason is not None:
-            chunk["choices"][0] |= self.settings.metadata.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:
             chunk["usage"] = wire.usage(len(self.prompts[0]), len(entry.completion_ids), self._reasoning(entry))
         return chunk
@@ -299,15 +286,15 @@ class TextCompletion(Completion):
 
     async def whole(self) -> dict[str, Any]:
         """See `Completion.whole`."""
-        choices, metadata = [], self.settings.metadata
+        choices = []
         for index, entry in enumerate(self.entries):
             text, tokens, last = await self._all_steps(index)
             self._finish(entry, last.finish_reason)
-            choices.append(self._choice(index, text, tokens, last) | metadata.of_choice(self.request, self.versions[index]))
+            choices.append(self._choice(index, text, tokens, last))
         return {
             **self._head(choices), "service_tier": None, "system_fingerprint": wire.FINGERPRINT,
             "usage": {**self._usage(), "prompt_tokens_details": None, "completion_tokens_details": None},
-            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None, **metadata.of_reply(),
+            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
         }  # fmt: skip
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], last: GenerationStep) -> dict[str, Any]:
@@ -316,7 +303,7 @@ class TextCompletion(Completion):
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if shows else None,
             "prompt_logprobs": self._prompt_logprobs(prompt), "prompt_token_ids": prompt if shows else None,
-            "routed_experts": self.settings.metadata.routed(self.request, prompt, [token.id for token in tokens]),
+            "routed_experts": None,
         }  # fmt: skip
 
     def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:
@@ -376,8 +363,6 @@ class TextCompletion(Completion):
             "stop_reason": step.stop_reason, "prompt_token_ids": self._prompt(index) if shows and first else None,
             "token_ids": step.ids if shows else None,
         }  # fmt: skip
-        if step.finish_reason is not None:
-            choice |= self.settings.metadata.of_choice(request, self.versions[index])
         chunk = self._head([choice])
         if step.finish_reason is not None and not request.include_usage:
             chunk["system_fingerprint"] = wire.FINGERPRINT

@@ -36,7 +36,6 @@ from tokencache.testing.faults import Fault, FaultKind, FaultOrders
 from tokencache.testing.generate_route import GENERATE, GeneratedCompletion, read_generate_request
 from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
-from tokencache.testing.metadata import ReplyMetadata
 from tokencache.testing.prompt import media_parts, prompt_ids
 from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.metadata import VersionStyle
 
 Kind = TypeVar("Kind", bound=Completion)
 
@@ -74,9 +72,7 @@ class SimulatedEngine:
         chunk_tokens: tokens in each chunk of a stream.
         version: the version of vLLM that it reports.
         logprobs_mode: vLLM's option of that name.
-        weight_versions: how it reports weight versions; see `metadata`.
         dev_mode: whether it has the routes with which a trainer replaces weights; see `dev_mode`.
-        routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         eos: the token at which it stops by itself. A base model's is `<|endoftext|>`, which its template does not write.
         journal: file that receives every token before it is sent; see `ground_truth`.
@@ -109,9 +105,7 @@ class SimulatedEngine:
         chunk_tokens: int = 1,
         version: str = "0.32.0",
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        weight_versions: VersionStyle = "",
         dev_mode: bool = False,
-        routed_experts: tuple[int, int] | None = None,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         eos: str = "<|im_end|>",
         journal: Path | None = None,
@@ -125,7 +119,6 @@ class SimulatedEngine:
         self.reads_earlier_thoughts = reads_earlier_thoughts
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
-        self.metadata = ReplyMetadata(weight_versions, routed_experts)
         self.replies = ReplyGenerator(self.tokenizer, episodes or {}, seed, drift, eos=self.tokenizer.id_of(eos))
         self.choose_fault = orders or choose_fault
         self._orders = orders
@@ -143,7 +136,7 @@ class SimulatedEngine:
         self._running: list[Completion] = []
         self.weights = SimulatedWeights()
         self._has_dev_mode = dev_mode
-        self.dev_mode = DevMode(self.weights, self.metadata, self._abort_all, self._count_running)
+        self.dev_mode = DevMode(self.weights, self._abort_all, self._count_running)
         self._calls = itertools.count()
         self._changed = asyncio.Event()
         self._started = int(time.time())
@@ -363,7 +356,6 @@ class SimulatedEngine:
         return CompletionSettings(
             tokenizer=self.tokenizer,
             replies=self.replies,
-            metadata=self.metadata,
             weights=self.weights,
             dev_mode=self.dev_mode,
             chunk_tokens=self.chunk_tokens,
@@ -400,13 +392,7 @@ class SimulatedEngine:
         return kind(request, prompts, limits, entries, next(self._calls), self._settings())
 
     def _new_entries(self, request: ChatRequest, prompts: Sequence[Sequence[int]], *, supplied: bool) -> list[GroundTruthEntry]:
-        """Add one entry to the ground truth for each choice of each prompt.
-
-        Raises:
-            RefusalResponse: the request asks for what the prompts do not have.
-        """
-        for prompt in prompts:
-            self.metadata.check(request, prompt)
+        """Add one entry to the ground truth for each choice of each prompt."""
         entries = [
             GroundTruthEntry(request.request_id, i, request.session, request.model, request.stream, supplied, list(prompts[i // request.n]))
             for i in range(len(prompts) * request.n)
