@@ -36,15 +36,7 @@ _NOT_SIMULATED = ("echo", "suffix", "use_beam_search", "prompt_embeds")
 
 @dataclass(slots=True, kw_only=True)
 class CompletionSettings:
-    """Settings of the engine that all its completions share.
-
-    Attributes:
-        weights: the weights, and the prefix cache.
-        dev_mode: pauses the engine.
-        chunk_tokens: tokens in each chunk of a stream.
-        token_delay: seconds for each token.
-        log: file that receives every token before it is sent.
-    """
+    """Settings of the engine that all its completions share (`SimulatedEngine`). `log` receives every token before it is sent."""
 
     tokenizer: SimTokenizer
     replies: ReplyGenerator
@@ -63,16 +55,13 @@ class Completion:
     """A completion in progress. Call either `whole` or `stream`, once.
 
     Attributes:
-        request: the request.
         prompts: ids of each prompt; a chat completion has one.
         limits: largest number of tokens in a reply, for each prompt.
         entries: ground truth of each choice: `n` for each prompt, in order. They grow while tokens are generated.
         call: number of this completion among all of the engine.
-        settings: settings of the engine.
         halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
         queued: whether it arrived while the engine was paused, and waits since.
         created: Unix time in seconds.
-        headers: headers of the response.
     """
 
     request: ChatRequest

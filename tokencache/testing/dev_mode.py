@@ -24,12 +24,7 @@ PauseMode = Literal["", "abort", "keep", "wait"]
 
 
 class DevMode:
-    """Pauses an engine and replaces its weights.
-
-    Args:
-        weights: the engine's weights.
-        abort: ends all running requests.
-        running: returns the number of running requests, without those that wait.
+    """Pauses an engine and replaces its weights. `abort` ends all running requests; `running` counts those that do not wait.
 
     Attributes:
         paused: how the engine is paused; `""` if it is not.
