@@ -20,12 +20,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from tests.support.plugin_engine import PluginEngine
 from tokencache import logs
 from tokencache.config import Settings
 from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
 from tokencache.store import open_store
-from tokencache.testing import SimulatedEngine
 
 Follower = Callable[[FrameType, str, Any], object]
 """As `sys.setprofile` takes it."""
@@ -125,7 +125,7 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
     async def serve() -> None:
         async with contextlib.AsyncExitStack() as opened:
             for _ in range(talk.engines):
-                engine = SimulatedEngine(
+                engine = PluginEngine(
                     episodes={"steps": [talk.reply] * talk.calls},
                     seed=1,
                     prefixes=talk.prefixes,

@@ -93,7 +93,6 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         f"{option_of(name)}/--no-{option_of(name)[2:]}" if kind is bool else option_of(name),
         help=f"{field.description}{default if field.default else ''}",
         metavar=None if kind is bool else shown.value or "|".join(choices) or metavars.get(cast("Any", field.annotation), "JSON"),
-        show_default=False,
         rich_help_panel=_BASIC if shown.basic else _ADVANCED,
         autocompletion=(lambda: list(choices)) if choices else None,
     )
@@ -120,7 +119,6 @@ _Config = Annotated[
         envvar=f"{PREFIX}CONFIG",
         metavar="FILE",
         help="TOML file with settings, named as the options are: port = 8100.",
-        show_default=False,
         rich_help_panel=_BASIC,
     ),
 ]

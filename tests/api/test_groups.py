@@ -266,7 +266,7 @@ async def by_rule(queue, group, most):
 
 async def by_length(queue, _group, most):
     """All sessions that are not acknowledged count."""
-    return await queue.length() >= most
+    return await queue._store.queue_length() >= most
 
 
 async def without_sizes(queue, _group, most):

@@ -83,7 +83,7 @@ class TestDeliveries:
         assert (await store.session("a"), (await store.session("b")).sealed) == (None, True)
         assert await queue.acknowledge(Acknowledge([two.id], delete=False)) == 0
         assert (await store.session("b")).sealed
-        assert await queue.length() == 0
+        assert await store.queue_length() == 0
 
     async def test_a_consumer_that_is_killed_gets_its_delivery_again(self, store):
         queue = queue_of(store)
@@ -125,7 +125,7 @@ class TestDeliveries:
         monkeypatch.setattr(store, "delete", delete)
         while await store.session("b") is not None:
             assert [await take(queue, Take(consumer)) for consumer in ("c1", "c2")] == [[], []]
-        assert (await queue.length(), (await queue.counts())["taken"]) == (0, 0)
+        assert (await store.queue_length(), (await queue.counts())["taken"]) == (0, 0)
 
     async def test_a_delivery_that_is_released_is_free_at_once(self, store):
         queue = queue_of(store)
@@ -199,7 +199,7 @@ class TestDeliveries:
         await store.define("a", SessionSettings(), Labels())  # another rollout of the same name
         (one,) = await take(queue, Take("c", limit=5))
         assert names_of([one]) == [["b"]]
-        assert await queue.length() == 1
+        assert await store.queue_length() == 1
         await store.delete("b", reuse=True)
         await store.define("b", SessionSettings(), Labels())
         assert await queue.acknowledge(Acknowledge([one.id])) == 0

@@ -15,6 +15,7 @@ from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_exactness import NO_THOUGHT
 from tests.proxy.test_several_models import served as several_models
 from tests.proxy.traffic import Harness
+from tests.support.plugin_engine import PluginEngine
 from tokencache.api.scores import WrittenTurns
 from tokencache.client import AsyncClient, RefusedError, ScoredTurn
 from tokencache.core import ids
@@ -22,7 +23,7 @@ from tokencache.core.context import whole_contexts
 from tokencache.core.context_edits import EditRefusal
 from tokencache.core.drift import own_spans
 from tokencache.core.turn import rebuild_prefix
-from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing import Fault
 from tokencache.testing.template import CHAT_TEMPLATE
 
 HINT = "Hint: the answer is in ü.txt ☕."
@@ -30,7 +31,7 @@ REPLIES = [f"<think>\nThought {n}, naïve café.\n</think>\n\nReply number {n}."
 
 
 def engine(**options):
-    made = SimulatedEngine(**{"episodes": {"talk": REPLIES}, "seed": 7, "dev_mode": True, **options})
+    made = PluginEngine(**{"episodes": {"talk": REPLIES}, "seed": 7, "dev_mode": True, **options})
     made.weights.loaded = "v1"
     return made
 
@@ -414,11 +415,11 @@ async def test_a_turn_that_the_engine_refuses_has_its_words(rig_with_two_turns, 
 
 async def test_weights_that_change_meanwhile_are_noticed(rig_with_two_turns):
     rig = rig_with_two_turns
-    rig.engine.metadata.version = "v1"
+    rig.engine.weights.label = "v1"
 
     def change(route, _body):
         if route == "/v1/completions":
-            rig.engine.metadata.version = "v2"
+            rig.engine.weights.label = "v2"
 
     rig.engine.choose_fault = change
     assert "from version 'v1' to 'v2'" in (await score(rig, insert(), status=409))["message"]

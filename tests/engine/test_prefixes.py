@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import proxied
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.prefixes import PrefixFault
 from tests.support.reading import read_chat
 from tokencache.core import ids
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.engine.prefixes import ECHO_EVERY, MISS_HEADER, PROMPT_HEADER, PrefixUse, PromptHashes, PromptName, can_be_named, is_miss
 from tokencache.engine.reply import Reply
-from tokencache.testing import SimulatedEngine
-from tokencache.testing.prefixes import PrefixFault
 
 PROMPT = ids.pack(range(100))
 ENGINE = "http://engine"
@@ -163,7 +163,7 @@ def test_a_prompt_that_is_packed_wrongly_is_unreadable(packed):
     ],
 )
 async def test_the_probe_says_whether_an_engine_takes_them(offered, fault, why):
-    engine = SimulatedEngine(prefixes=offered)
+    engine = PluginEngine(prefixes=offered)
     engine.prefixes.fault = fault
     async with proxied(engine) as rig:
         (engine_state,) = (await rig.readiness())["engines"]

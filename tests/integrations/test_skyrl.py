@@ -11,6 +11,7 @@ import pytest
 import typing_extensions
 
 from tests.support.material import require_package
+from tests.support.plugin_engine import PluginEngine
 
 require_package("skyrl")
 if sys.version_info < (3, 12):
@@ -33,7 +34,6 @@ from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import TooManyFailuresError
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.skyrl import TokencacheGenerator
-from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.ran_with(trainer="skyrl")
 
@@ -240,7 +240,7 @@ async def looking_or_not(session, sample):
 
 
 async def test_the_images_of_a_row_are_tensors_that_skyrl_takes():
-    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+    async with proxied(PluginEngine(seed=7, images="plugin")) as rig:
         output = await TokencacheGenerator(rig.url, looking, image_processor=Patches()).generate(looks(28, 56))
         validate_generator_output(2, output)
         lengths = [[medium["length"] for medium in labels["media"]] for labels in output["tokencache"]]
@@ -250,7 +250,7 @@ async def test_the_images_of_a_row_are_tensors_that_skyrl_takes():
 
 
 async def test_the_masked_row_of_a_failed_rollout_has_images_too():
-    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+    async with proxied(PluginEngine(seed=7, images="plugin")) as rig:
         output = await TokencacheGenerator(rig.url, looking_or_failing, image_processor=Patches()).generate(looks(56, 28))
     validate_generator_output(2, output)
     assert [bool(sum(mask)) for mask in output["loss_masks"]] == [False, True]
@@ -258,7 +258,7 @@ async def test_the_masked_row_of_a_failed_rollout_has_images_too():
 
 
 async def test_images_that_skyrl_cannot_take_are_refused():
-    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+    async with proxied(PluginEngine(seed=7, images="plugin")) as rig:
         for processor, batch, words in (
             (None, looks(28), "passes none to its trainer"),
             (Patches(14), looks(28), "this processor makes"),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.material import require_package
+from tests.support.plugin_engine import PluginEngine
 
 vf = require_package("verifiers", "verifiers.v1")
 
@@ -125,7 +126,7 @@ async def test_sessions_are_deleted_only_on_request():
 async def test_a_trace_with_images_is_not_trained(images):
     """The nodes of a trace have no place for them. A stock engine does not even report which tokens stand for them."""
     trace_id = "seeing"
-    async with proxied(SimulatedEngine(seed=7, images=images)) as rig, AsyncClient(rig.url) as client:
+    async with proxied(PluginEngine(seed=7, images=images)) as rig, AsyncClient(rig.url) as client:
         await looking(await client.create(trace_id), {"width": 56})
         trace = SimpleNamespace(id=trace_id, rewards={}, reward=None, nodes=[], calls=[], info={}, ok=True, errors=[], last_error=None)
         await record(trace, client.session(trace_id))

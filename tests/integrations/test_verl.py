@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.material import require_package
+from tests.support.plugin_engine import PluginEngine
 
 agent_loop = require_package("verl", "verl.experimental.agent_loop.agent_loop")
 
@@ -28,7 +29,6 @@ from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import FailedRolloutError
 from tokencache.integrations.rows import RowsError
 from tokencache.integrations.verl import TokencacheAgentLoop
-from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.ran_with(trainer="verl")
 PROMPT, RESPONSE = 64, 512
@@ -146,7 +146,7 @@ async def test_one_row_of_several_is_a_stated_choice(tmp_path):
 
 async def test_a_row_has_its_images_in_order(tmp_path):
     """As images of Pillow, which verl's worker gives to the processor of the model; and as many tokens for each as the engine used."""
-    async with proxied(SimulatedEngine(seed=7, images="plugin")) as rig:
+    async with proxied(PluginEngine(seed=7, images="plugin")) as rig:
         worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:looking", delete=True)
         worker.rollout_config.prompt_length = 256
         output = await loop_of(worker).run({"temperature": 0.5}, uid="u7", width=56)

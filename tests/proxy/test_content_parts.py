@@ -69,9 +69,9 @@ async def test_a_part_that_the_engine_does_not_know_is_its_own_reason(part):
     class Lenient(SimulatedEngine):
         """An engine that takes the part nevertheless."""
 
-        def _render_for_reply(self, body, arguments):
+        def _begin_chat(self, body, headers):
             known = [{**message, "content": "x"} if isinstance(message["content"], list) else message for message in body["messages"]]
-            return super()._render_for_reply({**body, "messages": known}, arguments)
+            return super()._begin_chat({**body, "messages": known}, headers)
 
     async with proxied(Lenient(episodes={"search": SAID}, seed=7)) as rig:
         await rig.say("s", [user("EPISODE:search"), {"role": "user", "content": [part]}])

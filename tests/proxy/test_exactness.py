@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests.core.settings import _COMMON
 from tests.proxy.kit import EPISODES, TOOLS, Rig, echo, proxied, results, user
 from tests.proxy.traffic import Harness
+from tests.support.plugin_engine import PluginEngine
 from tests.support.profiles import examples
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.images import media_parts
+from tokencache.testing.prompt import media_parts
 
 KNOWN = {
     "",
@@ -80,7 +81,7 @@ def assert_faithful(rig: Rig, session: str, exported: dict) -> None:
             assert text.endswith(between)
 
 
-async def let_loose(engine: SimulatedEngine, seed: int, sessions: int, steps: int, **settings):
+async def let_loose(engine: PluginEngine, seed: int, sessions: int, steps: int, **settings):
     """Many harnesses at once; returns how the turns came about and what the harnesses did."""
     matches, reasons, did = Counter(), Counter(), Counter()
     async with proxied(engine, **settings) as rig:
@@ -110,7 +111,7 @@ async def let_loose(engine: SimulatedEngine, seed: int, sessions: int, steps: in
     ],
 )
 async def test_many_sessions_of_every_kind_of_traffic(engine):
-    matches, reasons, did = await let_loose(SimulatedEngine(seed=3, drift=0.4, **engine), seed=11, sessions=8, steps=16)
+    matches, reasons, did = await let_loose(PluginEngine(seed=3, drift=0.4, **engine), seed=11, sessions=8, steps=16)
     assert set(reasons) <= KNOWN, reasons
     assert min(matches[kind] for kind in ("root", "continue", "branch", "resplice", "plain")) >= 4, matches
     assert matches["continue"] > 0.4 * matches.total(), matches
@@ -120,7 +121,7 @@ async def test_many_sessions_of_every_kind_of_traffic(engine):
 
 @pytest.mark.whole
 async def test_many_sessions_whose_prompts_are_named_by_a_hash():
-    engine = SimulatedEngine(seed=3, drift=0.4, prefixes=True)
+    engine = PluginEngine(seed=3, drift=0.4, prefixes=True)
     matches, reasons, _ = await let_loose(engine, seed=11, sessions=8, steps=16)
     assert set(reasons) <= KNOWN, reasons
     assert matches["continue"] > 0.4 * matches.total(), matches
@@ -130,7 +131,7 @@ async def test_many_sessions_whose_prompts_are_named_by_a_hash():
 @hypothesis_settings(max_examples=examples(6), **_COMMON)
 @given(seed=st.integers(0, 10**6), drift=st.sampled_from([0.0, 0.2, 1.0]))
 def test_any_traffic(seed, drift):
-    _, reasons, _ = asyncio.run(let_loose(SimulatedEngine(seed=seed, drift=drift), seed=seed, sessions=2, steps=10))
+    _, reasons, _ = asyncio.run(let_loose(PluginEngine(seed=seed, drift=drift), seed=seed, sessions=2, steps=10))
     assert set(reasons) <= KNOWN, reasons
 
 

@@ -7,15 +7,16 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import CHAT, TOOLS, echo, proxied, results, user
 from tests.proxy.test_images import EPISODES, sha256, shown
+from tests.support.plugin_engine import PluginEngine
 from tests.support.waiting import PATIENCE
-from tokencache.testing import Fault, SimulatedEngine
+from tokencache.testing import Fault
 
 ROUTES = pytest.mark.parametrize("route", ["plugin", "generate"])
 
 
 def seeing(route="plugin", **options):
     mode = "plugin" if route == "plugin" else "stock"
-    return SimulatedEngine(episodes=EPISODES, seed=7, images=mode, derenders=True, **options)
+    return PluginEngine(episodes=EPISODES, seed=7, images=mode, derenders=True, **options)
 
 
 def pictures(messages):
@@ -132,7 +133,7 @@ async def test_after_an_update_of_the_weights_an_image_has_another_name():
 
 
 async def test_a_request_without_images_or_to_a_stock_engine_has_no_names():
-    async with proxied(SimulatedEngine(episodes=EPISODES, seed=7, images="stock")) as rig:
+    async with proxied(PluginEngine(episodes=EPISODES, seed=7, images="stock")) as rig:
         await rig.say("s", [shown("EPISODE:see go", image(1))])
         assert "uuid" not in pictures(rig.engine.requests[-1]["messages"])[0]
     async with proxied(seeing()) as rig:

@@ -8,10 +8,11 @@ import pytest
 
 from tests.images import image
 from tests.proxy.kit import CALL, CHAT, HEADER, THOUGHT, TOOLS, echo, proxied, results, user
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.images import ImageFault
 from tests.support.waiting import PATIENCE
 from tokencache.core import ids
-from tokencache.testing import Fault, SimulatedEngine
-from tokencache.testing.images import ImageFault
+from tokencache.testing import Fault
 
 EPISODES = {
     "look": [f"{THOUGHT}A cat.\n{CALL}", f"{THOUGHT}A dog  — naïve.", f"{THOUGHT}A house.\n{CALL}", "<think>\nok\n</think>\n\nYes."],
@@ -20,7 +21,7 @@ EPISODES = {
 
 
 def seeing(**options):
-    return SimulatedEngine(episodes=EPISODES, seed=7, images="plugin", **options)
+    return PluginEngine(episodes=EPISODES, seed=7, images="plugin", **options)
 
 
 def shown(text, *images):
@@ -198,7 +199,7 @@ async def test_placeholders_that_the_engine_does_not_find_are_rendered(rig):
 
 async def test_a_placeholder_that_the_model_sampled_is_marked_and_stays():
     words = [f"I draw <|image_pad|><|image_pad|> for you.\n{CALL}", "Yes.", "No."]
-    async with proxied(SimulatedEngine(episodes={"draw": words}, seed=7, images="plugin")) as rig:
+    async with proxied(PluginEngine(episodes={"draw": words}, seed=7, images="plugin")) as rig:
         messages = [shown("EPISODE:draw go", image(1))]
         for _ in range(2):
             messages.append(echo(await rig.say("s", messages, tools=TOOLS)))
@@ -214,7 +215,7 @@ async def test_a_placeholder_that_the_model_sampled_is_marked_and_stays():
 
 @pytest.mark.parametrize("mode", ["stock", ""])
 async def test_an_engine_without_the_plugin_is_relayed_and_says_why(mode):
-    async with proxied(SimulatedEngine(episodes=EPISODES, seed=7, images=mode)) as rig:
+    async with proxied(PluginEngine(episodes=EPISODES, seed=7, images=mode)) as rig:
         (model,) = (await rig.get("/readyz"))["engines"][0]["models"]
         assert (model["images"], model["level"]) == ("", "exact")
         assert ("plugin" if mode else "not a multimodal model") in model["images_why"]
@@ -353,7 +354,7 @@ async def test_a_reply_that_is_broken_off_goes_on_with_the_same_images(stream, a
 
 async def test_a_reply_with_a_placeholder_in_it_goes_on_too():
     words = ["I draw <|image_pad|><|image_pad|> for you, and a house, and a tree."]
-    engine = SimulatedEngine(episodes={"draw": words}, seed=7, images="plugin", derenders=True)
+    engine = PluginEngine(episodes={"draw": words}, seed=7, images="plugin", derenders=True)
     async with proxied(engine, hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(6))
         await rig.say("s", [shown("EPISODE:draw go", image(1))])
@@ -387,7 +388,7 @@ def _after_a_cut(engine, body, fault):
 
 @CUT
 async def test_on_an_engine_without_the_plugin_the_turn_says_why_not(stream):
-    engine = SimulatedEngine(episodes=EPISODES, seed=7, images="stock", derenders=True)
+    engine = PluginEngine(episodes=EPISODES, seed=7, images="stock", derenders=True)
     async with proxied(engine, hold=PATIENCE) as rig:
         rig.engine.faults.append(Fault.abort(4))
         await rig.post("s", messages=[shown("EPISODE:see go", image(1))], stream=stream)

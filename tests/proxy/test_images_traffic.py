@@ -17,9 +17,9 @@ from tests.images import image
 from tests.proxy.kit import proxied
 from tests.proxy.test_exactness import KNOWN, assert_faithful, with_pixels
 from tests.proxy.traffic import Harness
+from tests.support.plugin_engine import PluginEngine
 from tests.support.profiles import examples
 from tokencache.core.media import PlacedMedia
-from tokencache.testing import SimulatedEngine
 
 PICTURES = [image(1), image(2), image(3, width=60), image(4, height=84), image(5, width=90, height=60)]
 """The first two have the same ids."""
@@ -86,7 +86,7 @@ def wrong(turn, prompt, body, pad):
 async def let_loose(seed, sessions, steps, drift=0.4):
     """Many harnesses at once; returns how the turns came about, why, and what the harnesses did."""
     matches, reasons, did = Counter(), Counter(), Counter()
-    engine = SimulatedEngine(seed=seed, drift=drift, images="plugin")
+    engine = PluginEngine(seed=seed, drift=drift, images="plugin")
     pad = engine.tokenizer.id_of("<|image_pad|>")
     async with proxied(engine) as rig:
         harnesses = [SeeingHarness(rig, f"s{i}", seed) for i in range(sessions)]

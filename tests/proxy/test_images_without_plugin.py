@@ -7,17 +7,17 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import TOOLS, echo, proxied, results, user
 from tests.proxy.test_images import EPISODES, dialect_bodies, second_turn_disagrees, shown, talk
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.images import GenerateFault
 from tests.support.waiting import PATIENCE
-from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 from tokencache.testing.generate_route import GENERATE
-from tokencache.testing.images import GenerateFault
 
 RENDER = "/v1/chat/completions/render"
 
 
 def without_plugin(episodes=EPISODES, **options):
-    return SimulatedEngine(episodes=episodes, seed=7, images="stock", derenders=True, **options)
+    return PluginEngine(episodes=episodes, seed=7, images="stock", derenders=True, **options)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_every_dialect_continues(rig, dialect):
 
 async def test_the_harness_gets_what_chat_would_return():
     answers = []
-    for engine in (without_plugin(), SimulatedEngine(episodes=EPISODES, seed=7, images="plugin")):
+    for engine in (without_plugin(), PluginEngine(episodes=EPISODES, seed=7, images="plugin")):
         async with proxied(engine) as rig:
             messages = [shown("EPISODE:look go", image(1))]
             message = await rig.say("s", messages, tools=TOOLS)

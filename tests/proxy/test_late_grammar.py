@@ -6,6 +6,7 @@ from tests.images import image
 from tests.proxy.kit import EPISODES, TOOLS, assembled, echo, proxied, user
 from tests.proxy.test_images import EPISODES as SEEN
 from tests.proxy.test_images import shown
+from tests.support.plugin_engine import PluginEngine
 from tokencache.engine.drivers import bound_replies
 from tokencache.errors import EngineError
 from tokencache.testing import SimulatedEngine
@@ -63,7 +64,7 @@ async def test_where_the_engine_cannot_do_that_the_turn_says_so(stream):
 @pytest.mark.parametrize("images", ["plugin", "stock"])
 async def test_with_an_image_the_turn_says_so(images):
     """Also where the request goes to `generate` for its image: that one does not hide the reasoning."""
-    async with proxied(SimulatedEngine(episodes=SEEN, seed=7, images=images, derenders=True)) as rig:
+    async with proxied(PluginEngine(episodes=SEEN, seed=7, images=images, derenders=True)) as rig:
         history = [shown("EPISODE:see", image(0))]
         for _ in range(2):
             reply = await rig.say("s", history, include_reasoning=False, **CHOICE)

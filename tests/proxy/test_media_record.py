@@ -9,13 +9,13 @@ import pytest
 from tests.images import image
 from tests.proxy.kit import proxied, user
 from tests.proxy.test_images import EPISODES, seeing, shown
+from tests.support.plugin_engine import PluginEngine
 from tests.support.waiting import until
 from tokencache.dialects.chat.vocabulary import MessageReader
 from tokencache.engine.images import png
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
-from tokencache.testing import SimulatedEngine
 
 
 class Counting(MemoryStore):
@@ -74,7 +74,7 @@ async def test_a_conversation_without_images_costs_the_store_nothing(store):
 
 async def test_images_of_calls_that_the_engine_renders_are_stored_too(store):
     """An engine without exact prompts with images: the turns are `plain`."""
-    async with proxied(SimulatedEngine(episodes=EPISODES, images="stock"), store=store) as rig:
+    async with proxied(PluginEngine(episodes=EPISODES, images="stock"), store=store) as rig:
         await rig.say("s", [shown("hi", image(1))])
         (turn,) = await rig.turns()
         assert (turn["match"], turn["reason"]) == ("plain", "media")

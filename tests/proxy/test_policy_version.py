@@ -6,11 +6,11 @@ import contextlib
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, calls_held, echo, proxied, results, user
+from tests.support.plugin_engine import PluginEngine
 from tests.support.waiting import until
 from tokencache.core.weights import MIXED
 from tokencache.proxy import dispatch
 from tokencache.store.base import StoreError
-from tokencache.testing import SimulatedEngine
 
 TALK = [user("EPISODE:talk " + "One, two, three, four, five. " * 20)]
 WEIGHTS = "/tokencache/v1/weights"
@@ -25,7 +25,7 @@ def _briskly(monkeypatch):
 @contextlib.asynccontextmanager
 async def trained(**settings):
     """An engine in development mode with the weights `v1`, and the proxy before it."""
-    engine = SimulatedEngine(episodes=EPISODES, seed=7, dev_mode=True, token_delay=settings.pop("token_delay", 0.0))
+    engine = PluginEngine(episodes=EPISODES, seed=7, dev_mode=True, token_delay=settings.pop("token_delay", 0.0))
     engine.weights.loaded = "v1"
     async with proxied(engine, hold=settings.pop("hold", 30), **settings) as rig:
         yield rig
@@ -137,7 +137,7 @@ async def test_the_engines_own_spans_are_exact_where_the_trainers_are_not():
     async with trained(token_delay=0.002) as rig:
         rig.engine.metadata.style = "spans"
         await announce(rig, version="v1")
-        rig.engine.metadata.version = "v1"
+        rig.engine.weights.label = "v1"
         call = asyncio.create_task(one_turn(rig))
         await sampling(rig)
         begun = await announce(rig, WEIGHTS + "/update", "POST", mode="keep")
@@ -153,7 +153,7 @@ async def test_the_engines_own_spans_are_exact_where_the_trainers_are_not():
 async def test_an_engine_that_reports_another_version_than_was_announced_is_believed():
     """An engine that comes back with older weights: its own report counts, and the prompt is not certain."""
     async with trained() as rig:
-        rig.engine.metadata.style, rig.engine.metadata.version = "spans", "v0"
+        rig.engine.metadata.style, rig.engine.weights.label = "spans", "v0"
         await announce(rig, version="v1")
         turn = await one_turn(rig)
         assert of(turn) == ("reply", [("v0", 0, turn.completion_tokens)], MIXED, "exact")
@@ -161,7 +161,7 @@ async def test_an_engine_that_reports_another_version_than_was_announced_is_beli
 
 async def test_the_engines_label_counts_if_no_trainer_speaks():
     async with trained() as rig:
-        rig.engine.metadata.version = "7"
+        rig.engine.weights.label = "7"
 
         async def labelled():
             return rig.proxy.engine.weight_label == "7"
@@ -175,7 +175,7 @@ async def test_the_engines_label_counts_if_no_trainer_speaks():
 
 async def test_a_label_that_changes_in_mid_reply_is_not_guessed_and_default_names_nothing():
     async with trained(token_delay=0.002) as rig:
-        rig.engine.metadata.version = "7"
+        rig.engine.weights.label = "7"
 
         async def labelled():
             return rig.proxy.engine.weight_label == "7"
@@ -184,7 +184,7 @@ async def test_a_label_that_changes_in_mid_reply_is_not_guessed_and_default_name
         for number, label in enumerate(["8", "default"], 1):
             call = asyncio.create_task(one_turn(rig))
             await sampling(rig, number)
-            rig.engine.metadata.version = label
+            rig.engine.weights.label = label
             turn = await call
             assert of(turn)[1] == [(MIXED, 0, turn.completion_tokens)]
         assert of(await one_turn(rig)) == ("", [], "", "")
@@ -204,7 +204,7 @@ async def test_an_adapter_has_its_name_and_path():
 
 async def test_an_adapter_has_the_engines_label_too_which_is_that_of_the_base_model():
     async with trained() as rig:
-        rig.engine.metadata.version, rig.engine.weights.adapters["policy"] = "7", "/a"
+        rig.engine.weights.label, rig.engine.weights.adapters["policy"] = "7", "/a"
 
         async def labelled():
             return rig.proxy.engine.weight_label == "7"
@@ -288,7 +288,7 @@ async def test_while_the_store_does_not_answer_nothing_is_certain(monkeypatch):
 
 
 async def test_engines_with_different_versions_each_have_their_own():
-    other = SimulatedEngine(episodes=EPISODES, seed=7)
+    other = PluginEngine(episodes=EPISODES, seed=7)
     async with other.serve() as second, trained() as rig:
         async with rig.http.post(rig.url + "/tokencache/v1/engines", json={"url": second}) as answer:
             assert answer.status == 201

@@ -14,11 +14,11 @@ import pytest
 from tests.proxy.kit import EPISODES, HEADER, TOOLS, proxied, user
 from tests.proxy.test_several_engines import Fleet, serving
 from tests.support.pairwise import seeds
+from tests.support.plugin_engine import PluginEngine
 from tokencache.core import ids
 from tokencache.core.weights import MIXED
 from tokencache.proxy import dispatch
 from tokencache.store.memory import MemoryStore
-from tokencache.testing import SimulatedEngine
 from tokencache.testing.ground_truth import GroundTruthEntry
 
 WEIGHTS = "/tokencache/v1/weights"
@@ -69,7 +69,7 @@ class World:
         self.version += 1
         for engine in self.fleet.engines:
             await asyncio.sleep(self.rng.uniform(0, 0.02))
-            engine.weights.loaded = engine.metadata.version = f"v{self.version}"
+            engine.weights.loaded = engine.weights.label = f"v{self.version}"
         await asyncio.sleep(self.rng.uniform(0, 0.02))
 
     async def pause(self, mode, clear):
@@ -127,10 +127,10 @@ class World:
 async def world(seed, kv):
     """A world in which `v1` is announced."""
     rng = random.Random(seed)
-    engines = [SimulatedEngine(episodes=EPISODES, seed=number, dev_mode=True, token_delay=0.0005) for number in range(2)]
+    engines = [PluginEngine(episodes=EPISODES, seed=number, dev_mode=True, token_delay=0.0005) for number in range(2)]
     style = rng.choice(["", "", "spans"])
     for engine in engines:
-        engine.weights.loaded = engine.metadata.version = "v1"
+        engine.weights.loaded = engine.weights.label = "v1"
         engine.metadata.style = style
     store = MemoryStore()
     async with Fleet(engines) as fleet, contextlib.AsyncExitStack() as stack:

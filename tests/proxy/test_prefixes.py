@@ -7,16 +7,16 @@ import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
 from tests.support.pairwise import seeds
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.prefixes import PrefixFault
 from tests.support.waiting import PATIENCE
 from tokencache import metrics
-from tokencache.testing import SimulatedEngine
-from tokencache.testing.prefixes import PrefixFault
 
 WORDS = "many words of a long tool result " * 40
 
 
 def remembering(**options):
-    return SimulatedEngine(episodes=EPISODES, seed=7, prefixes=True, **options)
+    return PluginEngine(episodes=EPISODES, seed=7, prefixes=True, **options)
 
 
 def transfer(engine, n=-1):

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from tests.proxy.kit import EPISODES, HEADER, echo, proxied, user
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.metadata import experts_file
 from tokencache.batching import load_experts
 from tokencache.core.experts import read_npy
 from tokencache.dialects.chat.reply import HiddenMembers
 from tokencache.engine.reply import Reply
 from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, as_file, open_files
-from tokencache.testing import SimulatedEngine
-from tokencache.testing.metadata import experts_file
 from tokencache.trajectories.values import Trajectory
 
 SESSION = "r1:a@b+c=.."  # as odd as a session's name may be
@@ -24,7 +24,7 @@ LAYERS, CHOSEN = 3, 2
 
 
 def engine():
-    return SimulatedEngine(episodes=EPISODES, seed=7, routed_experts=(LAYERS, CHOSEN))
+    return PluginEngine(episodes=EPISODES, seed=7, routed_experts=(LAYERS, CHOSEN))
 
 
 def files(root):

@@ -5,15 +5,15 @@ import json
 import pytest
 
 from tests.proxy.kit import EPISODES, proxied, user
-from tokencache.testing import SimulatedEngine
+from tests.support.plugin_engine import PluginEngine
 
 ASK = [user("EPISODE:talk")]
 SHAPES = pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=["whole", "stream", "two"])
 
 
 def engine(style):
-    made = SimulatedEngine(episodes=EPISODES, seed=7, weight_versions=style)
-    made.metadata.version = "step-3"
+    made = PluginEngine(episodes=EPISODES, seed=7, weight_versions=style)
+    made.weights.label = "step-3"
     return made
 
 
@@ -33,7 +33,7 @@ async def test_weights_that_change_in_mid_reply_are_two_spans():
 
     def script(_):
         yield "Said by the old ones, "
-        made.metadata.version = "step-4"
+        made.weights.label = "step-4"
         yield "and by the new."
 
     async with proxied(made) as rig:

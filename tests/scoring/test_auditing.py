@@ -123,9 +123,9 @@ async def test_the_engines_own_label_is_used_and_default_is_none(serve, tmp_path
     result = await asyncio.to_thread(CliRunner().invoke, app, ["audit", path, "--engine", url])
     assert result.exit_code == 1
     assert "does not report which version" in result.stderr
-    engine.metadata.version = "v1"
+    engine.weights.label = "v1"
     assert (await audit(path, url))["spans"] == 1
-    engine.metadata.version = "v2"
+    engine.weights.label = "v2"
     report = await audit(path, url, code=1)
     assert (report["spans"], report["not_audited"][0]["reason"]) == (0, "version v1 sampled it, and the engine has v2")
 
@@ -134,10 +134,10 @@ async def test_weights_that_change_during_the_audit(serve, tmp_path):
     engine, url, recorder = await serve()
     path = saved(tmp_path / "a.jsonl", await recorder.rollout(turn(PROMPT, version="v1")))
     engine.completions.clear()
-    engine.metadata.version = "v1"
+    engine.weights.label = "v1"
 
     def fault(route, body):
-        engine.metadata.version = "v2" if len(engine.completions) > 3 else "v1"
+        engine.weights.label = "v2" if len(engine.completions) > 3 else "v1"
 
     engine.choose_fault = fault
     result = await asyncio.to_thread(CliRunner().invoke, app, ["audit", path, "--engine", url])

@@ -161,10 +161,10 @@ async def test_a_run_that_lost_its_engine_is_resumed(recorded, tmp_path):
 
 async def test_weights_that_change_meanwhile_are_noticed(recorded, tmp_path):
     engine, url, path, _ = recorded
-    engine.metadata.version = "v1"
+    engine.weights.label = "v1"
 
     def fault(route, body):
-        engine.metadata.version = "v2" if len(engine.completions) >= 3 else "v1"
+        engine.weights.label = "v2" if len(engine.completions) >= 3 else "v1"
 
     engine.choose_fault = fault
     to = tmp_path / "scores.jsonl"

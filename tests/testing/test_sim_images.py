@@ -6,15 +6,16 @@ import aiohttp
 import pytest
 
 from tests.images import data_uri, image
+from tests.support.plugin_engine import PluginEngine
+from tests.support.plugin_engine.images import ImageFault
 from tokencache.testing import SimulatedEngine
-from tokencache.testing.images import ImageFault
 
 ONE, TWO = image(1), image(2, width=60)
 
 
 @pytest.fixture
 async def ask():
-    async with SimulatedEngine(images="plugin").serve() as url, aiohttp.ClientSession() as http:
+    async with PluginEngine(images="plugin").serve() as url, aiohttp.ClientSession() as http:
 
         async def post(*parts, **more):
             body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "See"}, *parts]}], "max_tokens": 1}
@@ -76,7 +77,7 @@ async def test_a_broken_image_is_refused(ask, content):
 
 @pytest.mark.parametrize("fault", ImageFault)
 async def test_every_fault_can_be_seen(fault):
-    engine = SimulatedEngine(images="plugin")
+    engine = PluginEngine(images="plugin")
     engine.images.fault = fault
     async with engine.serve() as url, aiohttp.ClientSession() as http:
         body = {"messages": [{"role": "user", "content": [TWO]}], "max_tokens": 1, "return_token_ids": True}

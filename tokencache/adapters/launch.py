@@ -59,14 +59,7 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
 ) -> Launch:
     """Fill in an adapter, without writing anything.
 
-    Args:
-        adapter: the adapter.
-        proxy_url: the base URL of the proxy, without `/v1`.
-        session: the name of the session.
-        key: the API key that the harness sends; default: the one that names the session.
-        model: the model that the harness requests.
-        config_dir: the configuration directory of the harness.
-        context: the longest context in tokens.
+    `proxy_url` is without `/v1`. Without a `key`, the harness sends the one that names the session. `context` is the longest, in tokens.
 
     Raises:
         AdapterError: the URL is invalid, or a value contains unprintable characters, which files, shells and headers do not allow.

@@ -36,12 +36,7 @@ def json_response(body: Any, status: int = HTTPStatus.OK) -> web.Response:
 
 
 async def read_body(request: web.Request, kind: type[T], *, invalid: int = HTTPStatus.BAD_REQUEST) -> T:
-    """Decode the JSON body of a request.
-
-    Args:
-        request: the request.
-        kind: the type of the body.
-        invalid: the status if it is not JSON, or a member is missing or invalid.
+    """Decode the JSON body of a request. `invalid` is the status if it is not JSON, or a member is missing or invalid.
 
     Raises:
         HarnessError: `invalid`, or 422 if it has members that `kind` does not have.

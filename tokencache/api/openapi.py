@@ -52,8 +52,6 @@ from tokencache.trajectories.values import (
 )
 
 BASE = "/tokencache/v1"
-_SESSION = BASE + "/sessions/{session}"
-_SEQUENCE = _SESSION + "/sequences/{sequence}"
 _SCHEMA_PATH = "#/components/schemas/{name}"
 
 DRIFT_MODES = ("off", "sequences", "turns")
@@ -110,6 +108,7 @@ class Operation(NamedTuple):
 
     Attributes:
         id: OpenAPI's `operationId`, by which its handler is registered.
+        route: method and path below `BASE`.
         summary: what it does, in one line.
         answer: type or JSON schema of the body of a successful answer.
         content_type: media type of that body.
@@ -117,12 +116,11 @@ class Operation(NamedTuple):
         query: its query parameters.
         body: type of the request body; `None` if it has none.
         statuses: status codes of success; the first is the usual one.
-        errors: further status codes of failure and when they occur. `_COMMON_ERRORS` apply to every operation.
+        errors: further status codes of failure and when they occur. `_COMMON_ERRORS` apply to every operation, `_NOT_FOUND` to its path.
     """
 
     id: str
-    method: str
-    path: str
+    route: str
     summary: str
     answer: Any
     description: str = ""
@@ -132,6 +130,16 @@ class Operation(NamedTuple):
     content_type: str = "application/json"
     errors: Mapping[HTTPStatus, str] = {}
 
+    @property
+    def method(self) -> str:
+        """The method, in upper case."""
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        """The whole path; names in braces stand for any text."""
+        return BASE + self.route.partition(" ")[2]
+
 
 def _object(**members: Any) -> dict[str, Any]:
     """Make the schema of a JSON object in which all members are required. A member is a type, or a JSON schema."""
@@ -140,7 +148,13 @@ def _object(**members: Any) -> dict[str, Any]:
 
 _TEXT, _FLAG, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
 _ANY_OBJECT = {"type": "object"}
-_NO_SESSION = {HTTPStatus.NOT_FOUND: "There is no such session."}
+_NOT_FOUND = {
+    "session": {HTTPStatus.NOT_FOUND: "There is no such session."},
+    "turn": {HTTPStatus.NOT_FOUND: "There is no such session or turn."},
+    "sequence": {HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
+    "key": {HTTPStatus.NOT_FOUND: "There is no such key."},
+}
+"""The error for what a path names, by the last name in the path."""
 _EXISTS = {
     HTTPStatus.CONFLICT: "The session exists (`session_exists`), or has other settings (`settings_conflict`).",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many finished sessions are ready and not taken (`too_many_ready`, `--max-ready`), or the KV caches "
@@ -185,8 +199,7 @@ _RECENT = Parameter(
 OPERATIONS = (
     Operation(
         "listSessions",
-        "GET",
-        BASE + "/sessions",
+        "GET /sessions",
         "List sessions, all of them or a page.",
         _object(sessions={"type": "array", "items": SessionState}, cursor={"type": ["string", "null"]}),
         description="Without `limit` and `cursor` the answer has all sessions that match. A page may have fewer than `limit`, or none; "
@@ -207,8 +220,7 @@ OPERATIONS = (
     ),
     Operation(
         "createSession",
-        "POST",
-        BASE + "/sessions",
+        "POST /sessions",
         "Create a session with settings and labels.",
         CreatedSession,
         description="The settings hold for all calls of the session, however they name it. A session that exists is accepted only with "
@@ -220,8 +232,7 @@ OPERATIONS = (
     ),
     Operation(
         "forkSession",
-        "POST",
-        _SESSION + "/fork",
+        "POST /sessions/{session}/fork",
         "Create a session that continues another one after a turn, and register an API key for it.",
         ForkedSession,
         description="The fork shares the turn and all that it refers to, without a copy of their tokens. It has the settings of the "
@@ -231,19 +242,16 @@ OPERATIONS = (
         statuses=(HTTPStatus.CREATED,),
         errors={**_EXISTS, HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
-    Operation("getSession", "GET", _SESSION, "Return the state of one session.", SessionState, errors=_NO_SESSION),
+    Operation("getSession", "GET /sessions/{session}", "Return the state of one session.", SessionState),
     Operation(
         "listTurns",
-        "GET",
-        _SESSION + "/turns",
+        "GET /sessions/{session}/turns",
         "List the turns of a session in the order in which they were recorded, without tokens.",
         _object(session=_TEXT, turns={"type": "array", "items": _ANY_OBJECT}),
-        errors=_NO_SESSION,
     ),
     Operation(
         "getTrajectories",
-        "GET",
-        _SESSION + "/trajectories",
+        "GET /sessions/{session}/trajectories",
         "Return the sequences of a session for training.",
         {"anyOf": [Trajectory, _ANY_OBJECT]},
         description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
@@ -253,20 +261,17 @@ OPERATIONS = (
             _DRIFT,
             *_parameters(ExportParameters),
         ),
-        errors={**_NO_SESSION, **_NO_VERSION},
+        errors=_NO_VERSION,
     ),
     Operation(
         "listMedia",
-        "GET",
-        _SESSION + "/media",
+        "GET /sessions/{session}/media",
         "List the images and other media of a session whose bytes are stored.",
         _object(session=_TEXT, media={"type": "array", "items": StoredMedium}),
-        errors=_NO_SESSION,
     ),
     Operation(
         "getMedium",
-        "GET",
-        _SESSION + "/media/{sha256}",
+        "GET /sessions/{session}/media/{sha256}",
         "Return the bytes of an image or another medium, by the hexadecimal SHA-256 of these bytes.",
         {},
         description="The content type is the one that the harness declared, if it is one of a few types without scripts; otherwise it is "
@@ -276,19 +281,16 @@ OPERATIONS = (
     ),
     Operation(
         "getDrift",
-        "GET",
-        _SESSION + "/drift",
+        "GET /sessions/{session}/drift",
         "Compare the prompts of a session with plain renderings of the same messages.",
         _object(session=_TEXT, turns=_ANY_OBJECT, unmeasured=_ANY_OBJECT),
         description="`turns` maps the id of each measured turn to `rendered`, `tokens`, `at` and `sites`; `unmeasured` maps that of each "
         "other turn to the reason. `drift` is `turns` by default.",
         query=(_DRIFT,),
-        errors=_NO_SESSION,
     ),
     Operation(
         "scoreTurns",
-        "POST",
-        _SESSION + "/score",
+        "POST /sessions/{session}/score",
         "Score the recorded replies of a session after edited messages.",
         EditedScores,
         description="Messages before a reply are inserted or replaced, such as by a hint. Every reply that the model sampled keeps its "
@@ -297,7 +299,6 @@ OPERATIONS = (
         "whole prompt, so the answer grows with the square of the session: name `turns` of a long one.",
         body=ScoreEdited,
         errors={
-            **_NO_SESSION,
             HTTPStatus.CONFLICT: "The engine's label of its weights changed meanwhile.",
             HTTPStatus.UNPROCESSABLE_ENTITY: "A member is invalid, two edits replace one message, or no chosen turn has the place of an "
             "edit. The message names the member.",
@@ -306,18 +307,15 @@ OPERATIONS = (
     ),
     Operation(
         "labelSession",
-        "PATCH",
-        _SESSION,
+        "PATCH /sessions/{session}",
         "Replace labels of a session.",
         SessionState,
         description="A label that is given replaces the old one as a whole; the others stay. Possible in every state.",
         body=LabelChanges,
-        errors=_NO_SESSION,
     ),
     Operation(
         "finishSession",
-        "POST",
-        _SESSION + "/finish",
+        "POST /sessions/{session}/finish",
         "Finish a session: the rollout is over.",
         SessionState,
         description="New calls receive 409 (`session_finished`); calls in flight end normally. The session enters the queue. A reward and "
@@ -326,58 +324,42 @@ OPERATIONS = (
         "saw. `detail` says it in words. Finishing again has no effect, except that a reward that is given again is stored again, and "
         "that an outcome may still be given where none was, until the session is sealed.",
         body=Finish,
-        errors={
-            **_NO_SESSION,
-            HTTPStatus.CONFLICT: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed.",
-        },
+        errors={HTTPStatus.CONFLICT: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed."},
     ),
     Operation(
         "sealSession",
-        "POST",
-        _SESSION + "/seal",
+        "POST /sessions/{session}/seal",
         "Seal a session: what is recorded does not change any more.",
         SessionState,
         description="New calls receive 409 (`session_sealed`). With `force`, a session is sealed that is not finished or has calls in "
         "flight; the incident `sealed-early` then reports what was cut. Sealing again has no effect.",
         query=(Parameter("force", "Seal it even if it is not finished or has calls in flight.", {"type": "boolean", "default": False}),),
-        errors={**_NO_SESSION, HTTPStatus.CONFLICT: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
+        errors={HTTPStatus.CONFLICT: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
     ),
     Operation(
         "setReward",
-        "PUT",
-        _SESSION + "/reward",
+        "PUT /sessions/{session}/reward",
         "Store the reward of a session.",
         RewardState,
         description="Possible in every state. It replaces the reward before as a whole; the history keeps the last 100. `turns` and "
         "`sequences` give rewards by id.",
         body=NewReward,
         errors={
-            **_NO_SESSION,
-            HTTPStatus.UNPROCESSABLE_ENTITY: "A number is not finite or too large, or a turn or sequence is unknown. The message names it.",
+            HTTPStatus.UNPROCESSABLE_ENTITY: "A number is not finite or too large, or a turn or sequence is unknown. The message names it."
         },
     ),
-    Operation(
-        "getReward",
-        "GET",
-        _SESSION + "/reward",
-        "Return the reward of a session, and those that it replaced.",
-        RewardState,
-        errors=_NO_SESSION,
-    ),
+    Operation("getReward", "GET /sessions/{session}/reward", "Return the reward of a session, and those that it replaced.", RewardState),
     Operation(
         "deleteSession",
-        "DELETE",
-        _SESSION,
+        "DELETE /sessions/{session}",
         "Delete a session.",
         _object(session=_TEXT, deleted=_FLAG),
         description="Calls that are in flight are dropped when they end. New calls receive 409 (`session_deleted`) for an hour.",
         query=(Parameter("reuse", "Let the name be used again at once.", {"type": "boolean", "default": False}),),
-        errors=_NO_SESSION,
     ),
     Operation(
         "registerKey",
-        "POST",
-        BASE + "/keys",
+        "POST /keys",
         "Create a session, and register an API key for it.",
         RegisteredKey,
         description="The body is that of `createSession`. The answer holds the secret `key` and the `id` that revokes it.",
@@ -388,17 +370,14 @@ OPERATIONS = (
     ),
     Operation(
         "revokeKey",
-        "DELETE",
-        BASE + "/keys/{key}",
+        "DELETE /keys/{key}",
         "Revoke an API key by its id.",
         _object(id=_TEXT, revoked=_FLAG),
         description="Harnesses that use the key receive 401 from their next call on. Calls in flight continue.",
-        errors={HTTPStatus.NOT_FOUND: "There is no such key."},
     ),
     Operation(
         "awaitSessions",
-        "POST",
-        BASE + "/wait",
+        "POST /wait",
         "Wait until some of the given sessions are finished and have no call in flight.",
         _object(finished={"type": "array", "items": SessionState}, unknown={"type": "array", "items": _TEXT}),
         description="Answers as soon as a session is, at the latest after `wait` seconds. `finished` has at most 100 of them. `unknown` "
@@ -407,15 +386,13 @@ OPERATIONS = (
     ),
     Operation(
         "getQueue",
-        "GET",
-        BASE + "/queue",
+        "GET /queue",
         "Count the finished sessions that consumers have not acknowledged, and describe the groups of those that no consumer has taken.",
         QueueState,
     ),
     Operation(
         "takeDeliveries",
-        "POST",
-        BASE + "/queue/take",
+        "POST /queue/take",
         "Take finished sessions from the queue, and seal them.",
         _object(deliveries={"type": "array", "items": DeliveryState}),
         description="A delivery has `group_size` sessions of one group, and belongs to the consumer for `lease` seconds. With `min_group` "
@@ -427,8 +404,7 @@ OPERATIONS = (
     ),
     Operation(
         "acknowledgeDeliveries",
-        "POST",
-        BASE + "/queue/acknowledge",
+        "POST /queue/acknowledge",
         "Remove processed deliveries from the queue, and delete their sessions.",
         _object(acknowledged={"type": "array", "items": _TEXT}, deleted=_COUNT),
         description="Acknowledging again has no effect.",
@@ -437,8 +413,7 @@ OPERATIONS = (
     ),
     Operation(
         "releaseDeliveries",
-        "POST",
-        BASE + "/queue/release",
+        "POST /queue/release",
         "Give deliveries back to the queue.",
         _object(released={"type": "array", "items": _TEXT}),
         body=Deliveries,
@@ -446,8 +421,7 @@ OPERATIONS = (
     ),
     Operation(
         "extendDeliveries",
-        "POST",
-        BASE + "/queue/extend",
+        "POST /queue/extend",
         "Extend the leases of deliveries.",
         _object(extended={"type": "array", "items": _TEXT}),
         body=Extend,
@@ -455,30 +429,23 @@ OPERATIONS = (
     ),
     Operation(
         "listEngines",
-        "GET",
-        BASE + "/engines",
+        "GET /engines",
         "List the engines.",
         _object(engines={"type": "array", "items": EngineState}),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
     ),
     Operation(
-        "getCapacity",
-        "GET",
-        BASE + "/capacity",
-        "Return how many tokens the KV caches of the engines hold, and how many sessions fit.",
-        Capacity,
+        "getCapacity", "GET /capacity", "Return how many tokens the KV caches of the engines hold, and how many sessions fit.", Capacity
     ),
     Operation(
         "getConditions",
-        "GET",
-        BASE + "/conditions",
+        "GET /conditions",
         "Say under which conditions the process that answers records now: versions, settings, adapters and engines.",
         Conditions,
     ),
     Operation(
         "addEngine",
-        "POST",
-        BASE + "/engines",
+        "POST /engines",
         "Let an engine accept calls: a new one, or one that was drained.",
         EngineState,
         description="All replicas use it. 201 if the engine is new, 200 if it was known. The proxy probes it before it answers, for "
@@ -488,8 +455,7 @@ OPERATIONS = (
     ),
     Operation(
         "drainEngine",
-        "POST",
-        BASE + "/engines/drain",
+        "POST /engines/drain",
         "Send no new calls to an engine. Calls in flight continue.",
         EngineState,
         body=EngineUrl,
@@ -497,8 +463,7 @@ OPERATIONS = (
     ),
     Operation(
         "removeEngine",
-        "DELETE",
-        BASE + "/engines",
+        "DELETE /engines",
         "Remove a drained engine.",
         _object(url=_TEXT, removed=_FLAG),
         query=(
@@ -510,17 +475,10 @@ OPERATIONS = (
             HTTPStatus.CONFLICT: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
         },
     ),
-    Operation(
-        "getWeights",
-        "GET",
-        BASE + "/weights",
-        "Return what trainers announced about the weights of the engines.",
-        WeightsInfo,
-    ),
+    Operation("getWeights", "GET /weights", "Return what trainers announced about the weights of the engines.", WeightsInfo),
     Operation(
         "setWeights",
-        "PUT",
-        BASE + "/weights",
+        "PUT /weights",
         "Announce the version of the weights, or that they are being replaced.",
         WeightsInfo,
         description="All replicas use it. While the phase is `updating`, new calls wait. The same version again changes nothing.",
@@ -529,8 +487,7 @@ OPERATIONS = (
     ),
     Operation(
         "beginWeightUpdate",
-        "POST",
-        BASE + "/weights/update",
+        "POST /weights/update",
         "Begin an update of the weights: new calls wait, and the engines are paused.",
         WeightsInfo,
         description="The answer has the `id` of the update. If an engine cannot be paused, the others are resumed and nothing is held.",
@@ -543,8 +500,7 @@ OPERATIONS = (
     ),
     Operation(
         "finishWeightUpdate",
-        "POST",
-        BASE + "/weights/update/{update}/finish",
+        "POST /weights/update/{update}/finish",
         "End an update: set the version of the new weights, and resume the engines.",
         WeightsInfo,
         description="Finishing again with the same version resumes the engines again.",
@@ -556,8 +512,7 @@ OPERATIONS = (
     ),
     Operation(
         "cancelWeightUpdate",
-        "DELETE",
-        BASE + "/weights/update/{update}",
+        "DELETE /weights/update/{update}",
         "End an update whose result is not known: the version becomes unknown, and the engines are resumed.",
         WeightsInfo,
         errors={
@@ -567,8 +522,7 @@ OPERATIONS = (
     ),
     Operation(
         "listSummaries",
-        "GET",
-        BASE + "/summaries",
+        "GET /summaries",
         "List sessions a page at a time, for the viewer.",
         _object(total=_COUNT, found=_COUNT, offset=_COUNT, states=_ANY_OBJECT, now={"type": "number"}, sessions={"type": "array"}),
         query=(
@@ -596,8 +550,7 @@ OPERATIONS = (
     ),
     Operation(
         "listRuns",
-        "GET",
-        BASE + "/runs",
+        "GET /runs",
         "List the runs: the sessions with one tag `run:ID` each, the last used first.",
         _object(runs={"type": "array", "items": RunLine}),
         description="At most 1,000 runs.",
@@ -605,8 +558,7 @@ OPERATIONS = (
     ),
     Operation(
         "reportRun",
-        "GET",
-        BASE + "/runs/report",
+        "GET /runs/report",
         "Return the figures of a run, of all sessions with a tag, or of all sessions.",
         RunReport,
         description="Failed rollouts are in no distribution and in no pass rate, unless `failed` is true. `groups` is a page: those from "
@@ -624,8 +576,7 @@ OPERATIONS = (
     ),
     Operation(
         "compareGroup",
-        "GET",
-        BASE + "/comparison",
+        "GET /comparison",
         "Compare the sessions of a group: rewards, advantages, last answers, lengths, and where their tokens part, for the viewer.",
         _object(
             group=_TEXT,
@@ -643,69 +594,51 @@ OPERATIONS = (
     ),
     Operation(
         "getOutline",
-        "GET",
-        _SESSION + "/outline",
+        "GET /sessions/{session}/outline",
         "Return the turns of a session as a tree of sequences, with figures and incidents, for the viewer.",
         _ANY_OBJECT,
-        errors=_NO_SESSION,
     ),
     Operation(
         "listChanges",
-        "GET",
-        _SESSION + "/changes",
+        "GET /sessions/{session}/changes",
         "Say for each turn of a session what changed in its request, in the order in which the turns were recorded, and list its links.",
         _object(session=_TEXT, changes={"type": "array", "items": TurnChange}, links={"type": "array", "items": Link}),
         description="A request is compared with the history of the turn that it could have continued: that turn's request and its reply.",
-        errors={**_NO_SESSION, HTTPStatus.CONFLICT: "The records are torn (`torn_record`)."},
+        errors={HTTPStatus.CONFLICT: "The records are torn (`torn_record`)."},
     ),
     Operation(
         "getTurn",
-        "GET",
-        _SESSION + "/turns/{turn}",
+        "GET /sessions/{session}/turns/{turn}",
         "Return one turn, what changed in its request, and each reply in its history next to what was served, for the viewer.",
         _ANY_OBJECT,
-        errors={HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
     Operation(
         "getSequence",
-        "GET",
-        _SEQUENCE,
+        "GET /sessions/{session}/sequences/{sequence}",
         "Return the runs of tokens of one kind in a sequence, for the viewer.",
         _object(
             session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}, media={}
         ),
-        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
     ),
     Operation(
         "getTokens",
-        "GET",
-        _SEQUENCE + "/tokens",
+        "GET /sessions/{session}/sequences/{sequence}/tokens",
         "Return ids, log probabilities and texts of at most 4,096 tokens of a sequence, for the viewer.",
         _object(start=_COUNT, end=_COUNT, ids={"type": "array", "items": _COUNT}, logprobs={"type": "array"}, texts={}, unread=_TEXT),
-        query=(
-            Parameter("start", "First token.", {**_COUNT, "default": 0}),
-            Parameter("end", "Token after the last one.", _COUNT),
-        ),
-        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
+        query=(Parameter("start", "First token.", {**_COUNT, "default": 0}), Parameter("end", "Token after the last one.", _COUNT)),
     ),
     Operation(
         "getMessages",
-        "GET",
-        _SEQUENCE + "/messages",
+        "GET /sessions/{session}/sequences/{sequence}/messages",
         "Return at most 100 messages of the conversation of a sequence, for the viewer.",
         _object(messages=_COUNT, kept=_FLAG, starts={"type": "array", "items": _COUNT}, start=_COUNT, end=_COUNT, window={"type": "array"}),
         description="`starts` holds the first token of each message of the conversation. Texts of several messages are cut after 4,000 "
         "characters; those of one message after 1,000,000.",
-        query=(
-            Parameter("start", "First message.", {**_COUNT, "default": 0}),
-            Parameter("end", "Message after the last one.", _COUNT),
-        ),
-        errors={HTTPStatus.NOT_FOUND: "There is no such session or sequence."},
+        query=(Parameter("start", "First message.", {**_COUNT, "default": 0}), Parameter("end", "Message after the last one.", _COUNT)),
     ),
     Operation(
         "getTexts",
-        "GET",
-        _SESSION + "/texts",
+        "GET /sessions/{session}/texts",
         "Return the texts of token ids, as the model of a turn reads them, for the viewer.",
         _object(ids={"type": "array", "items": _COUNT}, texts={}, unread=_TEXT),
         query=(
@@ -714,7 +647,7 @@ OPERATIONS = (
         ),
         errors={HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
-    Operation("getOpenapi", "GET", BASE + "/openapi.json", "Return this document.", _ANY_OBJECT),
+    Operation("getOpenapi", "GET /openapi.json", "Return this document.", _ANY_OBJECT),
 )
 
 _BY_ID = {operation.id: operation for operation in OPERATIONS}
@@ -799,7 +732,8 @@ def _described(operation: Operation) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in named]
     parameters += [{**parameter._asdict(), "in": "query"} for parameter in operation.query]
     answer = {"description": "Success.", "content": {operation.content_type: {"schema": _schema(operation.answer)}}}
-    failures = {**_COMMON_ERRORS, **operation.errors}
+    missing = _NOT_FOUND.get(named[-1], {}) if named else {}
+    failures = {**_COMMON_ERRORS, **missing, **operation.errors}
     written = {
         "operationId": operation.id,
         "summary": operation.summary,

@@ -178,10 +178,6 @@ class SessionQueue:
 
         return (await self._until(asked.wait, look))[:_MOST_FINISHED], []
 
-    async def length(self) -> int:
-        """Return how many sessions are in the queue."""
-        return await self._store.queue_length()
-
     async def counts(self) -> dict[str, Any]:
         """Count the sessions in the queue, those of each consumer, and those of each group that nobody has taken."""
         found = await self._candidates(await self._entries())
@@ -264,18 +260,15 @@ class SessionQueue:
         """Look until something is found, the time is up, or the proxy stops. Counts how long that took."""
         began = time.monotonic()
         try:
-            return await self._look_until(began + seconds, look)
+            for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
+                change = self._ledger.changed.next
+                found = await look()
+                left = began + seconds - time.monotonic()
+                if found or left <= 0 or self._ledger.changed.closed:
+                    return found
+                await wait_for(change, min(pause, left))
         finally:
             metrics.WAITED.labels("trainers").inc(time.monotonic() - began)
-
-    async def _look_until(self, deadline: float, look: Callable[[], Awaitable[list[T]]]) -> list[T]:
-        for pause in delays(FIRST_PAUSE, LONGEST_PAUSE):
-            change = self._ledger.changed.next
-            found = await look()
-            left = deadline - time.monotonic()
-            if found or left <= 0 or self._ledger.changed.closed:
-                return found
-            await wait_for(change, min(pause, left))
         raise AssertionError("delays never end")
 
     async def _take(self, asked: Take, limit: LagLimit | None, left: dict[str, int]) -> list[TakenDelivery]:

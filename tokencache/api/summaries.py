@@ -122,14 +122,9 @@ class SessionList:
         self.recent, self.now = kept.recent, kept.now
 
     async def page(self, wanted: Filter, *, state: str, sort: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return one page of the sessions that a filter selects, and how many there are in each state.
+        """Return one page of the sessions that a filter selects, and how many there are in each state (`SESSION_STATES`).
 
-        Args:
-            wanted: the filter.
-            state: one of `SESSION_STATES`.
-            sort: one of `SORTS`; a `-` before it reverses the order. Sessions without a value come last in both orders.
-            offset: number of sessions to skip.
-            limit: number of sessions to return.
+        `sort` is one of `SORTS`; a `-` before it reverses the order. Sessions without a value come last in both orders.
 
         Raises:
             HarnessError: the filter is invalid.

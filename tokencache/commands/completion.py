@@ -63,3 +63,8 @@ def _client(ctx: typer.Context) -> Client:
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
+
+
+SESSION = typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session)
+SESSIONS = typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session)
+"""The arguments that name sessions of the proxy."""

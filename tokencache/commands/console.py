@@ -20,14 +20,7 @@ TIMEOUT = 600.0
 
 ProxyOption = Annotated[str, typer.Option("--proxy", envvar="TOKENCACHE_PROXY", metavar="URL", help="Base URL of the proxy, without /v1.")]
 AdminKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--admin-key",
-        envvar="TOKENCACHE_ADMIN_KEY",
-        metavar="KEY",
-        help="Admin key of the proxy, if it has one.",
-        show_default=False,
-    ),
+    str | None, typer.Option("--admin-key", envvar="TOKENCACHE_ADMIN_KEY", metavar="KEY", help="Admin key of the proxy, if it has one.")
 ]
 PatternOption = Annotated[
     str,
@@ -35,13 +28,7 @@ PatternOption = Annotated[
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option(
-        "--block-size",
-        min=1,
-        metavar="N",
-        help=f"Tokens of a block of a trace ({', '.join(TRACES)}); default {BLOCK_SIZE}.",
-        show_default=False,
-    ),
+    typer.Option("--block-size", min=1, metavar="N", help=f"Tokens of a block of a trace ({', '.join(TRACES)}); default {BLOCK_SIZE}."),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -69,6 +56,16 @@ def failed(error: Exception | str, command: str = "tokencache") -> typer.Exit:
 def said(error: Exception | str) -> str:
     """Return the words of an error, without the route of the proxy that was asked: the user of a command asked for none."""
     return error.reason if isinstance(error, ClientError) else str(error)
+
+
+@contextlib.contextmanager
+def calling(proxy: str, admin_key: str | None, *, timeout: float = 60.0) -> Iterator[Client]:
+    """Yield a client, which waits so many seconds for a response. An error of the proxy is printed, and ends the command."""
+    try:
+        with Client(proxy, admin_key, timeout=timeout) as client:
+            yield client
+    except ClientError as error:
+        raise failed(error) from None
 
 
 @contextlib.contextmanager

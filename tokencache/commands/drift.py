@@ -40,9 +40,7 @@ def report_drift(  # noqa: PLR0917 - one parameter per option
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw a picture (.svg or .png). Needs the extra 'plot'.", show_default=False)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw a picture (.svg or .png). Needs the extra 'plot'.")] = None,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the picture.", show_default=False)] = "",
 ) -> None:
     """Report the drift that plain rendering would have caused.

@@ -6,7 +6,6 @@ be exported are counted and reported.
 """
 
 import asyncio
-import fnmatch
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
@@ -18,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, SessionState, UnfinishedError
+from tokencache.client import AsyncClient, Client, ClientError, Conditions, NotFoundError, UnfinishedError
 from tokencache.commands import files, manifest
 from tokencache.commands.completion import complete_format, complete_session
 from tokencache.commands.console import (
@@ -34,6 +33,7 @@ from tokencache.commands.console import (
 )
 from tokencache.commands.media import write_media
 from tokencache.commands.options import given, takes
+from tokencache.commands.rollouts import session_names
 from tokencache.commands.sink import FileError, Sink
 from tokencache.core.outcome import OutcomeKind
 from tokencache.errors import HarnessError
@@ -49,6 +49,17 @@ _EXIT_INTERRUPTED = 130
 _NAMES_SHOWN = 5
 _REPORTS = frozenset({"overlong", "stale", "placeholders", "models"})
 """Members of the figures that say what was left out."""
+
+_LEFT_OUT = {
+    "dropped": "longer than the limit: left out",
+    "cut": "longer than the limit: cut after the last whole turn that fits",
+    "masked": "longer than the limit: masked: nothing of them is trained",
+    "stale": "left out: older than --max-lag allows",
+    "unknown_lag": "left out: how old their policy versions are is not known",
+    "placeholders": "left out: the model sampled tokens that stand for parts of images, which no trainer accepts (docs/images.md)",
+    "other_models": "left out: of another model, or of one that is not trained",
+}
+"""What the report says of sequences that are not in the file, or not whole, by the names of the manifest."""
 
 
 class FetchedRollout(msgspec.Struct, frozen=True):
@@ -80,10 +91,7 @@ class Export(msgspec.Struct, kw_only=True):
             not deleted, because their media would be lost.
         whole: whether the file is complete and has its name.
         partial: the file with the data of an unfinished export.
-        lengths: limits for sequences. `dropped`, `cut`, `masked`: number of sequences that were longer, by what happened. `stale`,
-            `unknown_lag`: number of sequences that were left out because they lag too much, or because their lag is not known.
-            `placeholders`: number of sequences that were left out because the model sampled placeholders of images. `other_models`: number
-            of sequences that were left out because of their model.
+        lengths: limits for sequences. `left_out`: number of sequences that were left out, cut or masked, by the names of `_LEFT_OUT`.
         file: the file, if it gets a manifest. `figures`: sums of the figures of what was written, and its sessions by harness and model.
     """
 
@@ -107,13 +115,7 @@ class Export(msgspec.Struct, kw_only=True):
     kept: list[str] = []
     with_media: list[str] = []
     tokens: int = 0
-    dropped: int = 0
-    cut: int = 0
-    masked: int = 0
-    stale: int = 0
-    unknown_lag: int = 0
-    placeholders: int = 0
-    other_models: int = 0
+    left_out: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(_LEFT_OUT, 0))
     size: int = 0
     whole: bool = False
     partial: Path | None = None
@@ -165,17 +167,7 @@ class Export(msgspec.Struct, kw_only=True):
             self.failed.append(fetched.session)
         figures = fetched.figures
         self.tokens += figures.trainable_tokens + figures.masked_tokens
-        if figures.overlong is not None:
-            self.dropped += figures.overlong.dropped
-            self.cut += figures.overlong.cut
-            self.masked += figures.overlong.masked
-        if figures.stale is not None:
-            self.stale += figures.stale.dropped
-            self.unknown_lag += figures.stale.unknown
-        if figures.placeholders is not None:
-            self.placeholders += figures.placeholders.dropped
-        if figures.models is not None:
-            self.other_models += sum(figures.models.dropped.values())
+        manifest.add_up(self.left_out, figures.left_out())
         self.size += len(fetched.rollout)
         sums = {name: value for name, value in msgspec.to_builtins(figures).items() if name not in _REPORTS}
         manifest.add_up(self.figures, {**sums, "harnesses": {fetched.harness or "unknown": 1}, "models": {fetched.model or "unknown": 1}})
@@ -184,7 +176,6 @@ class Export(msgspec.Struct, kw_only=True):
     def contents(self, rows: int) -> dict[str, Any]:
         """Describe for the manifest what was exported and what was left out; `rows` is the number of rows of the file."""
         options = {"drift": self.drift, "complete_only": self.complete_only, "valid_only": self.valid_only, **self.lengths}
-        left_out = ("dropped", "cut", "masked", "stale", "unknown_lag", "placeholders", "other_models")
         return {
             "format": self.format,
             "rows": rows,
@@ -197,7 +188,7 @@ class Export(msgspec.Struct, kw_only=True):
                 "left_out": self.skipped,
                 "gone": self.gone,
             },
-            "sequences_left_out": {name: getattr(self, name) for name in left_out},
+            "sequences_left_out": self.left_out,
             "figures": self.figures,
         }
 
@@ -264,6 +255,19 @@ class _Figures(msgspec.Struct, frozen=True):
     placeholders: PlaceholderFigures | None = None
     models: ModelFigures | None = None
 
+    def left_out(self) -> dict[str, int]:
+        """Return how many sequences were left out, cut or masked, by the names of `_LEFT_OUT`."""
+        found: dict[str, int] = {}
+        if self.overlong is not None:
+            found |= {name: getattr(self.overlong, name) for name in ("dropped", "cut", "masked")}
+        if self.stale is not None:
+            found |= {"stale": self.stale.dropped, "unknown_lag": self.stale.unknown}
+        if self.placeholders is not None:
+            found["placeholders"] = self.placeholders.dropped
+        if self.models is not None:
+            found["other_models"] = sum(self.models.dropped.values())
+        return found
+
 
 class _Labels(msgspec.Struct, frozen=True):
     figures: _Figures = _Figures()
@@ -286,13 +290,10 @@ class _Summary(msgspec.Struct, frozen=True):
 @takes(ExportParameters)
 def export_sessions(
     sessions: Annotated[
-        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", show_default=False, autocompletion=complete_session)
+        list[str] | None, typer.Argument(metavar="SESSION", help="Names of sessions.", autocompletion=complete_session)
     ] = None,
     *,
-    to: Annotated[
-        str,
-        typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.", show_default=False),
-    ],
+    to: Annotated[str, typer.Option("--to", metavar="FILE", help="FILE.jsonl, FILE.jsonl.gz or FILE.parquet; - is standard output.")],
     everything: Annotated[bool, typer.Option("--all", help="Export all sessions.")] = False,
     pattern: PatternOption = "",
     format_name: Annotated[
@@ -312,12 +313,7 @@ def export_sessions(
     valid_only: Annotated[bool, typer.Option("--valid-only", help="Leave out sessions that are incomplete or failed.")] = False,
     media: Annotated[
         Path | None,
-        typer.Option(
-            "--media",
-            metavar="DIR",
-            help="Also write images and other media to this folder, as `tokencache media` does.",
-            show_default=False,
-        ),
+        typer.Option("--media", metavar="DIR", help="Also write images and other media to this folder, as `tokencache media` does."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     block_size: BlockSizeOption = None,
@@ -352,7 +348,7 @@ def export_sessions(
         lengths = cast("ExportOptions", given(ExportParameters, options))
         lengths_of(parameters_of(lengths))  # refuses a wrong combination before anything is fetched
         with Client(proxy, admin_key) as client:
-            names = list(dict.fromkeys(sessions)) if sessions else _matching(client.sessions(), pattern or "*")
+            names = list(dict.fromkeys(sessions)) if sessions else session_names(client, pattern or "*")
         if not names:
             raise failed(f"there is no session {f'that matches {pattern}' if pattern else 'yet'}; nothing was written")
         export = Export(
@@ -396,33 +392,14 @@ async def _run(export: Export, sink: Sink, proxy: str, admin_key: str | None, co
             await export.run(client, sink, step)
 
 
-def _matching(states: Sequence[SessionState], pattern: str) -> list[str]:
-    """Return the sessions that match, oldest first."""
-    chosen = [state for state in states if fnmatch.fnmatchcase(state.session, pattern)]
-    return [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]
-
-
 def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     """Print what was exported and what was not."""
     where = "standard output" if to == "-" else to
     counts = f"{plural(rows, 'row')}, {export.tokens:,} tokens, {size(export.size)} fetched"
     _print(console, f"{plural(len(export.exported), 'session')} in {where}: {counts}", "bold")
-    for count, words in (
-        (export.dropped, "left out"),
-        (export.cut, "cut after the last whole turn that fits"),
-        (export.masked, "masked: nothing of them is trained"),
-    ):
-        if count:
-            _print(console, f"{plural(count, 'sequence')} longer than the limit: {words}", "yellow")
-    if export.stale:
-        _print(console, f"{plural(export.stale, 'sequence')} left out: older than --max-lag allows", "yellow")
-    if export.unknown_lag:
-        _print(console, f"{plural(export.unknown_lag, 'sequence')} left out: how old their policy versions are is not known", "yellow")
-    if export.placeholders:
-        words = "left out: the model sampled tokens that stand for parts of images, which no trainer accepts (docs/images.md)"
-        _print(console, f"{plural(export.placeholders, 'sequence')} {words}", "yellow")
-    if export.other_models:
-        _print(console, f"{plural(export.other_models, 'sequence')} left out: of another model, or of one that is not trained", "yellow")
+    for name, words in _LEFT_OUT.items():
+        if count := export.left_out[name]:
+            _print(console, f"{plural(count, 'sequence')} {words}", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.failed, "FAILED: no trainer learns from them (see `tokencache sessions`)", "bold red"),

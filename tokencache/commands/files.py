@@ -37,11 +37,7 @@ def is_file(target: str) -> bool:
 def create(path: str, wanted: Format | TraceFormat, *, overwrite: bool, block_size: int | None = None) -> Sink:
     """Create a file for rollouts in a format. The ending selects the kind of file; `-` is standard output.
 
-    Args:
-        path: the file.
-        wanted: the format. The sink of a trace takes rollouts of the native format.
-        overwrite: whether to replace a file.
-        block_size: tokens of a block of a trace; `None` uses `traces.BLOCK_SIZE`.
+    The sink of a trace takes rollouts of the native format. `block_size` are the tokens of its blocks; `None` uses `traces.BLOCK_SIZE`.
 
     Raises:
         FileError: the ending is unknown or not one of the format, the file exists already or another process writes it, its directory does

@@ -32,27 +32,16 @@ _DIR = Path("DIR")
 _Harness = Annotated[
     str, typer.Argument(metavar="HARNESS", help="the harness; `tokencache harnesses` lists all", autocompletion=complete_harness)
 ]
-_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness, after --", show_default=False)]
-_Session = Annotated[
-    str | None, typer.Option("--session", help="name of the rollout; default: a new one, which is printed", show_default=False)
-]
+_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="arguments of the harness, after --")]
+_Session = Annotated[str | None, typer.Option("--session", help="name of the rollout; default: a new one, which is printed")]
 _Key = Annotated[
-    str | None,
-    typer.Option("--key", envvar="TOKENCACHE_KEY", help="API key to send: a registered tck-…; default: tcs-SESSION", show_default=False),
+    str | None, typer.Option("--key", envvar="TOKENCACHE_KEY", help="API key to send: a registered tck-…; default: tcs-SESSION")
 ]
-_Model = Annotated[
-    str | None, typer.Option("--model", help="name of the model; default: the one that the proxy serves", show_default=False)
-]
+_Model = Annotated[str | None, typer.Option("--model", help="name of the model; default: the one that the proxy serves")]
 _ConfigDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--config-dir", help="directory for the configuration of the harness: a new one, or one that tokencache made", show_default=False
-    ),
+    Path | None, typer.Option("--config-dir", help="directory for the configuration of the harness: a new one, or one that tokencache made")
 ]
-_Adapters = Annotated[
-    Path | None,
-    typer.Option("--adapters", envvar="TOKENCACHE_ADAPTERS", help="directory with adapters of your own", show_default=False),
-]
+_Adapters = Annotated[Path | None, typer.Option("--adapters", envvar="TOKENCACHE_ADAPTERS", help="directory with adapters of your own")]
 
 
 def run_harness(  # noqa: PLR0917 - one parameter per option

@@ -13,33 +13,34 @@ import msgspec
 import typer
 
 from tokencache.adapters.load import AdapterError
-from tokencache.client import Client, ClientError, Session
-from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, said, warned
+from tokencache.client import ClientError, Session
+from tokencache.commands.completion import SESSION, SESSIONS, complete_group, complete_harness
+from tokencache.commands.console import (
+    PROXY_URL,
+    AdminKeyOption,
+    JsonOption,
+    ProxyOption,
+    calling,
+    failed,
+    plural,
+    print_json,
+    said,
+    warned,
+)
 from tokencache.commands.options import given, takes
 from tokencache.commands.rewards import RewardFileError, RewardFileOption, RewardValues, read_reward
 from tokencache.core.session import LabelChanges, NewFork, NewSession
 
-_Name = Annotated[
-    str, typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session)
-]
-_Names = Annotated[
-    list[str],
-    typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session),
-]
+_Name = Annotated[str, SESSION]
+_Names = Annotated[list[str], SESSIONS]
 
 
 @takes(NewSession, {"harness": complete_harness, "group": complete_group})
 def create_session(
-    session: Annotated[
-        str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.", show_default=False)
-    ] = None,
+    session: Annotated[str | None, typer.Argument(metavar="SESSION", help="Name of the session. Default: a new, random one.")] = None,
     *,
     config_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.", show_default=False
-        ),
+        Path | None, typer.Option("--config-dir", metavar="DIR", help="Where to write the configuration of the harness, if it has files.")
     ] = None,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -55,9 +56,9 @@ def create_session(
     """
     wanted = given(NewSession, options)
     try:
-        with Client(proxy, admin_key) as client, warned():
+        with calling(proxy, admin_key) as client, warned():
             made = client.create(session, config_dir=config_dir, **wanted)
-    except (ClientError, AdapterError) as error:
+    except AdapterError as error:
         raise failed(error) from None
     _print_access(made, as_json=as_json)
 
@@ -66,9 +67,7 @@ def create_session(
 def fork_session(
     session: _Name,
     turn: Annotated[str, typer.Argument(metavar="TURN", help="Id of the turn after which it begins; `tokencache show` lists them.")],
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Name of the fork. Default: a new, random one.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the fork. Default: a new, random one.")] = None,
     *,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -82,11 +81,8 @@ def fork_session(
 
     tokencache fork r17 35a7c4219cf07c14 --group tree-4
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            made = client.fork(session, turn, name, **given(NewFork, options))
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        made = client.fork(session, turn, name, **given(NewFork, options))
     _print_access(made, as_json=as_json)
 
 
@@ -99,19 +95,9 @@ def _print_access(made: Session, *, as_json: bool) -> None:
 
 
 def finish_sessions(  # noqa: PLR0917 - one parameter per option
-    sessions: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SESSION",
-            help="Names of sessions; `tokencache sessions` lists them.",
-            show_default=False,
-            autocompletion=complete_session,
-        ),
-    ] = None,
-    tag: Annotated[
-        str | None, typer.Option("--tag", metavar="TAG", help="Also all open sessions with this tag.", show_default=False)
-    ] = None,
-    reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.", show_default=False)] = None,
+    sessions: Annotated[list[str] | None, SESSIONS] = None,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Also all open sessions with this tag.")] = None,
+    reward: Annotated[float | None, typer.Option("--reward", metavar="NUMBER", help="Reward of each session.")] = None,
     reward_file: RewardFileOption = None,
     kind: Annotated[
         str | None,
@@ -119,7 +105,6 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
             "--failed",
             metavar="KIND",
             help="What failed: engine, harness, sandbox, timeout, budget, canceled, store, or a word of your own; ok: nothing.",
-            show_default=False,
         ),
     ] = None,
     detail: Annotated[str, typer.Option("--detail", metavar="TEXT", help="The failure in words.", show_default=False)] = "",
@@ -149,7 +134,7 @@ def finish_sessions(  # noqa: PLR0917 - one parameter per option
 
 def set_reward(  # noqa: PLR0917 - one parameter per option
     session: _Name,
-    reward: Annotated[float | None, typer.Argument(metavar="NUMBER", help="Reward of the session.", show_default=False)] = None,
+    reward: Annotated[float | None, typer.Argument(metavar="NUMBER", help="Reward of the session.")] = None,
     reward_file: RewardFileOption = None,
     as_json: JsonOption = False,
     proxy: ProxyOption = PROXY_URL,
@@ -237,18 +222,15 @@ def _each(  # noqa: PLR0917 - as the commands pass them
 ) -> None:
     """Do something with each session, and with all open ones that have the tag, and print a line or a JSON object for each."""
     results: list[dict[str, Any]] = []
-    try:
-        with Client(proxy, admin_key) as client:
-            tagged = [] if tag is None else [state.session for state in client.sessions(tag=tag, state="open")]
-            for name in dict.fromkeys([*names, *tagged]):
-                try:
-                    act(client.session(name))
-                    results.append({"session": name, "done": done})
-                except ClientError as error:
-                    results.append({"session": name, "error": said(error)})
-                    failed(error)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        tagged = [] if tag is None else [state.session for state in client.sessions(tag=tag, state="open")]
+        for name in dict.fromkeys([*names, *tagged]):
+            try:
+                act(client.session(name))
+                results.append({"session": name, "done": done})
+            except ClientError as error:
+                results.append({"session": name, "error": said(error)})
+                failed(error)
     if as_json:
         print_json(results)
     else:

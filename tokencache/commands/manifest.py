@@ -22,12 +22,7 @@ VERSION = 1
 
 
 def write(path: Path, conditions: Conditions | None, contents: Mapping[str, Any]) -> None:
-    """Write the manifest of a file that is complete.
-
-    Args:
-        path: the file. The manifest has its name and `.manifest.json`.
-        conditions: of the proxy; `None` if it is older than this route.
-        contents: what was exported and left out.
+    """Write the manifest of a file that is complete, beside it. `conditions` is `None` if the proxy is older than that route.
 
     Raises:
         OSError: the file cannot be read, or the manifest cannot be written.

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokencache.client import AsyncClient, AsyncSession, ClientError
-from tokencache.commands.completion import complete_session
+from tokencache.commands.completion import SESSIONS
 from tokencache.commands.console import PROXY_URL, TIMEOUT, AdminKeyOption, ProxyOption, failed, plural, size
 from tokencache.commands.sink import write_whole
 from tokencache.core.media import StoredMedium, file_name
@@ -38,10 +38,7 @@ def _missing(stored: Sequence[StoredMedium], folder: Path) -> list[tuple[StoredM
 
 
 def export_media(
-    sessions: Annotated[
-        list[str],
-        typer.Argument(metavar="SESSION", help="Names of sessions; `tokencache sessions` lists them.", autocompletion=complete_session),
-    ],
+    sessions: Annotated[list[str], SESSIONS],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files. It is made if it does not exist.")],
     proxy: ProxyOption = PROXY_URL,
     admin_key: AdminKeyOption = None,

@@ -2,8 +2,7 @@
 
 import typer
 
-from tokencache.client import Client, ClientError
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, printable
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, calling, plural, print_json, printable
 
 
 def show_queue(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, admin_key: AdminKeyOption = None) -> None:
@@ -13,11 +12,8 @@ def show_queue(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, admi
 
     tokencache queue
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            state = client.queue()
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        state = client.queue()
     if as_json:
         print_json(state)
         return

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from tokencache.client import Client, ClientError, RunReport
+from tokencache.client import RunReport
 from tokencache.commands.completion import complete_run
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, plural, print_json, printable
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, calling, plural, print_json, printable
 from tokencache.trajectories.reports import PASSING, Distribution, GroupFigures
 
 _NAMES = {"reward": "reward", "turns": "turns", "tokens": "sampled tokens", "length": "length, tokens"}
@@ -39,11 +39,8 @@ def report_run(
 
     tokencache report 7f3a9c21
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            found = client.report(run, tag=tag, passing=passing, with_failed=with_failed, limit=groups)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        found = client.report(run, tag=tag, passing=passing, with_failed=with_failed, limit=groups)
     if as_json:
         print_json(found)
         return

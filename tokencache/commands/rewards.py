@@ -12,7 +12,6 @@ RewardFileOption = Annotated[
         "--reward-file",
         metavar="FILE",
         help='File with the reward: a JSON number, or {"reward": 0.5, "components": {...}, "turns": {...}, "sequences": {...}}.',
-        show_default=False,
     ),
 ]
 

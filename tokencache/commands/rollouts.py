@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -17,16 +17,11 @@ from tokencache.trajectories.digest import digest_of, recorded_digest
 
 TargetsArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", show_default=False, autocompletion=complete_session
-    ),
+    typer.Argument(metavar="SESSION|FILE", help="Sessions of a proxy, or files of native exports.", autocompletion=complete_session),
 ]
-EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.", show_default=False)]
+EngineOption = Annotated[str, typer.Option("--engine", metavar="URL", help="The engine's own URL, not the proxy's.")]
 EngineKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.", show_default=False
-    ),
+    str | None, typer.Option("--engine-key", envvar="TOKENCACHE_ENGINE_KEY", metavar="KEY", help="API key of the engine, if it has one.")
 ]
 RequestsOption = Annotated[
     int,
@@ -44,19 +39,15 @@ AtOnceOption = Annotated[
         min=1,
         metavar="N",
         help="Tokens in progress, and the longest sequence. [default: 65536; with --top K that / (K + 1)]",
-        show_default=False,
     ),
 ]
 
 
-class RolloutSource:
+class RolloutSource(NamedTuple):
     """Where rollouts are read: `where` names the place in messages; `value` is decoded JSON."""
 
-    __slots__ = ("value", "where")
-
-    def __init__(self, where: str, value: Any) -> None:
-        self.where = where
-        self.value = value
+    where: str
+    value: Any
 
 
 def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> None:

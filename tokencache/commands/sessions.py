@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tokencache.client import Client, ClientError, SessionState
+from tokencache.client import SessionState
 from tokencache.commands.completion import complete_group, complete_harness, complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, calling, plural
 from tokencache.core.outcome import OutcomeKind
 
 
@@ -22,23 +22,16 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
         ),
     ] = "",
     pattern: PatternOption = "*",
-    state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="Only sessions that are open, finished or sealed.", show_default=False)
-    ] = None,
+    state: Annotated[str | None, typer.Option("--state", metavar="STATE", help="Only sessions that are open, finished or sealed.")] = None,
     group: Annotated[
-        str | None,
-        typer.Option("--group", metavar="NAME", help="Only sessions of this group.", show_default=False, autocompletion=complete_group),
+        str | None, typer.Option("--group", metavar="NAME", help="Only sessions of this group.", autocompletion=complete_group)
     ] = None,
-    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only sessions with this tag.", show_default=False)] = None,
+    tag: Annotated[str | None, typer.Option("--tag", metavar="TAG", help="Only sessions with this tag.")] = None,
     harness: Annotated[
-        str | None,
-        typer.Option(
-            "--harness", metavar="NAME", help="Only sessions of this harness.", show_default=False, autocompletion=complete_harness
-        ),
+        str | None, typer.Option("--harness", metavar="NAME", help="Only sessions of this harness.", autocompletion=complete_harness)
     ] = None,
     outcome: Annotated[
-        str | None,
-        typer.Option("--outcome", metavar="KIND", help="Only sessions with this outcome: ok, or a kind of failure.", show_default=False),
+        str | None, typer.Option("--outcome", metavar="KIND", help="Only sessions with this outcome: ok, or a kind of failure.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=0, metavar="N", help="Print only the newest N; 0: all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object for each session.")] = False,
@@ -53,11 +46,8 @@ def list_sessions(  # noqa: PLR0917 - one parameter per option
 
     tokencache sessions run7-
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness, outcome=outcome)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        listed = client.sessions(prefix, state=state, group=group, tag=tag, harness=harness, outcome=outcome)
     states = [one for one in listed if fnmatch.fnmatchcase(one.session, pattern)]
     states.sort(key=lambda one: (-one.created, one.session))
     shown = states[:limit] if limit else states

@@ -14,16 +14,16 @@ import msgspec
 import typer
 from rich.text import Text
 
-from tokencache.client import Client, ClientError, Trajectory, TurnChange, TurnSpan
 from tokencache.client import Sequence as TrainingSequence
-from tokencache.commands.completion import complete_session
+from tokencache.client import Trajectory, TurnChange, TurnSpan
+from tokencache.commands.completion import SESSION
 from tokencache.commands.console import (
     PROXY_URL,
     TIMEOUT,
     AdminKeyOption,
     JsonOption,
     ProxyOption,
-    failed,
+    calling,
     output,
     plural,
     print_json,
@@ -46,10 +46,7 @@ Part = str | tuple[str, str]
 
 
 def show_session(  # noqa: PLR0917 - one parameter per option
-    session: Annotated[
-        str,
-        typer.Argument(metavar="SESSION", help="Name of the session; `tokencache sessions` lists them.", autocompletion=complete_session),
-    ],
+    session: Annotated[str, SESSION],
     turns: Annotated[bool, typer.Option("--turns", help="Show every turn; do not fold runs that only continue.")] = False,
     drift: Annotated[
         bool, typer.Option("--drift", help="Also measure drift, as `tokencache drift` does: the engine renders each prompt once more.")
@@ -73,12 +70,9 @@ def show_session(  # noqa: PLR0917 - one parameter per option
 
     tokencache show r17
     """
-    try:
-        with Client(proxy, admin_key, timeout=TIMEOUT) as client:
-            rollout = client.session(session).fetch(drift="turns" if drift else "off")
-            changes = client.session(session).changes()
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key, timeout=TIMEOUT) as client:
+        rollout = client.session(session).fetch(drift="turns" if drift else "off")
+        changes = client.session(session).changes()
     if as_json:
         print_json(_without_tokens(rollout) | {"changes": changes})
         return

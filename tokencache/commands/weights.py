@@ -11,13 +11,10 @@ from tokencache.adapters import process
 from tokencache.adapters.load import AdapterError
 from tokencache.client import Client, ClientError, WeightsInfo
 from tokencache.client.weight_operations import DEFAULT_TIMEOUT
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, failed, print_json
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, JsonOption, ProxyOption, calling, failed, print_json
 from tokencache.core.weights import PauseMode
 
-_Engines = Annotated[
-    list[str] | None,
-    typer.Option("--engine", metavar="URL", help="Only this engine. May be repeated. Default: all.", show_default=False),
-]
+_Engines = Annotated[list[str] | None, typer.Option("--engine", metavar="URL", help="Only this engine. May be repeated. Default: all.")]
 _Owner = Annotated[
     str,
     typer.Option("--owner", metavar="NAME", help="Who updates the weights. Others wait until the update has ended.", show_default=False),
@@ -40,19 +37,13 @@ def show_weights(as_json: JsonOption = False, proxy: ProxyOption = PROXY_URL, ad
 
     tokencache weights show
     """
-    try:
-        with Client(proxy, admin_key) as client:
-            _print(client.weights(), as_json=as_json)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        _print(client.weights(), as_json=as_json)
 
 
 @weights_app.command("set")
 def set_weights(  # noqa: PLR0917 - one parameter per option
-    version: Annotated[
-        str | None,
-        typer.Argument(metavar="VERSION", help="Version that the engines have now: a number or a name.", show_default=False),
-    ] = None,
+    version: Annotated[str | None, typer.Argument(metavar="VERSION", help="Version that the engines have now: a number or a name.")] = None,
     updating: Annotated[bool, typer.Option("--updating", help="They are being replaced: new calls wait until a version is set.")] = False,
     engines: _Engines = None,
     owner: _Owner = "",
@@ -75,21 +66,16 @@ def set_weights(  # noqa: PLR0917 - one parameter per option
     """
     if (version is None) != updating:
         raise typer.BadParameter("give a VERSION, or --updating")
-    try:
-        with Client(proxy, admin_key) as client:
-            named = engines or ()
-            known = client.set_weights(version, engines=named, phase="updating" if updating else "ready", owner=owner, timeout=timeout)
-            _print(known, as_json=as_json)
-    except ClientError as error:
-        raise failed(error) from None
+    with calling(proxy, admin_key) as client:
+        named = engines or ()
+        known = client.set_weights(version, engines=named, phase="updating" if updating else "ready", owner=owner, timeout=timeout)
+        _print(known, as_json=as_json)
 
 
 @weights_app.command("update")
 def update_weights(  # noqa: PLR0917 - one parameter per option
-    version: Annotated[str, typer.Argument(metavar="VERSION", help="Version of the new weights: a number or a name.", show_default=False)],
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="Command that replaces the weights, after --.", show_default=False)
-    ],
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="Version of the new weights: a number or a name.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Command that replaces the weights, after --.")],
     mode: Annotated[
         str,
         typer.Option(

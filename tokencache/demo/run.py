@@ -45,15 +45,9 @@ _AT_ONCE = 8
 async def run_demo(
     *, rollouts: int, turns: int, upstream: str | None, model: str, json_file: Path | None, console: Console | None = None
 ) -> bool:
-    """Run the demo and print its figures.
+    """Run the demo, print its figures, and write them to a file if one is named.
 
-    Args:
-        rollouts: number of rollouts, with and without the proxy.
-        turns: number of turns of a rollout.
-        upstream: base URL of a real engine, to use instead of the simulated one.
-        model: model of that engine; empty for the first that it serves.
-        json_file: file that receives the figures.
-        console: where to print.
+    `upstream` is the base URL of a real engine, to use instead of the simulated one. Its `model` is empty for the first that it serves.
 
     Returns:
         Whether all exports equal the engine's ground truth and, with the simulated engine, every turn extends the one before it.

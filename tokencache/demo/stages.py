@@ -69,12 +69,7 @@ async def simulated(replies: Mapping[str, Sequence[str]]) -> AsyncIterator[Stage
 
 @contextlib.asynccontextmanager
 async def real(upstream: str, model: str, key: str | None) -> AsyncIterator[Stage]:
-    """Start a recording relay in front of the engine at `upstream`.
-
-    Args:
-        upstream: base URL of the engine.
-        model: name of the model; empty for the first that it serves.
-        key: API key of the engine, if it needs one.
+    """Start a recording relay in front of the engine at a base URL. `model` is empty for the first one that it serves.
 
     Raises:
         StageError: the engine cannot be reached, or does not serve the model.

@@ -101,12 +101,7 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
     reminds: bool = False
 
     async def read(self, request: DialectRequest, body: bytes, reader: CallReader) -> ChatCall:
-        """Read the call.
-
-        Args:
-            request: the client's request.
-            body: `self.body`, maybe with fetched images or other messages.
-            reader: remembers bodies, and knows the served models.
+        """Read the call. `body` is `self.body`, maybe with fetched images or other messages.
 
         Raises:
             HarnessError: a member cannot be read.
@@ -130,12 +125,9 @@ class ParsedCall(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def address(self, path: str, headers: MutableMapping[str, str], credential_headers: Sequence[str]) -> str:
-        """Return path and query of the engine's route, and change the client's headers for the engine in place.
+        """Return path and query of the engine's route, from the client's, and change the client's headers for the engine in place.
 
-        Args:
-            path: the client's path and query.
-            headers: case-insensitive.
-            credential_headers: the headers in which clients of any dialect send an API key.
+        `headers` are case-insensitive. In `credential_headers` clients of any dialect send an API key.
         """
         raise NotImplementedError
 

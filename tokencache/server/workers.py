@@ -211,11 +211,7 @@ class _Worker:
 
 
 def serve_as_worker(restarted: bool) -> None:
-    """Serve as a worker under a supervisor. Runs in the worker's process and ends it.
-
-    Args:
-        restarted: whether it replaces a process that died.
-    """
+    """Serve as a worker under a supervisor, maybe in place of a process that died. Runs in the worker's process and ends it."""
     out = os.dup(1)
     os.dup2(2, 1)  # standard output is for the supervisor: all other output goes to standard error
     sys.exit(uvloop.run(_serve_worker(out, restarted=restarted)))

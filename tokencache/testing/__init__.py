@@ -12,8 +12,8 @@ every prompt and completion id. Needs the extra `testing`.
 `wire`          the bodies of responses; `responses` sends them
 `faults`        faults that a test requests
 `ground_truth`  the true ids of every prompt and completion
-`images`, `prefixes`, `generate_route`  what the plugin and vLLM 0.32 add for images and prompts by hash
-`weights`, `dev_mode`, `metadata`  weights that change: what they do, the routes that replace them, and what replies report
+`generate_route`  the route for prompts as ids
+`weights`, `dev_mode`  weights that change: what they do, and the routes that replace them
 `harness`       a scripted agent, which changes the history that it sends back as real ones do
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,12 @@ from tokencache.testing.chat_request import ChatRequest, read_chat_request
 from tokencache.testing.errors import senseless
 from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token, within_budget
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
-from tokencache.testing.prefixes import pack_prompt, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from tokencache.testing.dev_mode import DevMode
     from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
-    from tokencache.testing.metadata import ReplyMetadata
-    from tokencache.testing.prefixes import NamedIds
     from tokencache.testing.replies import ReplyGenerator
     from tokencache.testing.tokenizer import SimTokenizer
     from tokencache.testing.weights import KeysAndValues, SimulatedWeights
@@ -40,19 +36,10 @@ _NOT_SIMULATED = ("echo", "suffix", "use_beam_search", "prompt_embeds")
 
 @dataclass(slots=True, kw_only=True)
 class CompletionSettings:
-    """Settings of the engine that all its completions share.
-
-    Attributes:
-        weights: the weights, and the prefix cache.
-        dev_mode: pauses the engine.
-        chunk_tokens: tokens in each chunk of a stream.
-        token_delay: seconds for each token.
-        log: file that receives every token before it is sent.
-    """
+    """Settings of the engine that all its completions share (`SimulatedEngine`). `log` receives every token before it is sent."""
 
     tokenizer: SimTokenizer
     replies: ReplyGenerator
-    metadata: ReplyMetadata
     weights: SimulatedWeights
     dev_mode: DevMode
     chunk_tokens: int
@@ -68,18 +55,13 @@ class Completion:
     """A completion in progress. Call either `whole` or `stream`, once.
 
     Attributes:
-        request: the request.
         prompts: ids of each prompt; a chat completion has one.
         limits: largest number of tokens in a reply, for each prompt.
         entries: ground truth of each choice: `n` for each prompt, in order. They grow while tokens are generated.
         call: number of this completion among all of the engine.
-        settings: settings of the engine.
         halted: receives the number of tokens so far; returns whether the engine aborts the reply there.
         queued: whether it arrived while the engine was paused, and waits since.
         created: Unix time in seconds.
-        headers: headers of the response.
-        versions: for each choice, the label of the weights that sampled each token.
-        keep: receives the ids of each prompt with its complete reply.
     """
 
     request: ChatRequest
@@ -91,13 +73,7 @@ class Completion:
     halted: Callable[[int], bool] = lambda _tokens: False
     queued: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    headers: dict[str, str] = field(init=False)
-    versions: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
-    keep: Callable[[list[int]], None] = lambda _ids: None
-
-    def __post_init__(self) -> None:
-        """Begin with the headers of every response."""
-        self.headers = dict(self.settings.metadata.headers)
+    headers: dict[str, str] = field(default_factory=dict)
 
     async def whole(self) -> dict[str, Any]:
         """Generate everything. Returns the body of the reply."""
@@ -125,8 +101,6 @@ class Completion:
         entry.finish_reason = reason
         if reason is not None:
             self._log(entry)
-        if reason not in {None, "abort"}:
-            self.keep([*entry.prompt_ids, *entry.completion_ids])
 
     def _steps(self, index: int) -> Iterator[GenerationStep]:
         """Generate choice number `index`. Each token is in the ground truth before it is sent."""
@@ -147,7 +121,6 @@ class Completion:
             if self.halted(len(entry.completion_ids)):
                 yield GenerationStep(finish_reason="abort")
                 return
-            self.versions[index].extend([settings.metadata.version] * len(step.ids))
             entry.completion_ids.extend(step.ids)
             entry.logprobs.extend(token.logprob for token in step.tokens)
             if kv is not None:
@@ -213,14 +186,6 @@ class ChatCompletion(Completion):
 
     prompt_text: str | None = None
     """The text of the prompt, if the request wants it."""
-    named: NamedIds | None = None
-    """How the request names its prompt, with the plugin."""
-
-    def _prompt_echo(self) -> dict[str, Any]:
-        """The members of the answer with the ids of the prompt."""
-        shown = self.request.return_token_ids and (self.named is None or self.named.echo)
-        packed = pack_prompt(self.prompts[0]) if shown and self.named is not None and self.named.packed else {}
-        return {"prompt_token_ids": self.prompts[0] if shown and not packed else None} | packed
 
     def _usage(self, *, whole: bool) -> dict[str, Any]:
         completion = sum(len(entry.completion_ids) for entry in self.entries)
@@ -237,26 +202,21 @@ class ChatCompletion(Completion):
 
     async def whole(self) -> dict[str, Any]:
         """See `Completion.whole`."""
-        choices, metadata = [], self.settings.metadata
+        choices = []
         for index, entry in enumerate(self.entries):
             text, tokens, last = await self._all_steps(index)
             parsed = parse_reply(text, tools=self.request.parse_tools, thinking=self._thinking)
             choice = wire.whole_choice(self.request, index, parsed, tokens, last)
-            if self.named is not None and self.named.packed:
-                pack_tokens(choice, tokens)
             self._finish(entry, choice["finish_reason"])
-            if self.named is None or self.named.experts:
-                choice["routed_experts"] = metadata.routed(self.request, self.prompts[0], entry.completion_ids)
-            choices.append(choice | metadata.of_choice(self.request, self.versions[index]))
+            choices.append(choice)
         reply = wire.whole_reply(self.request, self.created, choices, self._usage(whole=True), self.prompts[0])
-        return reply | self._prompt_echo() | {"prompt_text": self.prompt_text} | metadata.of_reply()
+        return reply | {"prompt_text": self.prompt_text}
 
     async def stream(self) -> AsyncIterator[bytes]:
         """See `Completion.stream`."""
         request = self.request
         for index in range(request.n):
-            first = wire.role_chunk(request, self.created, index, self.prompts[0])
-            yield wire.event(first | self._prompt_echo() | {"prompt_text": self.prompt_text})
+            yield wire.event(self._first_chunk(index))
         settings = self.settings
         over = reasoning_is_over(self.prompts[0], settings.tokenizer, thinking=self._thinking, anywhere=settings.reads_earlier_thoughts)
         parsers = [StreamParser(tools=request.parse_tools, thinking=self._thinking, reasoning_done=over) for _ in self.entries]
@@ -267,6 +227,9 @@ class ChatCompletion(Completion):
         if request.include_usage:
             yield wire.event(wire.usage_chunk(request, self.created, self._usage(whole=False)))
 
+    def _first_chunk(self, index: int) -> dict[str, Any]:
+        return wire.role_chunk(self.request, self.created, index, self.prompts[0]) | {"prompt_text": self.prompt_text}
+
     def _chunk(self, index: int, step: GenerationStep, parser: StreamParser) -> dict[str, Any] | None:
         request, entry = self.request, self.entries[index]
         delta = parser.feed(step.text, finished=step.finish_reason is not None)
@@ -274,10 +237,6 @@ class ChatCompletion(Completion):
         reason = "tool_calls" if parser.called and step.finish_reason == "stop" and not named else step.finish_reason
         self._finish(entry, reason)
         chunk = wire.delta_chunk(request, self.created, index, delta, step, finish_reason=reason)
-        if chunk is not None and self.named is not None and self.named.packed:
-            pack_tokens(chunk["choices"][0], step.tokens)
-        if chunk is not None and reason is not None:
-            chunk["choices"][0] |= self.settings.metadata.of_choice(request, self.versions[index])
         if chunk is not None and request.continuous_usage:
             chunk["usage"] = wire.usage(len(self.prompts[0]), len(entry.completion_ids), self._reasoning(entry))
         return chunk
@@ -316,15 +275,15 @@ class TextCompletion(Completion):
 
     async def whole(self) -> dict[str, Any]:
         """See `Completion.whole`."""
-        choices, metadata = [], self.settings.metadata
+        choices = []
         for index, entry in enumerate(self.entries):
             text, tokens, last = await self._all_steps(index)
             self._finish(entry, last.finish_reason)
-            choices.append(self._choice(index, text, tokens, last) | metadata.of_choice(self.request, self.versions[index]))
+            choices.append(self._choice(index, text, tokens, last))
         return {
             **self._head(choices), "service_tier": None, "system_fingerprint": wire.FINGERPRINT,
             "usage": {**self._usage(), "prompt_tokens_details": None, "completion_tokens_details": None},
-            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None, **metadata.of_reply(),
+            "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
         }  # fmt: skip
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], last: GenerationStep) -> dict[str, Any]:
@@ -333,7 +292,7 @@ class TextCompletion(Completion):
             "index": index, "text": text, "logprobs": self._logprobs(tokens, 0), "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason, "token_ids": [token.id for token in tokens] if shows else None,
             "prompt_logprobs": self._prompt_logprobs(prompt), "prompt_token_ids": prompt if shows else None,
-            "routed_experts": self.settings.metadata.routed(self.request, prompt, [token.id for token in tokens]),
+            "routed_experts": None,
         }  # fmt: skip
 
     def _prompt_logprobs(self, prompt: list[int]) -> list[dict[str, Any] | None] | None:
@@ -393,8 +352,6 @@ class TextCompletion(Completion):
             "stop_reason": step.stop_reason, "prompt_token_ids": self._prompt(index) if shows and first else None,
             "token_ids": step.ids if shows else None,
         }  # fmt: skip
-        if step.finish_reason is not None:
-            choice |= self.settings.metadata.of_choice(request, self.versions[index])
         chunk = self._head([choice])
         if step.finish_reason is not None and not request.include_usage:
             chunk["system_fingerprint"] = wire.FINGERPRINT

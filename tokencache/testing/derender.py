@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.images import Ranges
     from tokencache.testing.tokenizer import SimTokenizer
 
 
@@ -83,15 +82,8 @@ def _decoded(ids: Sequence[int], tokenizer: SimTokenizer, decoder: codecs.Increm
     return decoder.decode(b"".join(tokenizer.token_bytes(token_id) for token_id in ids))
 
 
-def rendered(request: ChatRequest, ids: Sequence[int], places: Ranges, longest: int) -> dict[str, Any]:
-    """Return the `GenerateRequest` for a request.
-
-    Args:
-        request: the request.
-        ids: its rendering.
-        places: first token and number of tokens of each image.
-        longest: largest number of tokens of prompt and reply together.
-    """
+def rendered(request: ChatRequest, ids: Sequence[int], longest: int) -> dict[str, Any]:
+    """Return the `GenerateRequest` for a request and its rendering. `longest` is the most tokens of prompt and reply together."""
     body = request.body
     choice, format_ = body.get("tool_choice"), body.get("response_format") or {}
     guided = body.get("structured_outputs") or ({"json_object": True} if format_.get("type", "text") != "text" else None)
@@ -103,10 +95,8 @@ def rendered(request: ChatRequest, ids: Sequence[int], places: Ranges, longest: 
         "ignore_eos": request.ignore_eos, "allowed_token_ids": body.get("allowed_token_ids"), "temperature": body.get("temperature"),
         "logprobs": request.top_logprobs if request.logprobs else None, "output_kind": 2, "skip_clone": True,
     }  # fmt: skip
-    ranges = {"image": [{"offset": start, "length": length} for start, length in places]}
-    features = {"mm_hashes": {}, "mm_placeholders": ranges, "kwargs_data": None} if places else None
     return {
-        "request_id": request.request_id, "token_ids": ids, "features": features, "sampling_params": sampling, "model": request.model,
+        "request_id": request.request_id, "token_ids": ids, "features": None, "sampling_params": sampling, "model": request.model,
         "reasoning_ended": not request.include_reasoning, "reasoning_parser_kwargs": None, "stream": request.stream, "stream_options": None,
         "cache_salt": body.get("cache_salt"), "priority": 0, "token_offsets": None,
     }  # fmt: skip

@@ -9,36 +9,30 @@ method `reload_weights` replaces the weights; here the path is their name.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from aiohttp import web
 
 from tokencache.testing.chat_request import read_json
-from tokencache.testing.metadata import PauseMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tokencache.testing.metadata import ReplyMetadata
     from tokencache.testing.weights import SimulatedWeights
+
+PauseMode = Literal["", "abort", "keep", "wait"]
 
 
 class DevMode:
-    """Pauses an engine and replaces its weights.
-
-    Args:
-        weights: the engine's weights.
-        metadata: has the label.
-        abort: ends all running requests.
-        running: returns the number of running requests, without those that wait.
+    """Pauses an engine and replaces its weights. `abort` ends all running requests; `running` counts those that do not wait.
 
     Attributes:
         paused: how the engine is paused; `""` if it is not.
         calls: the routes that were called, with their queries, in order.
     """
 
-    def __init__(self, weights: SimulatedWeights, metadata: ReplyMetadata, abort: Callable[[], None], running: Callable[[], int]) -> None:
-        self._weights, self._metadata, self._abort, self._running = weights, metadata, abort, running
+    def __init__(self, weights: SimulatedWeights, abort: Callable[[], None], running: Callable[[], int]) -> None:
+        self._weights, self._abort, self._running = weights, abort, running
         self.paused: PauseMode = ""
         self.calls: list[str] = []
         self._changed = asyncio.Event()
@@ -104,12 +98,12 @@ class DevMode:
         return web.json_response({"success": True})
 
     async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self._metadata.version})
+        return web.json_response({"weight_version": self._weights.label})
 
     async def _label(self, http: web.Request) -> web.Response:
         version = read_json(await http.read(), http.content_type)["new_version"]
         self.calls.append(f"update_weight_version {version}")
-        self._metadata.version = version
+        self._weights.label = version
         return web.json_response({"success": True, "new_version": version})
 
     async def _collective(self, http: web.Request) -> web.Response:

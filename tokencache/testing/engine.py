@@ -22,7 +22,7 @@ import signal
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from aiohttp import web
 
@@ -36,20 +36,18 @@ from tokencache.testing.faults import Fault, FaultKind, FaultOrders
 from tokencache.testing.generate_route import GENERATE, GeneratedCompletion, read_generate_request
 from tokencache.testing.generation import LogprobsMode
 from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
-from tokencache.testing.images import ImageMode, Ranges, SimulatedImages, media_parts
-from tokencache.testing.metadata import ReplyMetadata
-from tokencache.testing.prefixes import SimulatedPrefixes
-from tokencache.testing.prompt import prompt_ids
+from tokencache.testing.prompt import media_parts, prompt_ids
 from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
-from tokencache.testing.tokenizer import build_image_tokenizer, build_tokenizer
+from tokencache.testing.tokenizer import build_tokenizer
 from tokencache.testing.weights import SimulatedWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.metadata import VersionStyle
+
+Kind = TypeVar("Kind", bound=Completion)
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _MAX_BODY = 256 * 1024 * 1024
@@ -74,11 +72,7 @@ class SimulatedEngine:
         chunk_tokens: tokens in each chunk of a stream.
         version: the version of vLLM that it reports.
         logprobs_mode: vLLM's option of that name.
-        weight_versions: how it reports weight versions; see `metadata`.
         dev_mode: whether it has the routes with which a trainer replaces weights; see `dev_mode`.
-        routed_experts: number of layers, and of experts chosen in each. If set, it reports routed experts.
-        images: whether its model accepts images, and whether it has the plugin for exact prompts with them; see `images`.
-        prefixes: whether it has the plugin for prompts by hash; see `prefixes`.
         choose_fault: receives the route and body of each request and returns a fault. It is used before the queue `faults`.
         eos: the token at which it stops by itself. A base model's is `<|endoftext|>`, which its template does not write.
         journal: file that receives every token before it is sent; see `ground_truth`.
@@ -86,8 +80,6 @@ class SimulatedEngine:
 
     Attributes:
         ground_truth: one entry for each generation.
-        images: the images.
-        prefixes: the prompts that it keeps.
         weights: the weights, LoRA adapters and prefix cache.
         dev_mode: how it is paused, and what its trainer called.
         requests, headers: bodies and headers of the chat completion requests received, including refused ones.
@@ -113,19 +105,13 @@ class SimulatedEngine:
         chunk_tokens: int = 1,
         version: str = "0.32.0",
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        weight_versions: VersionStyle = "",
         dev_mode: bool = False,
-        routed_experts: tuple[int, int] | None = None,
-        images: ImageMode = "",
-        prefixes: bool = False,
         choose_fault: Callable[[str, dict[str, Any]], Fault | None] | None = None,
         eos: str = "<|im_end|>",
         journal: Path | None = None,
         orders: FaultOrders | None = None,
     ) -> None:
-        self.tokenizer = build_image_tokenizer() if images else build_tokenizer()
-        self.images = SimulatedImages(images, self.tokenizer)
-        self.prefixes = SimulatedPrefixes(offered=prefixes)
+        self.tokenizer = build_tokenizer()
         self.model, self.version = model, version
         self.max_model_len = max_model_len
         self.honours_ids, self.derenders = honours_ids, derenders
@@ -133,7 +119,6 @@ class SimulatedEngine:
         self.reads_earlier_thoughts = reads_earlier_thoughts
         self.token_delay, self.chunk_tokens = token_delay, chunk_tokens
         self.logprobs_mode: LogprobsMode = logprobs_mode
-        self.metadata = ReplyMetadata(weight_versions, routed_experts)
         self.replies = ReplyGenerator(self.tokenizer, episodes or {}, seed, drift, eos=self.tokenizer.id_of(eos))
         self.choose_fault = orders or choose_fault
         self._orders = orders
@@ -151,20 +136,10 @@ class SimulatedEngine:
         self._running: list[Completion] = []
         self.weights = SimulatedWeights()
         self._has_dev_mode = dev_mode
-        self.dev_mode = DevMode(self.weights, self.metadata, self._abort_all, self._count_running)
+        self.dev_mode = DevMode(self.weights, self._abort_all, self._count_running)
         self._calls = itertools.count()
         self._changed = asyncio.Event()
         self._started = int(time.time())
-
-    @property
-    def books(self) -> list[GroundTruthEntry]:
-        """Old name of `ground_truth`."""
-        return self.ground_truth
-
-    @property
-    def speech(self) -> ReplyGenerator:
-        """Old name of `replies`."""
-        return self.replies
 
     @contextlib.asynccontextmanager
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
@@ -285,8 +260,10 @@ class SimulatedEngine:
             return await fail_request(http, fault)
         self._check_model(body)
         request = read_chat_request(body, http.headers, served=self.model, vocabulary=self.tokenizer.vocabulary_size)
-        ids, places = self._render_with_places(body, request.template_arguments)
-        return json_response(rendered(request, ids, places, self.max_model_len))
+        return json_response(self._rendered(request))
+
+    def _rendered(self, request: ChatRequest) -> dict[str, Any]:
+        return rendered(request, self._render(request.body, request.template_arguments), self.max_model_len)
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self._served(body)):
@@ -298,28 +275,8 @@ class SimulatedEngine:
         return named if isinstance(named, str) and named in self.weights.adapters else self.model
 
     def _render(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
-        return self._render_with_places(body, arguments)[0]
-
-    def _render_with_places(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[list[int], Ranges]:
-        """Return the ids of a conversation, and the placeholders of its images."""
-        ids = self._template_ids(body, arguments)
-        return self.images.expanded(ids, self.images.read(body["messages"])) if self.images.mode else (ids, [])
-
-    def _render_for_reply(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[list[int], Ranges]:
-        """Return the ids of a conversation that is to be answered, and the placeholders of its images."""
-        ids = self._template_ids(body, arguments)
-        return self.images.expanded(ids, self.images.load(body["messages"])) if self.images.mode else (ids, [])
-
-    def _template_ids(self, body: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[int]:
-        """Return the ids that the template gives, before images are expanded."""
-        return prompt_ids(
-            self.tokenizer,
-            body,
-            arguments,
-            model=self.model,
-            strict_arguments=self.strict_arguments,
-            takes_images=bool(self.images.mode),
-        )
+        """Return the ids of a conversation."""
+        return prompt_ids(self.tokenizer, body, arguments, model=self.model, strict_arguments=self.strict_arguments)
 
     def _supplied_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """Return the prompt ids supplied with the request if this engine uses them. Malformed ones are refused, as in vLLM 0.32."""
@@ -399,7 +356,6 @@ class SimulatedEngine:
         return CompletionSettings(
             tokenizer=self.tokenizer,
             replies=self.replies,
-            metadata=self.metadata,
             weights=self.weights,
             dev_mode=self.dev_mode,
             chunk_tokens=self.chunk_tokens,
@@ -412,48 +368,31 @@ class SimulatedEngine:
 
     def _begin_text(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request, prompts = read_text_request(body, headers, self.tokenizer, served=self._served(body))
-        limits = [room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True) for ids in prompts]
-        entries = self._new_entries(request, prompts, supplied=True)
-        return TextCompletion(request, prompts, limits, entries, next(self._calls), self._settings())
+        return self._begun(TextCompletion, request, prompts)
 
     def _begin_generate(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_generate_request(body, headers, self.tokenizer, served=self._served(body))
-        ids, shown = self.images.generated(body["token_ids"], body.get("content_parts") or ())
-        limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=True)
-        entries = self._new_entries(request, [ids], supplied=True)
-        return GeneratedCompletion(request, [ids], [limit], entries, next(self._calls), self._settings(), places=shown)
+        return self._begun(GeneratedCompletion, request, [list(body["token_ids"])])
 
     def _begin_chat(self, body: dict[str, Any], headers: Mapping[str, str]) -> Completion:
         request = read_chat_request(body, headers, served=self._served(body), vocabulary=self.tokenizer.vocabulary_size)
-        named = self.prefixes.read(request.body)
-        supplied = (named.ids, []) if named is not None and named.ids is not None else self._supplied_prompt(request.body)
-        ids, places = self._render_for_reply(request.body, request.template_arguments) if supplied is None else supplied
-        limit = room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=supplied is None)
-        entries = self._new_entries(request, [ids], supplied=supplied is not None)
-        completion = ChatCompletion(request, [ids], [limit], entries, next(self._calls), self._settings())
-        completion.headers |= self.images.headers(places)
-        if named is not None:
-            completion.named, completion.keep = named, self.prefixes.keep
-            completion.headers |= self.prefixes.headers(named, ids)
+        supplied = self._supplied_ids(request.body)
+        ids = self._render(request.body, request.template_arguments) if supplied is None else supplied
+        completion = self._begun(ChatCompletion, request, [ids], supplied=supplied is not None, rendered=supplied is None)
         if request.body.get("return_prompt_text"):
-            completion.prompt_text = self.tokenizer.decode(self._template_ids(request.body, request.template_arguments))
+            completion.prompt_text = self.tokenizer.decode(self._render(request.body, request.template_arguments))
         return completion
 
-    def _supplied_prompt(self, body: Mapping[str, Any]) -> tuple[list[int], Ranges] | None:
-        """Return the prompt supplied with a request, and the placeholders of its images; `None` if there is none that the engine uses."""
-        if self.images.mode and media_parts(body["messages"]):
-            return self.images.supplied(body, self.images.load(body["messages"])) if self.images.takes(body) else None
-        ids = self._supplied_ids(body)
-        return None if ids is None else (ids, [])
+    def _begun(
+        self, kind: type[Kind], request: ChatRequest, prompts: list[list[int]], *, supplied: bool = True, rendered: bool = True
+    ) -> Kind:
+        """Begin a completion of prompts. `supplied`: their ids came with the request; `rendered` as in `room_for_reply`."""
+        limits = [room_for_reply(len(ids), request.max_tokens, self.max_model_len, rendered=rendered) for ids in prompts]
+        entries = self._new_entries(request, prompts, supplied=supplied)
+        return kind(request, prompts, limits, entries, next(self._calls), self._settings())
 
     def _new_entries(self, request: ChatRequest, prompts: Sequence[Sequence[int]], *, supplied: bool) -> list[GroundTruthEntry]:
-        """Add one entry to the ground truth for each choice of each prompt.
-
-        Raises:
-            RefusalResponse: the request asks for what the prompts do not have.
-        """
-        for prompt in prompts:
-            self.metadata.check(request, prompt)
+        """Add one entry to the ground truth for each choice of each prompt."""
         entries = [
             GroundTruthEntry(request.request_id, i, request.session, request.model, request.stream, supplied, list(prompts[i // request.n]))
             for i in range(len(prompts) * request.n)

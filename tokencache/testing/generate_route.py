@@ -1,12 +1,10 @@
-"""Simulates `/inference/v1/generate` of vLLM 0.32: ids and images in, ids and log probabilities out, without template and parsers.
+"""Simulates `/inference/v1/generate` of vLLM 0.32: ids in, ids and log probabilities out, without template and parsers.
 
-As in vLLM the prompt's ids are compact, and the answer has the expanded ids and the places of the images. Only `output_mode: "text"` and
-whole replies are simulated.
+Only `output_mode: "text"` and whole replies are simulated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokencache.testing import wire
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 
     from tokencache.testing.chat_request import ChatRequest
     from tokencache.testing.generation import Token
-    from tokencache.testing.images import Ranges
     from tokencache.testing.tokenizer import SimTokenizer
 
 GENERATE = "/inference/v1/generate"
@@ -40,23 +37,21 @@ def read_generate_request(body: Mapping[str, Any], headers: Mapping[str, str], t
     return request
 
 
-@dataclass(slots=True, kw_only=True)
 class GeneratedCompletion(TextCompletion):
-    """A reply in progress. `places` are the places of the images that it reports."""
+    """A reply in progress."""
 
-    places: Ranges
+    __slots__ = ()
 
     async def whole(self) -> dict[str, Any]:
         """See `Completion.whole`."""
         completion = await TextCompletion.whole(self)
-        shown = {"image": [{"offset": start, "length": length} for start, length in self.places]} if self.places else None
         choices = [
             {name: choice[name] for name in ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs", "routed_experts")}
             for choice in completion["choices"]
         ]
         return {
             "request_id": f"generate-tokens-{self.request.request_id}", "model": self.request.model, "created": self.created,
-            "usage": self._usage(), "prompt_token_ids": self.prompts[0], "mm_placeholders": shown, "output_mode": "text",
+            "usage": self._usage(), "prompt_token_ids": self.prompts[0], "mm_placeholders": None, "output_mode": "text",
             "kv_transfer_params": None, "metrics": None, "choices": choices,
         }  # fmt: skip
 

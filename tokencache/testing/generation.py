@@ -31,14 +31,7 @@ _NEIGHBOURS, _VOCABULARY = 20, 2**18
 
 @dataclass(slots=True)
 class Token:
-    """One generated token.
-
-    Attributes:
-        id: its id.
-        text: the text that it completed; `logprobs` shows it as `token`.
-        logprob: its log probability.
-        alone: whether no other token was possible.
-    """
+    """One generated token. `text` is what it completed, and `logprobs` shows as `token`. `alone`: no other token was possible."""
 
     id: int
     text: str

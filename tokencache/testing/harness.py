@@ -71,17 +71,8 @@ class Episode:
 class ScriptedHarness:
     """An agent that runs the same way every time.
 
-    Attributes:
-        base_url: base URL as for an OpenAI client, with `/v1`.
-        headers: headers of every request.
-        model: name of the model.
-        tools: its tools, in OpenAI's form.
-        streaming: whether it requests streams.
-        system: system prompt.
-        follow_ups: user messages after a reply without a call.
-        tool: returns the result of a call from its name and its arguments as JSON text.
-        extra: members of every request's body.
-        on_turn: called after each turn.
+    `base_url` is that of an OpenAI client, with `/v1`. `tools` are in OpenAI's form; `tool` returns the result of a call from its name and
+    its arguments as JSON text. `follow_ups` are user messages after a reply without a call. `extra` are members of every request's body.
     """
 
     base_url: str

@@ -55,10 +55,7 @@ class ParsedText:
 def parse_reply(text: str, *, tools: bool, thinking: bool = True) -> ParsedText:
     """Parse a whole completion.
 
-    Args:
-        text: the completion.
-        tools: whether to look for calls (the request has tools, and its `tool_choice` is not `none`).
-        thinking: whether to look for reasoning; false if the request turned thinking off.
+    `tools`: look for calls (the request has tools, and its `tool_choice` is not `none`). `thinking`: look for reasoning.
     """
     reasoning = None
     content: str | None = text

@@ -19,13 +19,27 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from tokencache.testing.errors import RefusalResponse, senseless
-from tokencache.testing.images import IMAGE, MEDIA_PARTS, TEXT_PARTS, media_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tokencache.testing.tokenizer import SimTokenizer
 
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""What the template writes for an image."""
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "tool_reference": "name",
+}
+"""Types of parts that are text for the engine, with the member that it reads (vLLM 0.32, `renderers/chat_utils.py`)."""
+MEDIA_PARTS = frozenset({
+    "image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds",
+    "prompt_embeds",
+})  # fmt: skip
 _BILLING = "x-anthropic-billing-header"
 _CONTINUE = "CONTINUE_HERE_b2f1"
 """Marks the end of the final message, where `continue_final_message` cuts the rendering."""
@@ -40,7 +54,7 @@ def prompt_ids(
     strict_arguments: bool = False,
     takes_images: bool = False,
 ) -> list[int]:
-    """Render and tokenize the conversation in a request's `body`. Images have one token each (`images`), which is not expanded.
+    """Render and tokenize the conversation in a request's `body`. Images have one token each.
 
     Raises:
         RefusalResponse: vLLM answers 400.
@@ -66,6 +80,17 @@ def prompt_ids(
     if continues:
         text = text[: text.rindex(_CONTINUE)]
     return tokenizer.encode(text)
+
+
+def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the parts of messages that are not text."""
+    return [
+        part
+        for message in messages
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") not in TEXT_PARTS
+    ]
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]], *, model: str, strict_arguments: bool, takes_images: bool) -> list[dict[str, Any]]:

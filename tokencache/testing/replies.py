@@ -86,14 +86,8 @@ class ReplyGenerator:
     def reply(self, request: ChatRequest, prompt_ids: Sequence[int], call: int, index: int, choice: Sequence[str] = ()) -> Iterator[int]:
         """Yield the ids of one reply. The caller may stop at any id.
 
-        It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may be infinite.
-
-        Args:
-            request: the request.
-            prompt_ids: ids of its prompt.
-            call: the engine's count of generations.
-            index: number of the choice.
-            choice: texts, if a grammar binds the reply to one of them from its first token.
+        It ends after the end-of-turn id. If the request allows only certain ids, or ignores the end, it may be infinite. `call` is the
+        engine's count of generations, `index` the number of the choice. A grammar binds the reply to one of the texts of `choice`.
         """
         chosen = 0 if self.repeatable else request.body.get("seed")  # with a seed in the request, the same prompt always gets the same ids
         rng = random.Random(f"{self.seed}:{call if chosen is None else chosen}:{index}:{','.join(map(str, prompt_ids))}")

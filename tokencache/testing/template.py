@@ -98,17 +98,6 @@ CHAT_TEMPLATE = r"""
 """Jinja source. Needs `messages`; takes `tools`, `add_generation_prompt` and `enable_thinking`."""
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as Hugging Face's `tojson` does: `", "` and `": "`, non-ASCII characters kept, nothing escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _raise_exception(message: str) -> NoReturn:
     """Let a template refuse a conversation (`raise_exception('…')`), as published templates do."""
     raise TemplateError(message)
@@ -118,7 +107,7 @@ def _raise_exception(message: str) -> NoReturn:
 def compile_template(source: str) -> Template:
     """Compile the Jinja text `source` in a sandbox, once per process."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # nothing is escaped for HTML
     environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(source)
 

@@ -60,9 +60,6 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Added tokens that are ordinary text to a reader: the tool and reasoning parsers look for them."""
 
-IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-"""Special tokens of a model that accepts images."""
-
 _WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 """Merges do not cross these boundaries: the published pattern of the Qwen tokenizers (and, except for digits, of cl100k)."""
 
@@ -86,9 +83,9 @@ class SimTokenizer:
         self.chat_template = chat_template
         self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._tokens = {token_id: token for token, token_id in self._ids.items()}
-        added = [token for token in SPECIAL_TOKENS + MARKUP_TOKENS + IMAGE_TOKENS if token in self._ids]
-        self._added = frozenset(self._ids[token] for token in added)
-        self._split_at_added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
+        added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._split_at_added = re.compile("(" + "|".join(re.escape(token.content) for token in added.values()) + ")")
         self._special = frozenset(self._ids[token] for token in SPECIAL_TOKENS)
         self.stop_id = self._ids["<|im_end|>"]
         self.opener_ids = tuple(self.encode("<|im_start|>assistant\n"))
@@ -209,12 +206,4 @@ def build_tokenizer() -> SimTokenizer:
     backend.train_from_iterator(training_text(), trainer)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in MARKUP_TOKENS])
-    return SimTokenizer(backend)
-
-
-@functools.lru_cache(maxsize=1)
-def build_image_tokenizer() -> SimTokenizer:
-    """Return the same tokenizer with `IMAGE_TOKENS` at the end of its vocabulary."""
-    backend = Tokenizer.from_str(build_tokenizer().backend.to_str())
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in IMAGE_TOKENS])
     return SimTokenizer(backend)

@@ -25,6 +25,7 @@ class SimulatedWeights:
 
     Attributes:
         loaded: name of the weights. While it is empty, log probabilities depend on the engine's seed only.
+        label: what the engine reports as their version, whatever it has loaded.
         adapters: name of a LoRA adapter → its path. The path stands for the adapter's values, unless `overwritten` has others.
         overwritten: path → name of the values that are in the file since it was overwritten.
         cache: salt, and ids up to the end of a block → links of the block's keys and values (`KeysAndValues`).
@@ -33,7 +34,7 @@ class SimulatedWeights:
     """
 
     def __init__(self) -> None:
-        self.loaded = ""
+        self.loaded, self.label = "", "default"
         self.adapters: dict[str, str] = {}
         self.overwritten: dict[str, str] = {}
         self.cache: dict[_Key, tuple[bytes, ...]] = {}

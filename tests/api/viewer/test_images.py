@@ -6,14 +6,14 @@ from playwright.async_api import expect
 from tests.images import image
 from tests.proxy.kit import echo, proxied
 from tests.proxy.test_images import EPISODES, shown
-from tokencache.testing import SimulatedEngine
+from tests.support.plugin_engine import PluginEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 V1 = "/tokencache/v1/sessions/s"
 
 
 def seeing():
-    return SimulatedEngine(episodes=EPISODES, seed=7, images="plugin")
+    return PluginEngine(episodes=EPISODES, seed=7, images="plugin")
 
 
 async def converse(rig):

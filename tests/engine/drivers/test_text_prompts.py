@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.support.plugin_engine import PluginEngine
 from tests.system.nemo.agents import AGENTS
 from tokencache.errors import EngineError
 from tokencache.testing import SimulatedEngine
@@ -62,7 +63,7 @@ async def test_what_the_probe_finds(kind):
 
 
 async def test_it_takes_no_images():
-    async with before(SimulatedEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True, images="plugin")) as rig:
+    async with before(PluginEngine(episodes=EPISODES, seed=7, honours_ids=False, derenders=True, images="plugin")) as rig:
         model = await found(rig)
         assert (model["level"], model["images"]) == ("exact", "")
         assert "completions" in model["images_why"]

@@ -23,10 +23,11 @@ from typing import Any
 from unittest import mock
 
 from tests.proxy.kit import CHAT, Rig, proxied
+from tests.support.plugin_engine import PluginEngine
 from tests.support.waiting import until
 from tests.system.corpus.format import Call, Recording
 from tests.system.corpus.replies import Reply, read_reply
-from tokencache.testing import Fault, SimulatedEngine, parser, wire
+from tokencache.testing import Fault, parser, wire
 
 SESSION = "replayed"
 CONTEXT = 1 << 20
@@ -63,7 +64,7 @@ async def replay(recording: Recording, *, honours_ids: bool = True) -> Replayed:
         AssertionError: Its records differ from the engine's log.
     """
     images = recording.header.harness.endswith("_images")
-    engine = SimulatedEngine(
+    engine = PluginEngine(
         model=recording.header.model,
         max_model_len=CONTEXT,
         honours_ids=honours_ids,
@@ -94,7 +95,7 @@ def _ascending_ids() -> Iterator[None]:
         yield
 
 
-def _prepare(engine: SimulatedEngine, calls: list[Call]) -> None:
+def _prepare(engine: PluginEngine, calls: list[Call]) -> None:
     """Makes the engine answer each call with its recorded text, and stall where the harness left."""
     lines = {_name(call): [call.said] if isinstance(call.said, str) else call.said for call in calls}
     left = {_name(call) for call in calls if call.ended == "left"}

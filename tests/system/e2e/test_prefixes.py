@@ -12,10 +12,10 @@ from rig.agent import Agent
 from rig.exported import generations, trajectory, turns
 from rig.server import MODEL
 
+from tests.support.plugin_engine import PluginEngine
 from tokencache.core import ids as core_ids
 from tokencache.dialects.completion_reader import hide_tokens
 from tokencache.store.memory import MemoryStore
-from tokencache.testing import SimulatedEngine
 from tokencache_vllm.prefixes import MEMBER, MISS_HEADER, PROMPT_HEADER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
@@ -208,7 +208,7 @@ REQUESTS = {
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_the_simulated_engine_answers_alike(engine, name, stream):
     """The same status, the same headers of the plugin, and the same members in every part of the answer."""
-    simulated = SimulatedEngine(model=MODEL, prefixes=True)
+    simulated = PluginEngine(model=MODEL, prefixes=True)
     found = []
     async with simulated.serve() as url:
         for place in (engine.url, url):

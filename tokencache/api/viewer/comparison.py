@@ -68,10 +68,7 @@ class _Reply(NamedTuple):
 def compare_replies(turn: Turn, turns: Sequence[Turn], contexts: Mapping[str, bytes]) -> list[ReplyComparison]:
     """Compare the replies in the history of a turn with what was served, in the order of the history.
 
-    Args:
-        turn: the turn.
-        turns: all turns of the session, in the order in which they were recorded.
-        contexts: their packed contexts, by turn id.
+    `turns` are all turns of the session, in the order in which they were recorded; `contexts` are their packed contexts, by turn id.
 
     Raises:
         KeyError, ValueError: the records do not fit together.

@@ -5,9 +5,10 @@ response is bounded, so that viewing delays calls by a few milliseconds at most.
 """
 
 import asyncio
+import contextlib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
@@ -172,13 +173,9 @@ class _ViewerApi:
         found = self._changes.get(key)
         if found is None:
             turns = await self._store.turns(info.id)
-            try:
+            with _reading(info.id):
                 contexts = await self._store.contexts(info.id, [turn.id for turn in turns])
                 found = await asyncio.to_thread(_changes_and_links, turns, contexts)
-            except KeyError:
-                raise no_session(info.id) from None  # deleted meanwhile
-            except ValueError as error:
-                raise _torn(error) from error
             lost = await self._lost_text(info, turns)
             found["changes"] = [_with_lost_text(change, lost[change.turn]) for change in found["changes"]]
             if _TEMPORARY.isdisjoint(one.unknown for one in lost.values()):
@@ -186,10 +183,8 @@ class _ViewerApi:
         return json_response({"session": info.id, **found})
 
     async def _lost_text(self, info: SessionInfo, turns: Sequence[Turn]) -> dict[str, LostText]:
-        try:
+        with _reading(info.id):
             tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
-        except KeyError:
-            raise no_session(info.id) from None  # deleted meanwhile
         return await self._lost.measure(turns, tokens)
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
@@ -294,13 +289,9 @@ class _ViewerApi:
         transcript = self._transcripts.get(key)
         if transcript is None:
             turns = {turn.id: turn for turn in await self._store.turns(info.id)}
-            try:
+            with _reading(info.id):
                 contexts = await self._store.contexts(info.id, needed_contexts(last, turns))
                 transcript = await asyncio.to_thread(transcribe, last, turns, contexts, layout.runs)
-            except KeyError:
-                raise no_session(info.id) from None  # deleted meanwhile
-            except ValueError as error:
-                raise _torn(error) from error
             self._transcripts[key] = transcript
         return transcript
 
@@ -309,14 +300,10 @@ class _ViewerApi:
         line = next((line for line in lineages(turns) if line[0].id == name), None)
         if line is None:
             raise not_found(f"session {info.id!r} has no sequence {name[:80]!r}")
-        try:
+        with _reading(info.id):
             prefix = await self._store.prefix(info.id, line[-1].id)
             tokens = await self._store.tokens(info.id, [turn.id for turn in line])
             return await asyncio.to_thread(lay_out, line, prefix.ids, tokens, {turn.id: turn for turn in turns})
-        except KeyError:
-            raise no_session(info.id) from None  # deleted meanwhile
-        except ValueError as error:
-            raise _torn(error) from error
 
 
 def _changes_and_links(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Any]:
@@ -337,5 +324,16 @@ def _change(number: int, turns: Sequence[Turn], packed: Mapping[str, bytes]) -> 
     return {**msgspec.structs.asdict(change), "parts": compare_parts(before, after) if after is not None else ()}
 
 
-def _torn(error: ValueError) -> HarnessError:
-    return HarnessError(f"the records of this sequence are torn: {error}", status=409, kind="torn_record")
+@contextlib.contextmanager
+def _reading(session: str) -> Iterator[None]:
+    """Read the records of a session.
+
+    Raises:
+        HarnessError: the session was deleted meanwhile (404), or its records are torn (409).
+    """
+    try:
+        yield
+    except KeyError:
+        raise no_session(session) from None
+    except ValueError as error:
+        raise HarnessError(f"the records of this sequence are torn: {error}", status=409, kind="torn_record") from error

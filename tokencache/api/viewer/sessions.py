@@ -24,13 +24,8 @@ _PREVIEW = 160
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], announced: Sequence[Announced] = ()) -> dict[str, Any]:
     """Write the outline of a session as JSON values.
 
-    The sequences and the figures (except drift) are those of an export.
-
-    Args:
-        info: the state of the session.
-        turns: its turns, in the order in which they were recorded.
-        owed: incidents that the store could not save yet.
-        announced: the policy versions that trainers announced, the newest last.
+    The sequences and the figures (except drift) are those of an export. `turns` are in the order in which they were recorded, `owed` are
+    incidents that the store could not save yet, and `announced` the policy versions that trainers announced, the newest last.
     """
     incidents = incidents_of(info, owed)
     found = lineages(turns)

@@ -94,13 +94,9 @@ class SequenceLayout(msgspec.Struct, frozen=True):
 
 
 def lay_out(line: Sequence[Turn], packed: bytes, tokens: Mapping[str, Tokens], turns: Mapping[str, Turn]) -> SequenceLayout:
-    """Lay out a sequence.
+    """Lay out a sequence: turns, each of which continues the one before, and the packed ids of the last one's prefix.
 
-    Args:
-        line: its turns, each of which continues the one before.
-        packed: the packed ids of the last turn's prefix.
-        tokens: the tokens of each turn, by turn id; without them the layout has no log probabilities.
-        turns: all turns of the session, by id.
+    `tokens` are those of each turn, by its id; without them the layout has no log probabilities. `turns` are all turns of the session.
 
     Raises:
         ValueError: the prefix does not match the hashes of the turns, so the records do not fit together.

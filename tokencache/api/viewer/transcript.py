@@ -68,13 +68,9 @@ def needed_contexts(last: Turn, turns: Mapping[str, Turn]) -> list[str]:
 
 
 def transcribe(last: Turn, turns: Mapping[str, Turn], contexts: Mapping[str, bytes], runs: Sequence[Run]) -> Transcript:
-    """Write the conversation of the sequence that ends with a turn.
+    """Write the conversation of the sequence that ends with a turn, and has these runs of tokens.
 
-    Args:
-        last: its last turn.
-        turns: all turns of the session, by id.
-        contexts: the packed contexts that `needed_contexts` names, by turn id.
-        runs: the runs of the sequence's tokens.
+    `turns` are all turns of the session, and `contexts` the packed contexts that `needed_contexts` names, by turn id.
 
     Raises:
         KeyError, ValueError: the records do not fit together.

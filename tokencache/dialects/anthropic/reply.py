@@ -57,12 +57,7 @@ class _Block:
 
 
 class AnthropicReplyEncoder(ReplyEncoder):
-    """Writes one chat reply in Messages.
-
-    Args:
-        model: the model's name as the client wrote it.
-        handle: the call's handle.
-    """
+    """Writes one chat reply in Messages. `model` is the name that the client wrote."""
 
     def __init__(self, model: str, handle: str) -> None:
         self._model = model

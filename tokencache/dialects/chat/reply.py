@@ -182,16 +182,7 @@ def repeated_choice(choices: int, message: Message, finish_reason: str) -> list[
 
 
 class WrittenReply(NamedTuple):
-    """A reply that the proxy writes.
-
-    Attributes:
-        call: the call's id, from which the completion's id is made.
-        created: Unix time in seconds.
-        model: the model's name.
-        choices: the choices.
-        prompt_tokens: length of the prompt.
-        completion_tokens: length of all choices.
-    """
+    """A reply that the proxy writes at a Unix time in seconds. The completion's id is made of that of the call."""
 
     call: str
     created: float

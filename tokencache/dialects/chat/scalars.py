@@ -87,29 +87,22 @@ class _Reader(NamedTuple):
 
 
 _INTEGERS = re.compile(rb"null|0|-?[1-9]\d{0,17}")
-_WHOLE = _Reader("a whole number", _INTEGERS, _whole)
-_COUNT = _Reader("a whole number", _INTEGERS, _count)
-_INTEGER = _Reader("a whole number", _INTEGERS, _integer)
-_NUMBER = _Reader("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number)
-_TRUTH = _Reader("true or false", re.compile(rb"null|true|false"), _truth)
-_IDS = _Reader("a list of token ids", re.compile(rb"null|\[\]"), _ids)
-_BIASES = _Reader("an object of numbers", re.compile(rb"null|\{\}"), _biases)
-_OPTIONS = _Reader(
-    f"an object, and its {_USAGE!r} and {_CONTINUOUS!r} true or false", re.compile(rb'null|\{"include_usage": ?(true|false)\}'), _options
-)
-
 _READERS = {
-    Kind.WHOLE: _WHOLE,
-    Kind.COUNT: _COUNT,
-    Kind.INTEGER: _INTEGER,
-    Kind.NUMBER: _NUMBER,
-    Kind.TRUTH: _TRUTH,
-    Kind.IDS: _IDS,
-    Kind.BIASES: _BIASES,
-    Kind.OPTIONS: _OPTIONS,
+    Kind.WHOLE: _Reader("a whole number", _INTEGERS, _whole),
+    Kind.COUNT: _Reader("a whole number", _INTEGERS, _count),
+    Kind.INTEGER: _Reader("a whole number", _INTEGERS, _integer),
+    Kind.NUMBER: _Reader("a number", re.compile(rb"null|-?(0|[1-9]\d{0,17})(\.\d{1,18})?"), _number),
+    Kind.TRUTH: _Reader("true or false", re.compile(rb"null|true|false"), _truth),
+    Kind.IDS: _Reader("a list of token ids", re.compile(rb"null|\[\]"), _ids),
+    Kind.BIASES: _Reader("an object of numbers", re.compile(rb"null|\{\}"), _biases),
+    Kind.OPTIONS: _Reader(
+        f"an object, and its {_USAGE!r} and {_CONTINUOUS!r} true or false",
+        re.compile(rb'null|\{"include_usage": ?(true|false)\}'),
+        _options,
+    ),
 }
 _MEMBERS = {name: _READERS[kind] for name, kind in KINDS.items()}
-_TEXT_MEMBERS = {**_MEMBERS, "logprobs": _COUNT}
+_TEXT_MEMBERS = {**_MEMBERS, "logprobs": _READERS[Kind.COUNT]}
 
 
 def normalize(fields: dict[str, Raw], *, chat: bool = True) -> None:

@@ -25,13 +25,9 @@ _TEXT, _CALL = "text", "functionCall"
 
 
 class GeminiReplyEncoder(ReplyEncoder):
-    """Writes one reply.
+    """Writes one reply. `model` is the name that the client wrote.
 
-    Args:
-        model: the model's name as the client wrote it.
-        handle: the call's handle.
-        shows_thoughts: whether the client asked for thoughts.
-        sse: whether a stream consists of events (`alt=sse`); otherwise it is one JSON array.
+    With `sse` (`alt=sse`) a stream consists of events; otherwise it is one JSON array.
     """
 
     def __init__(self, *, model: str, handle: str, shows_thoughts: bool, sse: bool) -> None:

@@ -163,7 +163,7 @@ class Contents:
             elif kind == "text":
                 parts.append(_text_part(part.text("text") or ""))
             elif kind == "inlineData":
-                parts.append(_image(part, "inlineData"))
+                parts.append(_image(part))
             elif kind:
                 raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no equivalent", param=part.path)
         if parts:
@@ -176,7 +176,7 @@ class Contents:
         name = response.text("name") or ""
         body = response.inner("response")
         text = _output(body.members if body is not None else {})
-        images = [_image(inner, "inlineData") for inner in response.objects("parts")]
+        images = [_image(inner) for inner in response.objects("parts")]
         content = [_text_part(text), *images] if images else text
         return {"role": "tool", "tool_call_id": self._answered(response, name), "content": content}
 
@@ -230,11 +230,11 @@ def _alone(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _image(part: RequestObject, name: str) -> dict[str, Any]:
+def _image(part: RequestObject) -> dict[str, Any]:
     """Translate an image into chat's `image_url`; the engine decides whether its model accepts images."""
-    blob = part.inner(name)
+    blob = part.inner("inlineData")
     if blob is None:
-        raise HarnessError(f"{part.path} is not supported: only {name} is", param=part.path)
+        raise HarnessError(f"{part.path} is not supported: only inlineData is", param=part.path)
     kind, data = blob.text("mimeType") or "", blob.text("data") or ""
     if not kind.startswith("image/"):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))

@@ -135,13 +135,8 @@ class OutputItem:
 class ReasoningItem(OutputItem):
     """The model's reasoning.
 
-    Args:
-        handle: the call's handle.
-        index: its index in the output.
-        events: collects the events.
-        sealed: whether it has an `encrypted_content` with the handle.
-        summarised: whether its text is also its summary; NeMo Gym's model server puts it only there.
-        thinking: the parser of this reply, which knows whether the reasoning was in the text (`dialects.thinking`).
+    If it is `sealed`, it has an `encrypted_content` with the handle. If it is `summarised`, its text is also its summary: NeMo Gym's model
+    server puts it only there. `thinking` knows whether the reasoning was in the text (`dialects.thinking`).
     """
 
     prefix = "rs"

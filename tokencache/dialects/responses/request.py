@@ -287,12 +287,9 @@ def members_shown(fields: dict[str, Raw]) -> dict[str, Any]:
 
 
 def items_of(fields: dict[str, Raw], *, needed: bool, kept: bool) -> tuple[list[Item], dict[int, ReturnedIdFragments]]:
-    """Read `input`; a string is a message of the user.
+    """Read `input`; a string is a message of the user. A missing one is an error if it is `needed`, otherwise an empty list.
 
-    Args:
-        fields: the request's members.
-        needed: whether a missing `input` is an error; otherwise the list is empty.
-        kept: whether the items get stored; only then their JSON is cut out one by one.
+    Only if the items are `kept` in the store, their JSON is cut out one by one.
 
     Returns:
         The items, and the token ids that the client sent back with them, by index.

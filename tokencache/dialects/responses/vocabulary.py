@@ -141,13 +141,7 @@ class ToolName(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """The tools of a request.
-
-    Attributes:
-        functions: chat functions, in order.
-        names: flat name → the client's name.
-        hosted: types of tools that were left out.
-    """
+    """The tools of a request: chat functions, the client's names by flat name, and the types of tools that were left out."""
 
     functions: list[dict[str, Any]] = []
     names: dict[str, ToolName] = {}

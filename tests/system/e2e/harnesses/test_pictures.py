@@ -12,7 +12,7 @@ from namespace import remark
 from pictures import FILES, PICTURES
 from rig.server import MODEL
 
-from tokencache.testing import SimulatedEngine
+from tests.support.plugin_engine import PluginEngine
 from tokencache.testing.tokenizer import build_image_tokenizer
 
 
@@ -26,7 +26,7 @@ def written_table():
 async def simulated(turns):
     """The simulated engine, which says these turns in order."""
     waiting = iter(turns)
-    engine = SimulatedEngine(model=MODEL, max_model_len=CONTEXT, images="plugin", seed=5)
+    engine = PluginEngine(model=MODEL, max_model_len=CONTEXT, images="plugin", seed=5)
     engine.replies.script = lambda request: [next(waiting)] if "EPISODE:" in str(request.body["messages"]) else None
     async with engine.serve() as url:
         yield SimulatedServer(engine, url)

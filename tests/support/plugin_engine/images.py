@@ -3,8 +3,8 @@
 The template writes `<|vision_start|><|image_pad|><|vision_end|>` for an image. As in vLLM 0.32, the engine then replaces the first
 `<|image_pad|>` that is left by as many as the image has patches of 28 by 28 pixels. So all ids that it reports are *expanded*. The size
 comes from the header of a PNG. An image at an `http` URL has one patch. Without the plugin the engine ignores supplied ids of a request
-with images, and renders. With it the engine behaves as `docs/images.md` describes. `/inference/v1/generate` (`generate_route`) takes
-compact ids and images, with the plugin or without it.
+with images, and renders. With it the engine behaves as `docs/images.md` describes. `/inference/v1/generate` takes compact ids and images,
+with the plugin or without it.
 
 Like vLLM, the engine keeps the images of its generations by their `uuid`, and believes it: a part with a known `uuid` needs no pixels, and
 if it has other ones, the first are used.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import json
 import math
@@ -21,25 +22,35 @@ import struct
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tokenizers import AddedToken, Tokenizer
+
 from tokencache.testing.errors import RefusalResponse, senseless
+from tokencache.testing.prompt import media_parts
+from tokencache.testing.tokenizer import SimTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tokencache.testing.tokenizer import SimTokenizer
-
 ImageMode = Literal["", "stock", "plugin"]
 """`""`: the model accepts no images. `stock`: it does. `plugin`: and exact prompts with them."""
 
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What the template writes for an image."""
 PLUGIN_HEADER, MEDIA_HEADER = "x-tokencache-plugin", "x-tokencache-media"
+_IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+"""Special tokens of a model that accepts images."""
 _MEMBER = "tokencache_prompt"
 _PATCH = 28
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 Ranges = list[tuple[int, int]]
 """First token and number of tokens of each image's placeholder."""
+
+
+@functools.cache
+def build_image_tokenizer() -> SimTokenizer:
+    """Return the tokenizer of the simulated engine with the tokens for images at the end of its vocabulary."""
+    backend = Tokenizer.from_str(build_tokenizer().backend.to_str())
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in _IMAGE_TOKENS])
+    return SimTokenizer(backend)
 
 
 class ImageFault(Enum):
@@ -215,34 +226,6 @@ class SimulatedImages:
         return [image.tokens for image in images]
 
 
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-    "tool_reference": "name",
-}
-"""Types of parts that are text for the engine, with the member that it reads (vLLM 0.32, `renderers/chat_utils.py`)."""
-MEDIA_PARTS = frozenset(
-    {
-        *("image_url", "input_image", "image_embeds", "image_pil", "audio_url", "input_audio", "audio_embeds"),
-        *("video_url", "video_embeds", "prompt_embeds"),
-    }
-)
-
-
-def media_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the parts of messages that are not text."""
-    return [
-        part
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if isinstance(part, dict) and part.get("type") not in TEXT_PARTS
-    ]
-
-
 class _Image(NamedTuple):
     """A loaded image: how many tokens it has, and its pixels: the SHA-256 of the file, or the URL."""
 
@@ -267,7 +250,7 @@ def _image_of(part: Mapping[str, Any]) -> _Image | None:
         data = base64.b64decode(url.partition("base64,")[2], validate=True)
     except binascii.Error as error:
         raise RefusalResponse(str(error)) from error
-    if not data.startswith(_PNG) or len(data) < 24:  # noqa: PLR2004 - up to the height
+    if not data.startswith(_PNG) or len(data) < 24:
         raise RefusalResponse("Failed to load image: cannot identify image file")
     size: tuple[int, int] = struct.unpack_from(">II", data, 16)
     width, height = size

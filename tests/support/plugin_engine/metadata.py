@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tokencache.testing.chat_request import ChatRequest
+    from tokencache.testing.weights import SimulatedWeights
 
 VersionStyle = Literal["", "spans", "metadata", "header"]
-PauseMode = Literal["", "abort", "keep", "wait"]
 _START = "routed_experts_prompt_start"
 
 
@@ -29,16 +29,20 @@ class ReplyMetadata:
 
     Attributes:
         style: form of the weight versions; empty for none.
-        version: label of the weights that it samples with now, which it reports; `default` until one is set.
         experts: number of layers, and of experts chosen in each; `None` for a dense model.
         skips_experts: whether it knows `routed_experts_prompt_start` (older engines ignore it).
     """
 
-    def __init__(self, style: VersionStyle = "", experts: tuple[int, int] | None = None) -> None:
+    def __init__(self, weights: SimulatedWeights, style: VersionStyle = "", experts: tuple[int, int] | None = None) -> None:
+        self._weights = weights
         self.style: VersionStyle = style
-        self.version = "default"
         self.experts = experts
         self.skips_experts = True
+
+    @property
+    def version(self) -> str:
+        """Label of the weights that the engine samples with now, which it reports."""
+        return self._weights.label
 
     @property
     def headers(self) -> dict[str, str]:

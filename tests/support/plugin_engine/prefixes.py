@@ -18,8 +18,6 @@ from tokencache.testing.errors import senseless
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tokencache.testing.generation import Token
-
 PROMPT_HEADER, MISS_HEADER = "x-tokencache-prompt", "x-tokencache-prefix"
 _MEMBER = "tokencache_prefix"
 
@@ -119,12 +117,13 @@ def pack_prompt(ids: Sequence[int]) -> dict[str, Any]:
     return {"tokencache": {"prompt": base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()}}
 
 
-def pack_tokens(choice: dict[str, Any], tokens: Sequence[Token]) -> None:
+def pack_tokens(choice: dict[str, Any]) -> None:
     """Pack the ids and log probabilities of a choice, or of a part of it, as the plugin does."""
-    if choice["token_ids"] is None:
+    tokens = choice["token_ids"]
+    if tokens is None:
         return
-    values = [token.logprob for token in tokens] if choice["logprobs"] is not None else []
-    ids = struct.pack(f"<{len(tokens)}i", *[token.id for token in tokens])
+    values = [one["logprob"] for one in choice["logprobs"]["content"]] if choice["logprobs"] is not None else []
+    ids = struct.pack(f"<{len(tokens)}i", *tokens)
     single = array("f", values).tolist() == values
     kind = "f" if single else "d"
     logprobs = kind.encode() + struct.pack(f"<{len(values)}{kind}", *values) if values else b""
