@@ -8,6 +8,7 @@ a future. Both are C code, so what passes a question on is not counted.
 import asyncio
 import contextlib
 import http.client
+import inspect
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 
 from tests.support.plugin_engine import PluginEngine
 from tokencache import logs
+from tokencache.background import repeat
 from tokencache.config import Settings
 from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
@@ -86,6 +88,7 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
                     answered = loop.create_future()
                     if call == talk.calls - 1:
                         await asyncio.sleep(_SETTLING_SECONDS)
+                        _stop_background()
                         sys.setprofile(follow)
                     bodies.put((body, answered))
                     await answered
@@ -98,6 +101,16 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
             matches = [turn.match for turn in await store.turns("path")]
             if matches[0] not in {"root", "plain"} or matches[1:] != ["continue"] * (talk.calls - 1):
                 raise RuntimeError(f"the turns of the session match as {matches}")
+
+
+def _stop_background() -> None:
+    """Cancel the tasks that repeat a step: a stream lasts long enough that some of their steps would be counted."""
+    for task in asyncio.all_tasks():
+        waits: Any = task.get_coro()
+        while inspect.iscoroutine(waits):
+            if waits.cr_code is repeat.__code__:
+                task.cancel()
+            waits = waits.cr_await
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import pytest
 from examples.integrations.guessing import play
 from tests.integrations.kit import branching, failing, guessing_engine, looking, without_reward
 from tests.proxy.kit import proxied
+from tests.support.plugin_engine import PluginEngine
 from tokencache.client import AsyncClient, UnauthorizedError
 from tokencache.integrations.fetching import Fetching
 from tokencache.integrations.rollouts import FailedRollout, Rollouts, TooManyFailuresError, load_play
 from tokencache.integrations.rows import RowsError
-from tokencache.testing import SimulatedEngine
 
 SAMPLE = {"secret": 2}
 
@@ -115,7 +115,7 @@ async def test_a_row_that_is_cut_stays_the_one_that_is_trained(rig, rows):
 @pytest.mark.parametrize("images", [False, True])
 async def test_images_whose_places_are_not_known_are_refused(images):
     """A stock engine does not report which tokens stand for an image, so they look like text."""
-    async with proxied(SimulatedEngine(seed=7, images="stock")) as rig, AsyncClient(rig.url) as client:
+    async with proxied(PluginEngine(seed=7, images="stock")) as rig, AsyncClient(rig.url) as client:
         read = Fetching(form="verl", rows="longest", several=False, images=images)
         with pytest.raises(RowsError, match="did not report which tokens stand for them"):
             await Rollouts(play=looking, read=read, run="r").one(client, {"width": 28}, sampling={}, group="g")

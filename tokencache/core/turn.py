@@ -58,10 +58,7 @@ class TurnMark(Described):
     )
     SAMPLED_PLACEHOLDER = (
         "sampled-placeholder",
-        (
-            "the model sampled a token that stands for a part of an image, here or in a turn that a limit left out; no trainer can use the "
-            "turn, and no format for trainers has it"
-        ),
+        "the model sampled a token that stands for an image, here or in a turn that a limit left out; no format for trainers has it",
     )
     SHARED = (
         "shared",
@@ -86,7 +83,7 @@ class TurnMark(Described):
     )
     SECOND_SAMPLE = "second-sample", "the same call had been made and answered before"
     UNANSWERED = "unanswered", "the harness disconnected before the reply was complete"
-    NEVER_ANSWERED = "never-answered", "the same: and so it had in every equal call before"
+    NEVER_ANSWERED = "never-answered", "it is `unanswered`, and so was each equal call before it"
     CONTINUED = "continued", "the engine broke the reply off, and it was continued from its last token; `pieces` lists its parts"
     MIXED_WEIGHTS = "mixed-weights", "the weights changed, or may have changed, during the reply, and which token has which is not certain"
     HYBRID_KV = "hybrid-kv", "the prompt was computed with older weights than those that sampled the reply, as `--kv session` permits"
