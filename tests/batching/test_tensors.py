@@ -110,10 +110,17 @@ def test_one_advantage_for_each_token():
 
 
 @pytest.mark.parametrize("make", [pad, pack])
-def test_a_row_whose_lists_do_not_fit_together_is_refused(make):
+def test_a_row_whose_lists_have_different_lengths_is_refused(make):
     cut = row([5, 6, 7], [0, 1, 1], logprobs=[0.0, -0.5])
     with pytest.raises(ValueError, match="sequence q: 3 tokens, 3 mask entries, 2 log probabilities"):
         make([cut, row([5, 8], [0, 1], sequence="r")])
+
+
+@pytest.mark.parametrize("make", [pad, lambda rows: pack(rows)[0]])
+def test_a_caller_may_mask_further_tokens(make):
+    """They keep their log probabilities, which a loss does not read."""
+    made = make([row([5, 6, 7], [0, 0, 1], logprobs=[0.0, -0.5, -0.25])])
+    assert (made.loss_mask.ravel().tolist(), made.logprobs.ravel().tolist()) == ([0, 0, 1], [0.0, -0.5, -0.25])
 
 
 def test_advantages_may_be_arrays():

@@ -112,6 +112,19 @@ async def test_a_row_that_is_cut_stays_the_one_that_is_trained(rig, rows):
     assert {one["sequence"] for one in done.dropped} == {one.id for one in done.trajectory.sequences} - {row.sequence.id}
 
 
+async def test_rows_are_chosen_among_those_of_a_selected_model(rig):
+    rig.engine.weights.adapters["tuned"] = "/tuned"
+
+    async def both(session, sample):
+        async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+            await model.chat.completions.create(model="tuned", messages=[{"role": "user", "content": "T"}])
+        return await branching(session, sample)
+
+    done = await rollouts(both, lengths={"model": "tuned"}).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert not isinstance(done, FailedRollout), done
+    assert [row.sequence.turns[0].model for row in done.rows.kept] == ["tuned"]
+
+
 @pytest.mark.parametrize("images", [False, True])
 async def test_images_whose_places_are_not_known_are_refused(images):
     """A stock engine does not report which tokens stand for an image, so they look like text."""

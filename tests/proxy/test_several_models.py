@@ -256,9 +256,36 @@ async def test_an_adapter_that_more_engines_have_by_now_is_served_by_them_too(mo
     async with served(POLICY, POLICY, placement="hash") as (rig, fleet):
         for one in fleet.engines:
             one.weights.adapters["tuned"] = "/tuned"
-            for n in range(6):
+            for n in range(20):
                 await rig.say(f"s{n}", ASK, model="tuned")
-        assert {place for n in range(6) for place in fleet.asked(f"s{n}")} == {0, 1}
+        assert {place for n in range(20) for place in fleet.asked(f"s{n}")} == {0, 1}
+
+
+class AnyName(SimulatedEngine):
+    """Serves any name, as vLLM with `VLLM_SKIP_MODEL_NAME_VALIDATION=1`, and lists one. Counts how often it is asked for its list."""
+
+    lists = 0
+
+    def _served(self, body):
+        return body.get("model") or self.model
+
+    async def _models(self, http):
+        self.lists += 1
+        return await super()._models(http)
+
+
+async def test_a_name_that_no_engine_lists_costs_no_request_in_each_call(monkeypatch):
+    monkeypatch.setattr("tokencache.engine.pool.LIST_AGAIN_SECONDS", 1000)
+    engines = [AnyName(episodes=EPISODES, model=POLICY) for _ in range(2)]
+    async with Fleet(engines) as fleet, proxied(upstream=",".join(fleet.urls), placement="hash") as rig:
+        await serving(rig, 2)
+        for n in range(20):
+            await rig.say(f"s{n}", ASK, model="any")  # both engines probe the name
+        assert {place for n in range(20) for place in fleet.asked(f"s{n}")} == {0, 1}
+        before = [one.lists for one in engines]
+        for n in range(20):
+            await rig.say(f"s{n}", ASK, model="any")
+        assert [one.lists for one in engines] == before
 
 
 async def test_an_adapter_of_another_base_model_has_the_name_and_not_the_replies():

@@ -278,7 +278,7 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
         if name in seen:
             raise ValueError(f"{row} occurs twice, so its tokens would be trained twice")
         seen.add(name)
-        if wrong := misfit(sequence):
+        if wrong := _misfit(sequence):
             raise ValueError(f"{row}: {wrong}")
         alone = has_unplaced_media(sequence)
         packed = _Row(len(leaves), codes.encode(sequence.token_ids, sequence.media), bytes(sequence.loss_mask), sequence.logprobs)
@@ -287,11 +287,16 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
     return _flattened(builder.roots, last, leaves, codes)
 
 
-def misfit(sequence: TokenSequenceValue) -> str:
-    """Return why the lists of a sequence do not fit together; `""` if they do."""
+def uneven(sequence: TokenSequenceValue) -> str:
+    """Return the lengths of the lists of a sequence if they differ, otherwise `""`."""
+    lengths = len(sequence.token_ids), len(sequence.loss_mask), len(sequence.logprobs)
+    return "" if len({*lengths}) == 1 else "{} tokens, {} mask entries, {} log probabilities".format(*lengths)
+
+
+def _misfit(sequence: TokenSequenceValue) -> str:
     token_ids, loss_mask, logprobs = sequence.token_ids, sequence.loss_mask, sequence.logprobs
-    if not len(token_ids) == len(loss_mask) == len(logprobs):
-        return f"{len(token_ids)} tokens, {len(loss_mask)} mask entries, {len(logprobs)} log probabilities"
+    if wrong := uneven(sequence):
+        return wrong
     if min(token_ids, default=0) < 0:
         return "a token id is negative"
     if not {0, 1}.issuperset(loss_mask):

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tokencache.batching.forest import PrefixForest, misfit
+from tokencache.batching.forest import PrefixForest, uneven
 from tokencache.batching.selection import TrainingRow
 from tokencache.errors import extra_missing
 
@@ -92,7 +92,7 @@ def pad(rows: Sequence[TrainingRow], advantages: Advantages | None = None, *, pa
     Padding has the token `pad_id`, position 0 and false masks. Without `advantages` all are 0.0.
 
     Raises:
-        ValueError: advantages do not fit the rows, the lists of a row do not fit together, or it begins with a trained token, which no
+        ValueError: advantages do not fit the rows, the lists of a row have different lengths, or it begins with a trained token, which no
             logits predict.
     """
     spread = _checked(rows, advantages)
@@ -128,8 +128,8 @@ def pack(rows: Sequence[TrainingRow], advantages: Advantages | None = None, *, m
             each into the first pack with room. Without it there is one pack, in the order of the rows.
 
     Raises:
-        ValueError: a row has more than `max_tokens` tokens, advantages do not fit the rows, the lists of a row do not fit together, or it
-            begins with a trained token, which no logits predict.
+        ValueError: a row has more than `max_tokens` tokens, advantages do not fit the rows, the lists of a row have different lengths, or
+            it begins with a trained token, which no logits predict.
     """
     spread = _checked(rows, advantages)
     sizes = [len(row.sequence.token_ids) for row in rows]
@@ -222,7 +222,7 @@ def _joined(lists: Sequence[Sequence[float]], kind: type) -> NDArray[Any]:
 
 def _checked(rows: Sequence[TrainingRow], advantages: Advantages | None) -> list[list[float]]:
     for row in rows:
-        if wrong := misfit(row.sequence):  # packed, a list that is too short would shift all rows after it
+        if wrong := uneven(row.sequence):  # packed, a list that is too short would shift all rows after it
             raise ValueError(f"{row}: {wrong}")
     return _spread([(row.sequence.loss_mask, str(row)) for row in rows], advantages)
 

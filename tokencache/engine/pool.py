@@ -36,12 +36,15 @@ from tokencache.engine.health import EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.placement import Placement, place_of
 from tokencache.errors import EngineError, HarnessError
+from tokencache.recent import Recent
 from tokencache.wakeup import end
 
 log = logging.getLogger(__name__)
 
 LIST_AGAIN_SECONDS = 10.0
-"""Seconds after which engines are asked again what they serve, for a model that only some of them list."""
+"""Seconds after which engines are asked again what they serve, for a model that not all of them list."""
+_MOST_NAMES = 1024
+"""Names that no engine lists, for which it is known when the engines were asked last: clients choose them."""
 PlacementPolicy = Literal["auto", "sticky", "hash", "none"]
 
 
@@ -73,7 +76,8 @@ class Pool:
         self._removed: list[Engine] = []
         self._logged: dict[str, str] = {}
         self._turns = itertools.count()
-        self._listed = -math.inf  # when the engines were asked last what they serve, in seconds of the monotonic clock
+        self._listed: Recent[str, float] = Recent(_MOST_NAMES)
+        """When the engines were asked last what they serve, in seconds of the monotonic clock: for a name, and `""` for those listed."""
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -234,10 +238,15 @@ class Pool:
             HarnessError: no engine serves it.
         """
         group, now = group_named(self.groups.values(), name), time.monotonic()
-        if not self.groups or (group is not None and (group.all_list(name) or now - self._listed < LIST_AGAIN_SECONDS)):
+        if not self.groups or (group is not None and group.all_list(name)):
             return
-        self._listed = now
+        elsewhere = group is None and (self.placement.groups or any(monitor.identity is None for monitor in self.monitors))
+        if not elsewhere and now - self._listed.get(name if group is None else "", -math.inf) < LIST_AGAIN_SECONDS:
+            return
+        if group is not None:
+            self._listed[""] = now  # meanwhile, others use the engines that are known to list it
         await asyncio.gather(*[monitor.engine.list_models() for monitor in self.monitors if monitor.ready])
+        self._listed[name] = now
         if self.placement.groups:
             self._group(name)
 

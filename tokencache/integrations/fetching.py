@@ -49,7 +49,7 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
         several: whether the trainer accepts several rows for each prompt.
         images: whether the trainer gets the images of the rows. Otherwise rows with images are refused.
         lengths: limits for the length of rows. They do not change which rows are chosen: without a main line that is too long, a call
-            that makes a title would be the main line.
+            that makes a title would be the main line. With `model`, they are chosen among the rows of that model.
     """
 
     form: str
@@ -66,6 +66,8 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
             RowsError: the rows do not fit the policy, or have images that the trainer does not get.
             ClientError: the proxy refused a request.
         """
+        if model := self.lengths.get("model"):
+            trajectory = await session.trajectory(drift="off", model=model)
         chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
         if self.lengths:
             trajectory = await session.trajectory(drift="off", **self.lengths)

@@ -13,7 +13,7 @@ from pictures import FILES, PICTURES
 from rig.server import MODEL
 
 from tests.support.plugin_engine import PluginEngine
-from tokencache.testing.tokenizer import build_image_tokenizer
+from tests.support.plugin_engine.images import build_image_tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
