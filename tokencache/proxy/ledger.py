@@ -161,7 +161,12 @@ class Backlog:
         for session, waiting in list(self._waiting.items()):
             while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
                 unsaved = waiting[0]
-                await self._write(session, unsaved)
+                try:
+                    await self._write(session, unsaved)
+                except StoreError:
+                    if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
+                        self._waiting[session] = self._waiting.pop(session)
+                    raise
                 if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
                     metrics.UNSAVED.dec(waiting.pop(0).number)
                     if not waiting:
