@@ -351,6 +351,33 @@ async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(s
         assert [turn["marks"] for turn in await rig.turns()] == [[], *[["unanswered"]] * 2]
 
 
+async def test_a_harness_that_left_its_retry_and_came_back_once_more(rig):
+    rig.engine.token_delay = 0.005
+    await leave(rig)
+    await settled(rig)
+    held, opened, begin = asyncio.Event(), asyncio.Event(), rig.store.begin
+
+    async def slow(*args, **more):
+        begun = await begin(*args, **more)
+        opened.set()
+        await held.wait()
+        return begun
+
+    rig.store.begin = slow
+    retry = asyncio.create_task(send(rig))
+    await opened.wait()
+    retry.cancel()
+    await asyncio.gather(retry, return_exceptions=True)
+    await until(lambda: bool(rig.proxy.ledger._tasks))
+    rig.store.begin = begin
+    held.set()
+    await settled(rig)
+    assert await incidents(rig) == {"client-gone": 1}
+    said(await send(rig))
+    info = await rig.info()
+    assert (info["outcome"], info["turns"]) == ("ok", 1)
+
+
 @pytest.mark.parametrize(("headers", "outcome"), [({}, "harness"), (RETRY, "ok")], ids=["bare", "marked"])
 async def test_a_client_that_left_while_an_answered_call_was_looked_up(rig, headers, outcome):
     """A bare request would have been another sample; a marked one would have got the reply that was received already."""
