@@ -195,8 +195,9 @@ class Backlog:
 
 def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
     """Put an incident in the place of the last one of its kind that waits; false if there is none."""
-    for place, unsaved in reversed([*enumerate(waiting)]):
-        if any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):
+    for place in range(len(waiting) - 1, -1, -1):
+        unsaved = waiting[place]
+        if unsaved.incidents and any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):
             kept = [one for one in unsaved.incidents if (one.kind, one.hole) != (incident.kind, incident.hole)]
             waiting[place] = unsaved._replace(incidents=[*kept, incident])
             return True
