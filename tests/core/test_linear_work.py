@@ -35,6 +35,7 @@ from tokencache.dialects.registry import dialect_of
 from tokencache.dialects.sse import EventSplitter
 from tokencache.engine.reply import Reply
 from tokencache.proxy.client_ids import _has_word, _same_words
+from tokencache.proxy.delivery import StreamDelivery
 
 PACKAGES = ("api", "core", "dialects", "engine", "proxy", "server", "store", "trajectories", "session_url", "logs", "net", "errors")
 """Packages that see texts of harnesses and models."""
@@ -352,6 +353,17 @@ def with_calls(name: str, text: str) -> None:
     for event in (*events, b'{"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}'):
         other.encoder.chunk(b"", event, 1)
     other.encoder.end()
+
+
+def test_chunks_that_wait_for_the_token_ids_are_not_copied_for_each_further_one():
+    """Of several choices one may end long before the others."""
+    delivery = StreamDelivery.__new__(StreamDelivery)
+    delivery._token_ids, delivery._late = True, None
+    delivery._encode(b"", b'{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}')
+    waiting = delivery._late
+    delivery._encode(b"", b'{"choices":[{"index":1,"delta":{"content":"a"}}]}')
+    assert delivery._late is waiting
+    assert len(waiting) == 2
 
 
 SCENARIOS = [

@@ -65,11 +65,18 @@ def test_a_second_sample_of_a_call_that_was_never_answered_is_no_excuse():
     assert outcome(latest=LatestTurn("t7", marks=("second-sample", "unanswered", "never-answered"), created=100.0)).kind == "harness"
 
 
-def test_a_retry_makes_up_for_a_client_that_left_its_own_call_before_and_for_nothing_else():
+def test_a_retry_that_got_the_newest_reply_makes_up_for_what_was_before():
     turn = LatestTurn("t7", call="k7", created=100.0)
     retries = [incident(IncidentKind.RETRY_REPLAYED, at, call="k7") for at in (103.0, 101.0)]
-    for call, at, kind in (("k7", 100.0, "ok"), ("k7", 102.0, "ok"), ("k7", 103.0, "harness"), ("k8", 102.0, "harness")):
-        assert outcome(*retries, incident(IncidentKind.CLIENT_GONE, at, call=call), latest=turn).kind == kind
+    for call in ("k7", "k8"):
+        for at, kind in ((100.0, "ok"), (102.0, "ok"), (103.0, "harness")):
+            assert outcome(*retries, incident(IncidentKind.CLIENT_GONE, at, call=call), latest=turn).kind == kind
+
+
+def test_a_retry_that_waited_for_the_newest_reply_makes_up_for_its_call_alone():
+    turn, retry = LatestTurn("t7", call="k7", created=100.0), incident(IncidentKind.RETRY_JOINED, 103.0, call="k7")
+    for call, kind in (("k7", "ok"), ("k8", "harness")):
+        assert outcome(retry, incident(IncidentKind.CLIENT_GONE, 102.0, call=call), latest=turn).kind == kind
 
 
 def test_a_session_that_is_over_without_a_call_is_a_failure_of_its_harness():

@@ -11,6 +11,7 @@ import pytest
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, results, user
 from tests.support.waiting import until
 from tokencache.proxy import ledger
+from tokencache.proxy.delivery import StreamDelivery
 from tokencache.testing import SimulatedEngine
 
 ASK = {"model": "sim", "messages": [user("EPISODE:talk")]}
@@ -141,6 +142,41 @@ async def test_while_the_call_is_opened():
         assert (info["complete"], info["turns"]) == (True, 0)
         assert not rig.ground_truth("s")
         await goes_on(rig)
+
+
+async def test_a_client_whose_connection_was_found_broken_left_once(monkeypatch):
+    """A write fails before the server notices that the connection is lost, which it does while the turn is stored."""
+    async with proxied(SimulatedEngine(episodes=EPISODES, token_delay=0.005)) as rig:
+        read, events = StreamDelivery._read_events, 0
+
+        def fails(*args):
+            nonlocal events
+            events += 1
+            if events == 2:
+                raise ConnectionResetError
+            return read(*args)
+
+        monkeypatch.setattr(StreamDelivery, "_read_events", fails)
+        stored, go, commit = asyncio.Event(), asyncio.Event(), rig.store.commit
+
+        async def slow(*args, **kwargs):
+            stored.set()
+            await go.wait()
+            await commit(*args, **kwargs)
+
+        async def noticed():
+            return bool(rig.proxy.ledger._tasks)
+
+        rig.store.commit = slow
+        call = asyncio.create_task(leave_after(rig, 100))
+        await stored.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until(noticed)
+        go.set()
+        await rig.proxy.ledger.settled()
+        info = await rig.info()
+        assert ([one["kind"] for one in info["incidents"]], info["outcome"]) == (["client-gone"], "harness")
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["", "in the pause after a long prompt was stored"])

@@ -304,7 +304,7 @@ async def test_a_harness_that_left_its_call_and_its_retry_never_came_back(store,
 
 
 @pytest.mark.parametrize("store", ["memory", "file", REDIS], indirect=True)
-@pytest.mark.parametrize("during", ["delete_document", "note"])
+@pytest.mark.parametrize("during", ["delete_document", "note", "send_again"])
 @pytest.mark.parametrize("joins", [False, True], ids=["replayed", "joined"])
 async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(store, joins, during):
     """It did not come back, so the rollout failed, unless another retry gets the reply."""
@@ -318,7 +318,8 @@ async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(s
         if not joins:
             await settled(rig)
         name = during if during != "note" else "add_incidents" if joins else "settle"
-        held, reached, operation = asyncio.Event(), asyncio.Event(), getattr(rig.store, name)
+        owner = in_flight if during == "send_again" else rig.store
+        held, reached, operation = asyncio.Event(), asyncio.Event(), getattr(owner, name)
 
         async def slow(*args, **more):
             answer = await operation(*args, **more)
@@ -326,13 +327,13 @@ async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(s
             await held.wait()
             return answer
 
-        setattr(rig.store, name, slow)
+        setattr(owner, name, slow)
         retry = asyncio.create_task(send(rig, body))
         if joins:
             await wanted(rig)
             go.set()
         await reached.wait()
-        setattr(rig.store, name, operation)
+        setattr(owner, name, operation)
         retry.cancel()
         await asyncio.gather(retry, return_exceptions=True)
 
@@ -342,13 +343,41 @@ async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(s
         async def given_back():
             return (await incidents(rig))["client-gone"]
 
-        await until(noticed)
-        held.set()
+        if owner is rig.store:
+            await until(noticed)
+            held.set()
         await until(given_back)
         assert (await rig.info())["outcome"] == "harness"
         said(await send(rig, body, **RETRY))
         assert (await rig.info())["outcome"] == "ok"
         assert [turn["marks"] for turn in await rig.turns()] == [[], *[["unanswered"]] * 2]
+
+
+async def test_a_harness_that_left_its_retry_and_came_back_once_more(rig):
+    rig.engine.token_delay = 0.005
+    await leave(rig)
+    await settled(rig)
+    held, opened, begin = asyncio.Event(), asyncio.Event(), rig.store.begin
+
+    async def slow(*args, **more):
+        begun = await begin(*args, **more)
+        opened.set()
+        await held.wait()
+        return begun
+
+    rig.store.begin = slow
+    retry = asyncio.create_task(send(rig))
+    await opened.wait()
+    retry.cancel()
+    await asyncio.gather(retry, return_exceptions=True)
+    await until(lambda: bool(rig.proxy.ledger._tasks))
+    rig.store.begin = begin
+    held.set()
+    await settled(rig)
+    assert await incidents(rig) == {"client-gone": 1}
+    said(await send(rig))
+    info = await rig.info()
+    assert (info["outcome"], info["turns"]) == ("ok", 1)
 
 
 @pytest.mark.parametrize(("headers", "outcome"), [({}, "harness"), (RETRY, "ok")], ids=["bare", "marked"])

@@ -68,3 +68,34 @@ async def test_a_call_that_was_opened_without_an_answer_is_closed(monkeypatch, p
         info = await rig.info()
         assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("store-error", policy == "relay")]
         assert (info["outcome"], info["complete"]) == ("store", policy == "fail")
+
+
+async def test_a_session_that_cannot_be_read_does_not_keep_others_from_being_saved(monkeypatch):
+    """Its record is damaged, so the store fails for it alone, and for ever."""
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+    store = MemoryStore()
+    async with proxied(store=store) as rig:
+        begin, session = store.begin, store.session
+
+        async def damaged(name, *args, **more):
+            if name == "damaged":
+                raise StoreError("the data of session damaged is damaged")
+            return await (begin if args else session)(name, *args, **more)
+
+        store.begin = store.session = damaged
+        assert (await rig.post("damaged", messages=[user("EPISODE:talk")]))[0] == 200
+        commit = store.commit
+
+        async def fails(*_, **__):
+            store.commit = commit
+            raise StoreError("slow")
+
+        store.commit = fails
+        assert (await rig.post("s", messages=[user("EPISODE:talk")]))[0] == 200
+
+        async def noted():
+            info = await session("s")
+            return [one.kind for one in info.incidents] == ["store-error"] and not info.open_calls
+
+        await until(noted)
+        store.begin, store.session = begin, session

@@ -9,8 +9,8 @@ one whose call began last, whenever it was recorded. So it is the same on every 
 What was given decides. Otherwise the first of these that holds:
 
 1. An incident whose cause is `lasting` (`CAUSES`), unless it lost nothing: nothing that the harness does later makes up for it.
-2. The newest of the other incidents in `CAUSES`, if no later turn began: the harness gave up. One of the newest turn's own call counts only
-   if no retry received its reply later.
+2. The newest of the other incidents in `CAUSES`, if no later turn began, and no later call received the recorded reply of the newest turn:
+   the harness gave up. A call that waited for that reply may have begun before: it makes up only for incidents of the turn's own call.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
    evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry.
 4. The session is over, and has no turn: its harness made no call.
@@ -160,8 +160,10 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         if cause.lasting and (found := _newest([one for one in evidence if one.kind == kind and not _lost_nothing(one)])):
             return _from(found)
     began, call = (latest.created, latest.call) if latest is not None else (0.0, "")
-    received = max((one.at for one in incidents if one.kind in _ANSWERED_LATER and one.call == call), default=0.0)
-    if found := _newest([one for one in evidence if one.at >= (max(began, received) if one.call == call else began)]):
+    retries = [one for one in incidents if one.kind in _ANSWERED_LATER and one.call == call]
+    received = max((one.at for one in retries), default=0.0)
+    replayed = max((one.at for one in retries if one.kind == IncidentKind.RETRY_REPLAYED), default=0.0)
+    if found := _newest([one for one in evidence if one.at >= max(began, received if one.call == call else replayed)]):
         return _from(found)
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()

@@ -369,7 +369,7 @@ class CallAttempt:
                 self._dispatch.planned.engine.doubt(end.detail)
             if end.kind is EndKind.FINISHED and end.error is not None:  # the reply is whole, and cannot be written for the client
                 self._call.note(IncidentKind.INTERNAL_ERROR, f"{type(end.error).__name__}: {end.error}", hole=False)
-            await self._store(self._write_turns(end.mark, end.detail), sends=True)
+            await self._store(self._write_turns(end.mark, end.detail), sends=end.mark != TurnMark.ABORTED)
 
     @property
     def _may_be_made_again(self) -> bool:

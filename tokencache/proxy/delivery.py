@@ -220,7 +220,7 @@ class StreamDelivery(ReplyDelivery):
         self._as_is = self._encoder.verbatim
         self._held = bytearray()  # what waits for the store
         self._pending: tuple[tuple[bytes, bytes], ...] = ()  # chunks that wait for the first sampled token
-        self._late: tuple[bytes, ...] = ()  # chunks from the first finish reason on, if they get token ids: these wait for the usage
+        self._late: list[bytes] | None = None  # chunks from the first finish reason on, if they get token ids: these wait for the usage
         self._made = source.read_chunk is not None  # a chunk for the client is not the engine's own
         self._write_unread = None if self._token_ids or self._made else self._encoder.chunk_unparsed
         self._unread: Callable[[bytes], bytes | None] | None = None  # the same while events can be parsed later
@@ -278,14 +278,15 @@ class StreamDelivery(ReplyDelivery):
 
     def _encode(self, event: bytes, data: bytes) -> bytes:
         """Return the client's bytes of a chunk, unless it gets token ids when the reply is complete."""
-        if self._token_ids and (self._late or _FINISH in data):
-            self._late += (data,)
+        if self._token_ids and (self._late is not None or _FINISH in data):
+            self._late = self._late or []  # a list: of several choices one may end long before the others
+            self._late.append(data)
             return b""
         return self._encoder.chunk(event, data, self._reply.prompt.tokens)
 
     def _rest(self) -> bytes:
         """Return what waited for the end of the stream."""
-        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], ()
+        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late or ()], None
         count = self._reply.prompt.tokens
         return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
 

@@ -161,7 +161,12 @@ class Backlog:
         for session, waiting in list(self._waiting.items()):
             while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
                 unsaved = waiting[0]
-                await self._write(session, unsaved)
+                try:
+                    await self._write(session, unsaved)
+                except StoreError:
+                    if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
+                        self._waiting[session] = self._waiting.pop(session)
+                    raise
                 if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
                     metrics.UNSAVED.dec(waiting.pop(0).number)
                     if not waiting:
@@ -190,8 +195,9 @@ class Backlog:
 
 def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
     """Put an incident in the place of the last one of its kind that waits; false if there is none."""
-    for place, unsaved in reversed([*enumerate(waiting)]):
-        if any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):
+    for place in range(len(waiting) - 1, -1, -1):
+        unsaved = waiting[place]
+        if unsaved.incidents and any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):
             kept = [one for one in unsaved.incidents if (one.kind, one.hole) != (incident.kind, incident.hole)]
             waiting[place] = unsaved._replace(incidents=[*kept, incident])
             return True

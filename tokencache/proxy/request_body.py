@@ -158,12 +158,12 @@ def waits_to_send(request: web.Request) -> bool:
 
 async def _whole(request: web.Request) -> bytes:
     content, most, holding = request.content, request.client_max_size, holding_of(request)
-    if (request.content_length or 0) > most:
-        raise web.HTTPRequestEntityTooLarge(most)
     try:
         if content.is_eof():
             body = content.read_nowait()  # usually one chunk, and no copy
             holding.take("body", len(body))
+        elif (request.content_length or 0) > most:
+            raise web.HTTPRequestEntityTooLarge(most)
         else:
             chunks = []
             async with aclosing(arriving(request)) as coming:

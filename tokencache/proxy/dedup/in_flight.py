@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -168,10 +168,8 @@ class CallsInFlight:
         incidents = [] if left else self._incidents(IncidentKind.RETRY_JOINED, asked.session, turns, claimed)
         if incidents:
             _, left = await to_the_end(self._note(asked.session, incidents))
-        if left:
-            self._give_back(asked.session, epoch, turns, claimed, incidents)
-            raise asyncio.CancelledError
-        return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns)
+        give_back = partial(self._give_back, asked.session, epoch, turns, claimed, incidents)
+        return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns, give_back, left=left)
 
     async def _note(self, session: str, incidents: list[Incident]) -> None:
         with contextlib.suppress(StoreError):  # the reply is recorded either way
@@ -188,10 +186,8 @@ class CallsInFlight:
                 await call.close(incidents)
         except asyncio.CancelledError:
             left = True
-        if left:
-            self._give_back(asked.session, epoch, turns, claimed, incidents)
-            raise asyncio.CancelledError
-        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns)
+        give_back = partial(self._give_back, asked.session, epoch, turns, claimed, incidents)
+        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns, give_back, left=left)
 
     def _give_back(self, session: str, epoch: str, turns: tuple[Turn, ...], claimed: Claim, noted: list[Incident]) -> None:
         """Let another retry claim a reply whose client left before it was sent; `noted` says that it received the reply."""
@@ -205,10 +201,17 @@ class CallsInFlight:
             documents = {undelivered(gone.call): b"1"}
             await self._ledger.settle(BeginResult(epoch, []), session, gone.call, [gone], documents=documents)
 
-    async def _send_again(self, kind: str, asked: CallRequest, turns: tuple[Turn, ...]) -> web.StreamResponse:
-        metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
-        metrics.CALLS.labels(asked.chat.dialect, kind).inc()
-        return await send_again(asked.response, turns)
+    async def _send_again(
+        self, kind: str, asked: CallRequest, turns: tuple[Turn, ...], give_back: Callable[[], None], *, left: bool
+    ) -> web.StreamResponse:
+        """Send a recorded reply, and `give_back` the reply if the client has left, or leaves before it is sent."""
+        with contextlib.suppress(asyncio.CancelledError):
+            if not left:
+                metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
+                metrics.CALLS.labels(asked.chat.dialect, kind).inc()
+                return await send_again(asked.response, turns)
+        give_back()
+        raise asyncio.CancelledError
 
     def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...], claimed: Claim) -> list[Incident]:
         """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry.
