@@ -87,8 +87,8 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
                     body = json.dumps({"model": "sim", "messages": messages, "stream": talk.stream}).encode()
                     answered = loop.create_future()
                     if call == talk.calls - 1:
-                        await asyncio.sleep(_SETTLING_SECONDS)
                         _stop_background()
+                        await asyncio.sleep(_SETTLING_SECONDS)
                         sys.setprofile(follow)
                     bodies.put((body, answered))
                     await answered

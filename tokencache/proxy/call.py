@@ -51,7 +51,7 @@ from tokencache.proxy.call_states import (
 from tokencache.proxy.client_ids import compare
 from tokencache.proxy.delivery import CLIENT_LEFT, delivery_of
 from tokencache.proxy.dispatch import Dispatch, Services
-from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, Sample
+from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, RequestSample
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
@@ -320,7 +320,7 @@ class CallAttempt:
 
     # Plan and send
 
-    async def run(self, sample: Sample = FIRST_SAMPLE) -> web.StreamResponse | None:
+    async def run(self, sample: RequestSample = FIRST_SAMPLE) -> web.StreamResponse | None:
         """Serve the call to its last byte.
 
         Args:

@@ -104,7 +104,7 @@ class EndedPiece(NamedTuple):
     versions: PieceVersions
 
 
-class Sample(NamedTuple):
+class RequestSample(NamedTuple):
     """Which sample of its request a call is.
 
     Attributes:
@@ -118,7 +118,7 @@ class Sample(NamedTuple):
     documents: Mapping[str, bytes] = MappingProxyType({})
 
 
-FIRST_SAMPLE = Sample()
+FIRST_SAMPLE = RequestSample()
 
 
 class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class CallFacts(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     judged: Judgement
     unanswered: bool = False
-    sample: Sample = FIRST_SAMPLE
+    sample: RequestSample = FIRST_SAMPLE
     experts: Mapping[int, tuple[str, int]] = {}
     media_kept: bool = True
     ended: float

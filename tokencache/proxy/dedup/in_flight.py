@@ -39,7 +39,7 @@ from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
 from tokencache.proxy.dedup.replay import Claim, claim, claim_due, refused_second_sample, send_again, was_received, whole_reply_of
 from tokencache.proxy.dispatch import MAX_RESAMPLES, Services, pause_before_resample
-from tokencache.proxy.facts import Sample
+from tokencache.proxy.facts import RequestSample
 from tokencache.proxy.ledger import SampledCounter
 from tokencache.proxy.response import Response
 from tokencache.store.base import BeginResult, Join, OpenCall, SessionGoneError, SettingsChangedError, StoreError
@@ -152,7 +152,7 @@ class CallsInFlight:
                 metrics.RETRIED_CALLS.labels("sampled").inc()
                 earlier = turns[0].call
                 documents = {refused_second_sample(fingerprint.digest): earlier.encode()}
-                return await call.run(Sample(second=True, never_answered=not received, documents=documents))
+                return await call.run(RequestSample(second=True, never_answered=not received, documents=documents))
         except TokencacheError as why:
             if call.record.state is RecordState.UNOPENED:  # otherwise the call itself reports it
                 call.report(why.kind, status=why.status)
