@@ -145,7 +145,7 @@ class Backlog:
             await self._save()
         except StoreError as why:
             log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), why)  # noqa: TRY400
-            for session in self._waiting:
+            for session in sorted(self._waiting):
                 incidents = self.of(session)
                 kinds = Counter(incident.kind for incident in incidents)
                 listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())

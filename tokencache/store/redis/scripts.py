@@ -241,7 +241,7 @@ COMMIT = _naming_its_call(
 -- keys),
 -- number of documents, per document (field, data), incidents
 -- Returns 0 if the epoch has ended, 3 if it was deleted, 2 if a turn is missing (a server that took over may lack it), else 1.
-if epoch ~= ARGV[2] then return redis.pcall('EXISTS', deleted(ARGV[2])) == 1 and 3 or 0 end
+if epoch ~= ARGV[2] then return redis.pcall('GET', deleted(ARGV[2])) == '1' and 3 or 0 end
 local open, at = redis.call('HGET', session, 'open') or '', 10 + tonumber(ARGV[9])
 for n = 10, at - 1 do
   if not redis.call('HGET', session, ARGV[n]) then return 2 end
