@@ -86,6 +86,13 @@ def said(answer):
     }
 
 
+async def retry_often(rig):
+    """Make a call, and so many retries of it that not each later one has an incident."""
+    said(await send(rig))
+    for _ in range(ONE_BY_ONE):
+        said(await send(rig, **RETRY))
+
+
 def gate(rig, name="commit"):
     """Hold back the ends of calls: what is in flight stays so until the event is set."""
     go, real = asyncio.Event(), getattr(rig.store, name)
@@ -257,9 +264,7 @@ async def test_an_undelivered_reply_is_sampled_once(store):
 async def test_a_client_that_came_back_is_no_failure_however_often_it_did(store, choices, joins):
     """Its retry has an incident, though there are so many that not each has one."""
     async with proxied(SimulatedEngine(episodes=EPISODES), store=store) as rig:
-        said(await send(rig))
-        for _ in range(ONE_BY_ONE):
-            said(await send(rig, **RETRY))
+        await retry_often(rig)
         rig.engine.token_delay = 0.005
         body, go = {**ASK, "n": choices}, asyncio.Event()
         if joins:
@@ -309,9 +314,7 @@ async def test_a_harness_that_left_its_call_and_its_retry_never_came_back(store,
 async def test_a_retry_that_left_before_it_got_the_reply_leaves_it_to_the_next(store, joins, during):
     """It did not come back, so the rollout failed, unless another retry gets the reply."""
     async with proxied(SimulatedEngine(episodes=EPISODES), store=store) as rig:
-        said(await send(rig))
-        for _ in range(ONE_BY_ONE):
-            said(await send(rig, **RETRY))
+        await retry_often(rig)
         rig.engine.token_delay = 0.005
         body, go = {**ASK, "n": 2}, gate(rig) if joins else asyncio.Event()
         await leave(rig, body)
@@ -408,9 +411,7 @@ async def test_a_client_that_left_while_an_answered_call_was_looked_up(rig, head
 @pytest.mark.parametrize("headers", [{}, RETRY], ids=["bare", "marked"])
 async def test_a_store_that_fails_while_a_reply_is_claimed_makes_no_failure(rig, headers):
     """A marked retry gets the reply, and its incident; any other is sampled again."""
-    said(await send(rig))
-    for _ in range(ONE_BY_ONE):
-        said(await send(rig, **RETRY))
+    await retry_often(rig)
     body = {**ASK, "n": 2}
     rig.engine.token_delay = 0.005
     await leave(rig, body)

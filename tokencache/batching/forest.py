@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokencache.batching.media import has_unplaced_media
 from tokencache.batching.selection import TrainingRow
 from tokencache.core import ids
 from tokencache.core.media import PlacedMedia
@@ -280,7 +279,7 @@ def build_forest(rows: Iterable[TrainingRow]) -> PrefixForest:
         seen.add(name)
         if wrong := _misfit(sequence):
             raise ValueError(f"{row}: {wrong}")
-        alone = has_unplaced_media(sequence)
+        alone = sequence.has_unplaced_media
         packed = _Row(len(leaves), codes.encode(sequence.token_ids, sequence.media), bytes(sequence.loss_mask), sequence.logprobs)
         last.append(builder.add(packed, alone=alone))
         leaves.append((*name, alone))

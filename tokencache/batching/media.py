@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokencache.batching.files import read_file
 from tokencache.core.media import file_name
-from tokencache.core.turn import TurnMark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
 
     from tokencache.core.media import PlacedMedia
     from tokencache.trajectories.values import Sequence
-
-
-def has_unplaced_media(sequence: Sequence) -> bool:
-    """Whether a sequence has images or other media, and it is not known which of its tokens stand for which of them.
-
-    So it is if the engine has neither the plugin nor the route that reports the places (`docs/images.md`).
-    """
-    return not sequence.media and any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
 
 
 def load_media(sequence: Sequence, root: str | Path) -> list[bytes]:
@@ -99,7 +90,7 @@ def contents_of(sequence: Sequence, read: Callable[[PlacedMedia], bytes]) -> lis
     Raises:
         ValueError: the places of its media or the bytes of one are not known, or `read` returned another content.
     """
-    if has_unplaced_media(sequence):
+    if sequence.has_unplaced_media:
         raise ValueError(f"sequence {sequence.id} has media whose places are not known: the engine did not report them (docs/images.md)")
     found = []
     for n, medium in enumerate(sequence.media, 1):

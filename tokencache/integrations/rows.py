@@ -18,7 +18,6 @@ Rows without a trainable token, and rows with sampled placeholders of images, ar
 import logging
 from typing import Literal, get_args
 
-from tokencache.batching.media import has_unplaced_media
 from tokencache.batching.selection import DroppedRow, Selection, at_least, main_line, no_placeholders, select
 from tokencache.trajectories.values import Trajectory
 
@@ -84,7 +83,7 @@ def choose_rows(trajectory: Trajectory, rows: RowPolicy, *, several: bool, image
         raise RowsError(
             f"session {trajectory.session!r} has {len(chosen.kept)} rows, and one is allowed (rows={rows!r}): {found}. {advice}"
         )
-    if unplaced := [row.sequence.id for row in chosen.kept if has_unplaced_media(row.sequence)]:
+    if unplaced := [row.sequence.id for row in chosen.kept if row.sequence.has_unplaced_media]:
         raise RowsError(
             f"session {trajectory.session!r} has images in {', '.join(unplaced)}: the engine did not report which tokens stand for them, "
             "and a trainer would train them as text. Install tokencache's plugin in the engine (docs/images.md)"

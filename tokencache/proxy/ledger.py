@@ -194,7 +194,7 @@ class Backlog:
 
 
 def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
-    """Put an incident in the place of the last one of its kind that waits; false if there is none."""
+    """Replace the last waiting incident of the same kind; return false if there is none."""
     for place in range(len(waiting) - 1, -1, -1):
         unsaved = waiting[place]
         if unsaved.incidents and any((one.kind, one.hole) == (incident.kind, incident.hole) for one in unsaved.incidents):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokencache.core.turn import TurnMark
 from tokencache.trajectories.values import Sequence as TokenSequenceValue
 
 MOST_TOP = 20
@@ -66,8 +65,8 @@ _REPLY = msgspec.json.Decoder(_ScoredReply)
 
 def unscorable(sequence: TokenSequenceValue) -> str:
     """Return why the ids of a sequence cannot be scored; `""` if they can. Without its images the engine would compute other values."""
-    media = sequence.media or any(TurnMark.MEDIA in turn.marks for turn in sequence.turns)
-    return "its sequence has media, whose ids cannot be scored" if media else ""
+    has_media = sequence.media or sequence.has_unplaced_media
+    return "its sequence has media, whose ids cannot be scored" if has_media else ""
 
 
 def default_tokens_at_once(top: int) -> int:

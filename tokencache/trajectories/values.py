@@ -14,7 +14,7 @@ from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import ToolCall
-from tokencache.core.turn import Anchor, ReplyPiece
+from tokencache.core.turn import Anchor, ReplyPiece, TurnMark
 from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 
@@ -206,6 +206,14 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     mixed_tokens: int = 0
     oldest_version: str = ""
     newest_version: str = ""
+
+    @property
+    def has_unplaced_media(self) -> bool:
+        """Whether it has images or other media, and it is not known which of its tokens stand for which of them.
+
+        So it is if the engine has neither the plugin nor the route that reports the places (`docs/images.md`).
+        """
+        return not self.media and any(TurnMark.MEDIA in turn.marks for turn in self.turns)
 
 
 class DriftFigures(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ def refused_second_sample(fingerprint: bytes) -> str:
 
 
 class Claim(Enum):
-    """Whether a request may receive a recorded reply, of which one client at most has received it or is receiving it now."""
+    """Whether a request may receive a recorded reply."""
 
     OURS = "no client has received it, and now this one is the only one that may"
     RECEIVED = "a client has received it, or may"

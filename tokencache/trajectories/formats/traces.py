@@ -149,7 +149,7 @@ class Trace:
     def _media_of(self, sequence: Sequence) -> dict[int, tuple[tuple[str, int], ...]]:
         """Return the media in each block of a sequence: digest and place. What is not known of them equals nothing in other sequences."""
         unknown = f"unknown, of sequence {self._sequences}"
-        if not sequence.media and any(TurnMark.MEDIA in span.marks for span in sequence.turns):
+        if sequence.has_unplaced_media:
             return {0: ((unknown, 0),)}
         found: dict[int, tuple[tuple[str, int], ...]] = {}
         for medium in sequence.media:
