@@ -14,8 +14,9 @@ from tests.support.material import needs
 from tests.support.redis_groups import SERVICE, cluster, send_command, wait, watched_primary
 from tests.support.redis_server import RealRedis, find_binary, find_valkey
 from tests.support.waiting import PATIENCE
+from tokencache.core.session import Labels, SessionSettings
 from tokencache.store import StoreOptions, open_store
-from tokencache.store.base import StoreError
+from tokencache.store.base import SessionDeletedError, StoreError
 
 pytestmark = [pytest.mark.redis, needs("redis-server", find_binary())]
 USER = (
@@ -200,22 +201,39 @@ def test_the_documented_rights_are_those_tested():
     assert IN_A_CLUSTER in page
 
 
+async def moving(store, nodes):
+    """Record a session, and begin to move its slot: its epoch, the slot, its node, the other one and that one's id."""
+    epoch = await record(store, "s", build("a"))
+    slot = send_command(nodes[0], "CLUSTER KEYSLOT", "{s}")
+    source = next(node for node in nodes if send_command(node, "CLUSTER COUNTKEYSINSLOT", slot))
+    target = next(node for node in nodes if node is not source)
+    ids = {node: send_command(node, "CLUSTER MYID").decode() for node in (source, target)}
+    send_command(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+    send_command(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+    return epoch, slot, source, target, ids[target]
+
+
 async def test_a_session_that_moves_to_another_node_is_followed():
     with cluster() as nodes:
         async with opened(cluster_url(nodes)) as store:
-            epoch = await record(store, "s", build("a"))
-            slot = send_command(nodes[0], "CLUSTER KEYSLOT", "{s}")
-            source = next(node for node in nodes if send_command(node, "CLUSTER COUNTKEYSINSLOT", slot))
-            target = next(node for node in nodes if node is not source)
-            ids = {node: send_command(node, "CLUSTER MYID").decode() for node in (source, target)}
-            send_command(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
-            send_command(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+            epoch, slot, source, target, its_id = await moving(store, nodes)
             send_command(source, "MIGRATE", "127.0.0.1", target.port, "tokencache:{s}", 0, 5000)
             await store.begin("s", "asked", [])  # ASK: not moved yet, but there
             for node in nodes:
-                send_command(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+                send_command(node, "CLUSTER", "SETSLOT", slot, "NODE", its_id)
             await store.commit("s", epoch, "asked", [build("b").entry])  # MOVED
             assert [turn.id for turn in await store.turns("s")] == ["a", "b"]
+
+
+async def test_a_session_that_is_deleted_while_its_slot_moves_refuses_late_calls():
+    with cluster() as nodes:
+        async with opened(cluster_url(nodes)) as store:
+            epoch, *_ = await moving(store, nodes)
+            assert await store.delete("s")
+            with pytest.raises(SessionDeletedError):
+                await store.begin("s", "late", [])
+            assert await store.define("s", SessionSettings(), Labels())  # the tombstone is here, and the new session there
+            assert (await store.begin("s", "new", [])).epoch != epoch
 
 
 async def test_a_node_that_dies_is_replaced_by_its_replica():

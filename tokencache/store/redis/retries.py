@@ -43,6 +43,8 @@ _REFUSAL_CODES = ("READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "LOADIN
 """Codes within the text of a script's error, which redis-py does not turn into an exception class."""
 _FINAL = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError)
+_MOVING = "attempted to access a non local key"
+"""Within the error of a script that removed a key and could not write it again, because its slot moves to another node."""
 
 
 class RetryingClient:
@@ -100,7 +102,8 @@ class RetryingClient:
                         reply = await send(lost)
                     except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as error:
                         refused = isinstance(error, _REFUSALS) or any(code in str(error) for code in _REFUSAL_CODES)
-                        if isinstance(error, _FINAL) or not (refused or (repeatable and isinstance(error, _LOST))):
+                        uncertain = isinstance(error, _LOST) or _MOVING in str(error)
+                        if isinstance(error, _FINAL) or not (refused or (repeatable and uncertain)):
                             raise
                         lost, why = lost or not refused, f": {error}"
                         if limit.expired():  # the library dropped the cancellation, see `tokencache.wakeup.end`

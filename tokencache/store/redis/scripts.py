@@ -423,10 +423,13 @@ if forks[1] then
   local kept = session .. ':' .. epoch -- in the same slot: the name of the session is the hash tag of both
   redis.call('RENAME', session, kept)
   redis.call('PEXPIRE', kept, ARGV[3])
-elseif epoch or ARGV[2] == '1' then
+elseif ARGV[2] == '1' then
   redis.call('UNLINK', session)
+elseif epoch then
+  redis.call('PEXPIRE', session, ARGV[1]) -- never refused, and then SET is not
 end
 if not epoch then return 0 end
+-- In place of the session: while its slot moves to another node, a script cannot write a key that is not there.
 if ARGV[2] == '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
 redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1])
 return (forks[1] or forks[2]) and epoch or 1
