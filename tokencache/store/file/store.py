@@ -443,10 +443,13 @@ class FileStore(FileQueue):
     def delete(self, db: sqlite3.Connection, session: str, *, reuse: bool = False) -> bool:
         row = self._find(db, session)
         db.execute("DELETE FROM sessions WHERE name = ?", (text(session),))
+        until = self.now() + self._tombstone
         if row is not None:
-            _remember_deletion(db, row, self.now() + self._tombstone)
+            db.execute("INSERT INTO deleted VALUES (?, ?)", (row["epoch"], until))
         if reuse:
             db.execute("DELETE FROM tombstones WHERE name = ?", (text(session),))
+        elif row is not None:
+            db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (row["name"], until))
         return row is not None
 
     @reads
@@ -760,11 +763,6 @@ def _share(db: sqlite3.Connection, number: int, other: int, turns: Sequence[Turn
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent or "")))
     counts = len(turns), len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns)
     db.execute("UPDATE sessions SET turns = ?, begun = begun + ?, sampled = sampled + ? WHERE id = ?", (*counts, number))
-
-
-def _remember_deletion(db: sqlite3.Connection, row: sqlite3.Row, until: float) -> None:
-    db.execute("INSERT OR REPLACE INTO tombstones VALUES (?, ?)", (row["name"], until))
-    db.execute("INSERT INTO deleted VALUES (?, ?)", (row["epoch"], until))
 
 
 def _was_deleted(db: sqlite3.Connection, epoch: str, now: float) -> bool:
