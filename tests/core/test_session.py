@@ -1,6 +1,7 @@
 """Settings, labels and rewards: digests, bounds, and what JSON may contain."""
 
 import math
+from functools import reduce
 
 import msgspec
 import pytest
@@ -37,6 +38,7 @@ LABELS = [
     ({"metadata": {"a": "x" * MAX_METADATA}}, "16384 bytes"),
     ({"metadata": {"a": [{"b": math.nan}]}}, "NaN"),
     ({"metadata": {"a": -math.inf}}, "NaN"),
+    ({"metadata": {"a": reduce(lambda inner, _: [inner], range(2000), 1)}}, "recursion"),
     ({"tags": tuple(map(str, range(33)))}, "tags"),
     ({"tags": ("x" * 101,)}, "a tag"),
     ({"tags": ("",)}, "a tag"),

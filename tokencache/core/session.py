@@ -286,12 +286,12 @@ def check_labels(group: str, metadata: Mapping[str, Any], tags: tuple[str, ...])
         if not tag or len(tag) > MAX_TAG or tag != tag.strip() or not tag.isprintable():
             raise ValueError(f"a tag must have 1 to {MAX_TAG} printable characters and no blanks at the ends, unlike {tag[:MAX_TAG]!r}")
     if metadata:
-        if not _finite(metadata):
-            raise ValueError("`metadata` must not contain NaN or infinite numbers")
         try:
-            size = len(msgspec.json.encode(metadata))
+            finite, size = _finite(metadata), len(msgspec.json.encode(metadata))
         except (TypeError, ValueError, OverflowError, RecursionError) as why:
             raise ValueError(f"`metadata` must be a JSON object: {why}") from None
+        if not finite:
+            raise ValueError("`metadata` must not contain NaN or infinite numbers")
         if size > MAX_METADATA:
             raise ValueError(f"`metadata` must have at most {MAX_METADATA} bytes as JSON, not {size}")
 
