@@ -37,6 +37,22 @@ async def say(rig, session="s"):
     return await rig.post(session, messages=[user("EPISODE:talk")])
 
 
+class DeletesWhileRead(MemoryStore):
+    """A store whose sessions are deleted by somebody else after their state was read."""
+
+    async def session(self, session):
+        info = await super().session(session)
+        await self.delete(session)
+        return info
+
+
+@pytest.mark.parametrize("route", ["trajectories", "drift"])
+async def test_a_session_that_is_deleted_while_it_is_read_is_not_exported_as_empty(rig, route):
+    await say(rig)
+    rig.store.__class__ = DeletesWhileRead
+    assert await refused(rig, "GET", f"{SESSIONS}/s/{route}") == (404, "not_found_error", "there is no session 's'")
+
+
 class InFlight:
     """A call that the engine does not answer, while the context is open."""
 

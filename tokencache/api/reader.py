@@ -54,6 +54,8 @@ class SessionReader:
         """
         turns = await self._store.turns(info.id)
         names = [turn.id for turn in turns]
+        if len(turns) < info.turns:
+            raise no_session(info.id)
         try:
             tokens = await self._store.tokens(info.id, names) if turns else {}
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
