@@ -147,12 +147,14 @@ def test_kustomize_builds_them():
         assert {thing["kind"] for thing in reading.manifests(folder)} <= {thing["kind"] for thing in yaml.safe_load_all(built.stdout)}
 
 
-def test_another_redis_replaces_the_charts_own():
-    things = reading.chart("--set", "redis.url=rediss://:$(REDIS_PASSWORD)@elsewhere:6379/0")
+@pytest.mark.parametrize("scheme", ["rediss", "valkey", "valkeys+cluster"])
+def test_another_redis_replaces_the_charts_own(scheme):
+    url = f"{scheme}://:$(REDIS_PASSWORD)@elsewhere:6379/0"
+    things = reading.chart("--set", f"redis.url={url}")
     assert not [thing for thing in things if "redis" in thing["metadata"]["name"]]
     (pod,) = [thing["spec"]["template"]["spec"] for thing in things if thing["kind"] == "Deployment"]
     (store,) = [one["value"] for one in pod["containers"][0]["env"] if one["name"] == "TOKENCACHE_STORE"]
-    assert store == "rediss://:$(REDIS_PASSWORD)@elsewhere:6379/0"
+    assert store == url
 
 
 @pytest.mark.parametrize(
