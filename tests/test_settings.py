@@ -135,6 +135,14 @@ def test_a_wrong_value_is_named_as_it_was_given(monkeypatch):
     assert "secret-of-mine" not in told.output
 
 
+def test_a_misspelled_variable_is_named(serve, caplog):
+    serve(TOKENCACHE_MAX_CALL="3", TOKENCACHE_UPSTREAM_URL="http://a", TOKENCACHE_PROXY="http://b", TOKENCACHE_SERVICE_PORT="8100")
+    assert [record.args for record in caplog.records] == [
+        ("TOKENCACHE_MAX_CALL", "TOKENCACHE_MAX_CALLS"),
+        ("TOKENCACHE_UPSTREAM_URL", "TOKENCACHE_UPSTREAM"),
+    ]
+
+
 def help_of(*command):
     told = CliRunner().invoke(cli.app, [*command, "--help"], env={"COLUMNS": "80"})
     assert told.exit_code == 0

@@ -36,7 +36,7 @@ from tokencache.commands.sessions import list_sessions
 from tokencache.commands.show import show_session
 from tokencache.commands.verify import verify_exports
 from tokencache.commands.weights import weights_app
-from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, option_of
+from tokencache.config import NAMES, PREFIX, Settings, SettingsError, Shown, misspelled_variables, option_of
 from tokencache.engine.template.local import quieten
 from tokencache.errors import extra_missing
 from tokencache.server.dry_run import rehearse
@@ -153,6 +153,8 @@ def serve(*, config: _Config = None, dry_run: _DryRun = False, **options: Any) -
     except SettingsError as why:
         raise typer.BadParameter(str(why).replace("\n", "\n  ")) from None
     logs.set_up(settings.log_level, settings.log_format, several=settings.workers > 1)
+    for variable, nearest in misspelled_variables().items():
+        log.warning("%s IS NOT A SETTING and has no effect. Did you mean %s?", variable, nearest)
     if settings.admin_key is not None and len(settings.admin_key) < SHORT_KEY:
         weak = "is empty, so the trainer's routes are public" if not settings.admin_key else f"has less than {SHORT_KEY} characters"
         log.warning("THE ADMIN KEY %s. Use a long random one: openssl rand -hex 32", weak)

@@ -3,6 +3,7 @@
 import hashlib
 import ipaddress
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from rapidfuzz import process
+from rapidfuzz import fuzz, process
 
 from tokencache.core.rules import RULES
 from tokencache.core.session import Budget
@@ -30,6 +31,8 @@ from tokencache.session_url import check_proxy_url
 
 PREFIX = "TOKENCACHE_"
 """Prefix of every environment variable."""
+_MISSPELLED = 80.0
+"""Least similarity, in percent, of a variable that is taken for a misspelled setting. Kubernetes and other programs set further ones."""
 
 
 _KEYS = {"upstream_key", "admin_key"}
@@ -77,6 +80,19 @@ Names = Annotated[str, NAMES]
 def option_of(name: str) -> str:
     """The option of a setting on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def _nearest(name: str, least: float = 0.0) -> str | None:
+    """Return the setting whose name is most like this one; `None` if it is less like it than `least`, in percent."""
+    found = process.extractOne(name, list(Settings.model_fields), scorer=fuzz.ratio, score_cutoff=least)
+    return found and found[0]
+
+
+def misspelled_variables() -> dict[str, str]:
+    """Return the environment variables that are no settings and look like misspelled ones, and what they may mean."""
+    names = {variable: variable.lower().removeprefix(PREFIX.lower()) for variable in os.environ if variable.upper().startswith(PREFIX)}
+    likely = {variable: _nearest(name, _MISSPELLED) for variable, name in names.items() if name not in Settings.model_fields}
+    return {variable: PREFIX + nearest.upper() for variable, nearest in likely.items() if nearest is not None}
 
 
 def _is_loopback(host: str) -> bool:
@@ -332,7 +348,7 @@ class Settings(BaseSettings):
             found = {name.replace("-", "_"): value for name, value in tomllib.loads(file.read_text()).items()}
         except (OSError, ValueError) as why:
             raise SettingsError(f"--config: {file} cannot be read as TOML: {why}") from None
-        unknown = {name: process.extractOne(name, list(cls.model_fields))[0] for name in found if name not in cls.model_fields}
+        unknown = {name: _nearest(name) for name in found if name not in cls.model_fields}
         if unknown:
             lines = [f"{name!r} in {file} is not a setting. Did you mean {nearest!r}?" for name, nearest in unknown.items()]
             raise SettingsError("\n".join(lines))
