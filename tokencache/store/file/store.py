@@ -258,7 +258,7 @@ class FileStore(FileQueue):
 
     @ends
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
-        mine = (row["id"], text(call)) if (row := self._find(db, session)) else (0, b"")
+        mine = self._id(db, session), text(call)
         was = db.execute("SELECT wanted FROM calls WHERE session = ? AND call = ?", mine).fetchone()
         if db.execute("UPDATE calls SET orphaned = 1, wanted = 0 WHERE session = ? AND call = ?", mine).rowcount:
             self._renew(db, mine[0])
@@ -267,7 +267,7 @@ class FileStore(FileQueue):
     @ends
     def mark_wanted(self, db: sqlite3.Connection, session: str, call: str, *, given_up: bool = False) -> None:
         flag = "given_up" if given_up else "wanted"
-        mine = (row["id"], text(call)) if (row := self._find(db, session)) else (0, b"")
+        mine = self._id(db, session), text(call)
         if db.execute(f"UPDATE calls SET {flag} = 1 WHERE session = ? AND call = ?", mine).rowcount:  # noqa: S608 - a constant
             self._renew(db, mine[0])
 
@@ -285,15 +285,13 @@ class FileStore(FileQueue):
 
     @reads
     def find(self, db: sqlite3.Connection, session: str, keys: Sequence[bytes]) -> list[list[Hit]]:
-        row = self._find(db, session)
         with decoding(session):
-            return _hits(db, row["id"], keys, early=False) if row else [[] for _ in keys]
+            return _hits(db, self._id(db, session), keys, early=False)
 
     @reads
     def prefix(self, db: sqlite3.Connection, session: str, turn: str) -> Prefix:
-        row = self._find(db, session)
         with decoding(session):
-            return unpack_prefix(turn, _line(db, row["id"], turn) if row else ())
+            return unpack_prefix(turn, _line(db, self._id(db, session), turn))
 
     @writes
     def commit(  # noqa: PLR0917 - the interface, and the connection
@@ -359,22 +357,21 @@ class FileStore(FileQueue):
 
     @reads
     def turns(self, db: sqlite3.Connection, session: str) -> list[Turn]:
-        row = self._find(db, session)
+        found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (self._id(db, session),))
         with decoding(session):
-            found = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n", (row["id"],)) if row else ()
             return [unpack(record, Turn) for (record,) in found]
 
     @reads
     def tokens(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, Tokens]:
-        row = self._find(db, session)
-        found = {turn: _tokens(db, row, turn) for turn in turns}
+        number = self._id(db, session)
+        found = {turn: _tokens(db, number, turn) for turn in turns}
         with decoding(session):
             return {turn: unpack_tokens(row["ids"], row["logprobs"]).tokens for turn, row in found.items()}
 
     @reads
     def contexts(self, db: sqlite3.Connection, session: str, turns: Sequence[str]) -> dict[str, bytes]:
-        row = self._find(db, session)
-        return {turn: _tokens(db, row, turn)["context"] for turn in turns}
+        number = self._id(db, session)
+        return {turn: _tokens(db, number, turn)["context"] for turn in turns}
 
     @writes
     def share(self, db: sqlite3.Connection, session: str, source: str, turns: Sequence[Turn]) -> None:
@@ -434,9 +431,8 @@ class FileStore(FileQueue):
 
     @reads
     def rewards(self, db: sqlite3.Connection, session: str) -> list[Reward]:
-        row = self._find(db, session)
+        found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (self._id(db, session),))
         with decoding(session):
-            found = db.execute("SELECT record FROM rewards WHERE session = ? ORDER BY n", (row["id"],)) if row else ()
             return [unpack(record, Reward) for (record,) in found]
 
     @ends
@@ -454,16 +450,14 @@ class FileStore(FileQueue):
 
     @reads
     def documents(self, db: sqlite3.Connection, session: str, names: Sequence[str]) -> list[bytes | None]:
-        row = self._find(db, session)
-        number = row["id"] if row else 0
+        number = self._id(db, session)
         found = [db.execute("SELECT data FROM documents WHERE session = ? AND name = ?", (number, text(name))).fetchone() for name in names]
         return [row and row["data"] for row in found]
 
     @ends
     def delete_document(self, db: sqlite3.Connection, session: str, name: str) -> bool:
-        row = self._find(db, session)
-        number = row["id"] if row else 0
-        return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", (number, text(name))).rowcount > 0
+        mine = self._id(db, session), text(name)
+        return db.execute("DELETE FROM documents WHERE session = ? AND name = ?", mine).rowcount > 0
 
     @writes
     def put_media(self, db: sqlite3.Connection, session: str, epoch: str, medium: StoredMedium, content: bytes, *, limit: int) -> bool:
@@ -478,16 +472,14 @@ class FileStore(FileQueue):
 
     @reads
     def media(self, db: sqlite3.Connection, session: str, sha256: str) -> tuple[str, bytes] | None:
-        row = self._find(db, session)
-        number = row["id"] if row else 0
-        found = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", (number, sha256)).fetchone()
+        mine = self._id(db, session), sha256
+        found = db.execute("SELECT media_type, data FROM media WHERE session = ? AND sha256 = ?", mine).fetchone()
         return (untext(found["media_type"]), found["data"]) if found else None
 
     @reads
     def stored_media(self, db: sqlite3.Connection, session: str) -> list[StoredMedium]:
-        row = self._find(db, session)
-        number = row["id"] if row else 0
-        found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", (number,))
+        mine = (self._id(db, session),)
+        found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", mine)
         return [StoredMedium(sha256, untext(media_type), size) for sha256, media_type, size in found]
 
     @writes
@@ -531,15 +523,11 @@ class FileStore(FileQueue):
 
     @reads
     def weights(self, db: sqlite3.Connection) -> WeightsState:
-        row = db.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
-        with decoding("weights"):
-            return unpack(row["value"], WeightsState) if row else WeightsState()
+        return _weights(db)
 
     @writes
     def replace_weights(self, db: sqlite3.Connection, state: WeightsState) -> bool:
-        row = db.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
-        with decoding("weights"):
-            stored = unpack(row["value"], WeightsState) if row else WeightsState()
+        stored = _weights(db)
         if state.revision == stored.revision + 1:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('weights', ?)", (pack(state),))
             stored = state
@@ -591,6 +579,11 @@ class FileStore(FileQueue):
         found: sqlite3.Row | None = db.execute(live, (text(session), self.now())).fetchone()
         return found
 
+    def _id(self, db: sqlite3.Connection, session: str) -> int:
+        """Return the id of a session; 0, which none has, if it does not exist."""
+        row = self._find(db, session)
+        return row["id"] if row is not None else 0
+
     def _use(self, db: sqlite3.Connection, session: str) -> sqlite3.Row | None:
         """Look up a session, and renew its time to live."""
         row = self._find(db, session)
@@ -617,6 +610,12 @@ def decoding(session: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as why:
         raise StoreError(f"file: the data of session {session} is damaged: {why}") from None
+
+
+def _weights(db: sqlite3.Connection) -> WeightsState:
+    row = db.execute("SELECT value FROM meta WHERE name = 'weights'").fetchone()
+    with decoding("weights"):
+        return unpack(row["value"], WeightsState) if row else WeightsState()
 
 
 def _count(db: sqlite3.Connection) -> int:
@@ -706,8 +705,8 @@ def _hits(db: sqlite3.Connection, number: int, keys: Sequence[bytes], *, early: 
     return found
 
 
-def _tokens(db: sqlite3.Connection, session: sqlite3.Row | None, turn: str) -> sqlite3.Row:
-    row: sqlite3.Row | None = db.execute(_SELECT_TOKENS, (session["id"] if session else 0, text(turn))).fetchone()
+def _tokens(db: sqlite3.Connection, number: int, turn: str) -> sqlite3.Row:
+    row: sqlite3.Row | None = db.execute(_SELECT_TOKENS, (number, text(turn))).fetchone()
     if row is None:
         raise KeyError(turn)
     return row
