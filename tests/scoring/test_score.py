@@ -14,6 +14,7 @@ from tests.proxy.kit import proxied
 from tests.scoring.kit import turn
 from tokencache.cli import app
 from tokencache.client import AsyncClient
+from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault, FaultKind
 from tokencache.trajectories.digest import add_digest
@@ -186,6 +187,25 @@ async def test_sessions_of_a_proxy_and_never_the_proxy_itself(tmp_path):
         assert "is a tokencache proxy" in refused.stderr
         assert (await rig.get("/tokencache/v1/sessions/other"))["turns"] == 2
         assert (await shell("audit", "--all", "--engine", rig.up, "--any-version")).exit_code == 0
+
+
+class DeletesTheNext(MemoryStore):
+    """A store from which another process deletes session `b` while `a` is read."""
+
+    async def turns(self, session):
+        if session == "a":
+            await self.delete("b")
+        return await super().turns(session)
+
+
+async def test_a_session_that_is_deleted_since_it_was_listed_is_left_out(tmp_path):
+    async with proxied(SimulatedEngine(seed=7), DeletesTheNext()) as rig:
+        for name in ("a", "b", "c"):
+            await record(rig, name, 1)
+        to = tmp_path / "scores.jsonl"
+        await Shell(rig)("score", "--all", "--engine", rig.up, "--to", str(to))
+        assert [row["session"] for row in rows_of(to)] == ["a", "c"]
+        assert "there is no session 'b'" in (await Shell(rig)("score", "b", "--engine", rig.up, "--to", f"{to}.gz", code=1)).stderr
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ The file has JSON objects, one a line: `{"edits": […]}` for all sessions, or `
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from tokencache.client import Client
+from tokencache.client import Client, NotFoundError
 from tokencache.commands import files
 from tokencache.commands.console import TIMEOUT
 from tokencache.commands.rollouts import session_names
@@ -46,7 +47,7 @@ def read_edits(path: Path) -> dict[str, SessionEdits]:
 def edited_rows(
     edits: Mapping[str, SessionEdits], sessions: Sequence[str], pattern: str, proxy: str, admin_key: str | None
 ) -> Iterator[Row]:
-    """Read the turns of sessions under edits, as the proxy proves them. Without `sessions`, those whose names match `pattern` are read.
+    """Read the turns of sessions under edits, as the proxy proves them. Without `sessions`, they are chosen as in `read_targets`.
 
     Raises:
         ClientError: there is no such session, the proxy does not answer, or it refuses an edit.
@@ -59,5 +60,6 @@ def edited_rows(
             wanted = edits.get(name) or edits.get("")
             if wanted is None:
                 raise FileError(f"session {name}: the file of edits has none for it, and none for all sessions (without `session`)")
-            found = client.session(name).score(msgspec.to_builtins(wanted.edits), turns=wanted.turns, score=False)
-            yield from (row_of_turn(found.session, turn) for turn in found.turns)
+            with suppress(*() if sessions else (NotFoundError,)):
+                found = client.session(name).score(msgspec.to_builtins(wanted.edits), turns=wanted.turns, score=False)
+                yield from (row_of_turn(found.session, turn) for turn in found.turns)

@@ -2,13 +2,14 @@
 
 import fnmatch
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
 
-from tokencache.client import Client
+from tokencache.client import Client, NotFoundError
 from tokencache.commands import files
 from tokencache.commands.completion import complete_session
 from tokencache.commands.console import TIMEOUT
@@ -63,6 +64,8 @@ def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> 
 def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: str | None) -> Iterator[RolloutSource]:
     """Read rollouts one after the other. Without `targets`, the sessions whose names match `pattern` are read, oldest first.
 
+    Of the latter those are left out that were deleted since they were listed.
+
     Raises:
         ClientError: there is no such session, or the proxy does not answer.
         FileError: a file cannot be read, or was changed after it was exported.
@@ -75,7 +78,8 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
                     if isinstance(value, dict) and (recorded := recorded_digest(value)) and recorded != digest_of(value):
                         raise FileError(f"{where} was changed after it was exported; see `tokencache verify`")
                     yield RolloutSource(where, value)
-            else:
+                continue
+            with suppress(*() if targets else (NotFoundError,)):
                 yield RolloutSource(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))
 
 
