@@ -53,6 +53,20 @@ async def test_a_session_that_is_deleted_while_it_is_read_is_not_exported_as_emp
     assert await refused(rig, "GET", f"{SESSIONS}/s/{route}") == (404, "not_found_error", "there is no session 's'")
 
 
+async def test_a_call_of_a_proxy_that_died_does_not_keep_a_session_from_being_sealed(rig, monkeypatch):
+    monkeypatch.setattr("tokencache.proxy.dedup.lost_calls.HEARTBEAT_SECONDS", 0.05)
+    await rig.store.begin("s", "c", [], replica="died")
+    await call(rig, "POST", f"{SESSIONS}/s/finish")
+    assert (await refused(rig, "POST", f"{SESSIONS}/s/seal"))[:2] == (409, "calls_in_flight")
+
+    async def sealed():
+        status, found = await call(rig, "POST", f"{SESSIONS}/s/seal")
+        return status == 200 and found
+
+    found = await until(sealed)
+    assert (found["complete"], [incident["kind"] for incident in found["incidents"]]) == (False, ["replica-lost"])
+
+
 class InFlight:
     """A call that the engine does not answer, while the context is open."""
 

@@ -147,6 +147,7 @@ class LifecycleRoutes:
                 message = f"session {name} is not finished: finish it first (`tokencache finish {name}`), {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="session_open")
             case SealOutcome.CALLS_IN_FLIGHT:
+                await self._queue.lost.close(await self._existing(name))  # a repeated request then finds none of them
                 message = f"session {name} has calls in flight: wait until they end, {_or_force(name)}"
                 raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="calls_in_flight")
         if info is not None:

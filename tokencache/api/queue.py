@@ -97,11 +97,11 @@ class _Sampled(NamedTuple):
 
 
 class SessionQueue:
-    """The queue of finished sessions, as consumers use it."""
+    """The queue of finished sessions, as consumers use it. `lost` closes the calls of replicas that are gone."""
 
     def __init__(self, ledger: Ledger, weights: AnnouncedWeights) -> None:
         self._ledger, self._store, self._weights = ledger, ledger.store, weights
-        self._lost = LostCalls(ledger.store)
+        self.lost = LostCalls(ledger.store)
         self._sampled: Recent[str, dict[str, _Sampled]] = Recent(_MOST_COUNTED)
 
     async def take(self, asked: Take) -> tuple[list[TakenDelivery], dict[str, int]]:
@@ -360,7 +360,7 @@ class SessionQueue:
     async def _is_ready(self, info: SessionInfo) -> bool:
         """Whether a consumer may take a session. If it only waits for calls, those of replicas that are gone are closed."""
         if info.state is SessionStage.FINISHED and info.open_calls:
-            await self._lost.close(info)  # it is ready when it is looked at again
+            await self.lost.close(info)  # it is ready when it is looked at again
         return is_ready(info)
 
     def _is_valid(self, info: SessionInfo) -> bool:
