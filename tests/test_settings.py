@@ -135,6 +135,11 @@ def test_a_wrong_value_is_named_as_it_was_given(monkeypatch):
     assert "secret-of-mine" not in told.output
 
 
+def test_the_newline_at_the_end_of_a_key_is_dropped(serve):
+    settings = serve(TOKENCACHE_ADMIN_KEY=f"{'a' * 32}\n", TOKENCACHE_UPSTREAM_KEY=" b\r\n")
+    assert (settings.admin_key, settings.upstream_key) == ("a" * 32, "b")
+
+
 def test_a_misspelled_variable_is_named(serve, caplog):
     serve(TOKENCACHE_MAX_CALL="3", TOKENCACHE_UPSTREAM_URL="http://a", TOKENCACHE_PROXY="http://b", TOKENCACHE_SERVICE_PORT="8100")
     assert [record.args for record in caplog.records] == [

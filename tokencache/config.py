@@ -390,6 +390,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator(*_KEYS)
+    @classmethod
+    def _strip_key(cls, given: str | None) -> str | None:
+        """Drop blanks around a key, such as the newline at the end of a secret's file: no header can have them."""
+        return given and given.strip()
+
     @field_validator("upstream")
     @classmethod
     def _check_upstreams(cls, given: str) -> str:

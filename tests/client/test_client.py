@@ -360,15 +360,16 @@ async def test_sessions_that_do_not_finish_are_named(client):
 # --- access ---
 
 
+@pytest.mark.parametrize("key", ["secret", "schlüssel-ключ", "of a file\n"])
 @pytest.mark.parametrize("kind", KINDS.values())
-async def test_the_admin_key(kind):
-    async with proxied(admin_key="secret") as rig, Wrapped(kind(rig.url)) as stranger, Wrapped(kind(rig.url, "secret")) as trainer:
+async def test_the_admin_key(kind, key):
+    async with proxied(admin_key=key) as rig, Wrapped(kind(rig.url)) as stranger, Wrapped(kind(rig.url, key)) as trainer:
         with pytest.raises(UnauthorizedError, match="POST /tokencache/v1/keys: 401: this needs the admin key"):
             await stranger.create("r1")
         session = await trainer.create("r1", harness="openai")
         await chat(session, turns=1)
         assert (await session.state()).turns == 1
-        assert session.env["OPENAI_API_KEY"] == session.key != "secret"
+        assert session.env["OPENAI_API_KEY"] == session.key != key
 
 
 def test_no_proxy():

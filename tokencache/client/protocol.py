@@ -49,10 +49,10 @@ class Request(msgspec.Struct, frozen=True):
         """Method and path, for messages."""
         return f"{self.method} {self.path}"
 
-    def headers(self, admin_key: str | None) -> dict[str, str]:
+    def headers(self, admin_key: str | None) -> dict[bytes, bytes]:
         """Return the headers to send."""
         key = self.key or admin_key
-        return {"Authorization": f"Bearer {key}"} if key is not None else {}
+        return {b"Authorization": f"Bearer {key.strip()}".encode()} if key is not None else {}
 
 
 class Pause(msgspec.Struct, frozen=True):

@@ -63,7 +63,8 @@ class ScoringEngine:
     def __init__(self, url: str, key: str | None = None, *, tokens_at_once: int, requests_at_once: int = REQUESTS_AT_ONCE) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = printable_url(base)
-        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+        headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
+        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers)
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()
