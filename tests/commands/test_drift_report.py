@@ -34,7 +34,8 @@ def exports(tmp_path_factory):
                         assert answer.status == 200, await answer.text()
                         said = (await answer.json())["choices"][0]["message"]
                     messages += [echo(said), *results(said)]
-            whole = {name: await rig.get(f"/tokencache/v1/sessions/{name}/trajectories?drift=turns") for name in "abc"}
+            await rig.post("d", messages=[user("EPISODE:demo")])
+            whole = {name: await rig.get(f"/tokencache/v1/sessions/{name}/trajectories?drift=turns") for name in "abcd"}
             return whole, await rig.exported("a"), await rig.get("/tokencache/v1/sessions/a/trajectories?drift=off")
 
     folder = tmp_path_factory.mktemp("exports")
@@ -42,6 +43,7 @@ def exports(tmp_path_factory):
     (folder / "all").mkdir()
     (folder / "all" / "ab.jsonl").write_text("".join(json.dumps(whole[name]) + "\n" for name in "ab"))
     (folder / "all" / "c.json").write_text(json.dumps(whole["c"]))
+    (folder / "one-turn.json").write_text(json.dumps(whole["d"]))
     (folder / "default.jsonl").write_text(json.dumps(default) + "\n")
     (folder / "off.jsonl").write_text(json.dumps(off) + "\n")
     return folder
@@ -124,6 +126,12 @@ def test_the_picture_has_a_transparent_background(exports, tmp_path, ending):
         assert imread(path)[0, 0, 3] == 0
     else:
         assert "codex" in path.read_text()
+
+
+def test_there_is_no_picture_of_nothing(exports, tmp_path):
+    code, output = run(exports / "one-turn.json", "--plot", tmp_path / "x.svg")
+    assert (code, [*tmp_path.iterdir()]) == (1, [])
+    assert "there is nothing to draw" in output
 
 
 def test_without_matplotlib_the_extra_is_named(exports, tmp_path, monkeypatch):

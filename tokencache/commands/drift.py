@@ -99,8 +99,11 @@ def _draw(rows: list[DriftRates], path: Path, title: str) -> None:
         from tokencache.commands.drift_plot import draw  # noqa: PLC0415 - needs the extra `plot`
     except ModuleNotFoundError as error:
         raise DriftError(extra_missing("--plot", "plot", error.name)) from None
+    measured = [row for row in rows if row.measured]
+    if not measured:
+        raise DriftError("no turn was measured, because none follows another one: there is nothing to draw")
     try:
-        draw([row for row in rows if row.measured], path, title)
+        draw(measured, path, title)
     except (OSError, ValueError) as error:
         raise DriftError(f"{path}: {error}") from None
 
