@@ -1,5 +1,6 @@
 """Settings: each one is an option, an environment variable and a key of a configuration file, and `--help` explains it."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -133,6 +134,25 @@ def test_a_wrong_value_is_named_as_it_was_given(monkeypatch):
     assert "--sampling: write a JSON object" in told.output
     assert "TOKENCACHE_HOLD: Input should be a valid number" in told.output
     assert "secret-of-mine" not in told.output
+
+
+@pytest.mark.parametrize(
+    ("host", "upstream", "own"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8100", True),
+        ("127.0.0.1", "http://gpu:8100,http://localhost:8100/v1", True),
+        ("::", "http://[::1]:8100", True),
+        ("10.0.0.5", "http://10.0.0.5:8100", True),
+        ("10.0.0.5", "http://127.0.0.1:8100", False),
+        ("127.0.0.1", "http://gpu:8100", False),
+        ("127.0.0.1", "http://127.0.0.1:8000", False),
+        ("127.0.0.1", "http://127.0.0.1", False),
+    ],
+)
+def test_the_proxy_is_not_its_own_engine(host, upstream, own):
+    """It would send each request to itself, without end."""
+    with pytest.raises(ValueError, match="is the address of this proxy") if own else contextlib.nullcontext():
+        Settings(host=host, allow_open=True, upstream=upstream)
 
 
 def test_the_newline_at_the_end_of_a_key_is_dropped(serve):

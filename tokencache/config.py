@@ -390,6 +390,16 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_own_address(self) -> Self:
+        """Check that no engine is the proxy itself: each request would be sent again and again."""
+        everywhere = _is_loopback(self.host) or self.host in {"", "0.0.0.0", "::"}  # noqa: S104 - only compared
+        for url in names_in(self.upstream):
+            host, port = urlsplit(url).hostname or "", urlsplit(url).port
+            if port == self.port and (host == self.host or (everywhere and _is_loopback(host))):
+                raise ValueError(f"--upstream: {host}:{port} is the address of this proxy: name the engine's, or choose another --port")
+        return self
+
     @field_validator(*_KEYS)
     @classmethod
     def _strip_key(cls, given: str | None) -> str | None:
