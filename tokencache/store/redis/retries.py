@@ -43,7 +43,7 @@ _REFUSAL_CODES = ("READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "LOADIN
 """Codes within the text of a script's error, which redis-py does not turn into an exception class."""
 _FINAL = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError)
-_MOVING = "attempted to access a non local key"
+_MOVING = "access a non local key"
 """Within the error of a script that removed a key and could not write it again, because its slot moves to another node."""
 
 
