@@ -41,7 +41,8 @@ _PLACES = {
     "upstream", "host", "port", "public_url", "store", "derender", "tokenizer", "adapters", "experts", "workers", "log_level", "log_format",
 }  # fmt: skip
 """Settings that say where something is or how it is logged; records are the same elsewhere."""
-_USER = re.compile(r"//.*@")
+_SECRET = re.compile(r"(?<=//)((?!//).)*@|\?[^,]*")
+"""The parts of URLs that may have passwords: the user, and the query."""
 
 
 class SettingsError(ValueError):
@@ -356,9 +357,9 @@ class Settings(BaseSettings):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, as JSON values: without keys, and URLs without user and password."""
+        """The settings that differ from their defaults, as JSON values: without keys, and URLs without user, password and query."""
         changed = self.model_dump(mode="json", exclude_defaults=True, exclude=_KEYS)
-        return {name: _USER.sub("//", value) if isinstance(value, str) else value for name, value in changed.items()}
+        return {name: _SECRET.sub("", value) if "://" in str(value) and name in _PLACES else value for name, value in changed.items()}
 
     @property
     def digest(self) -> str:

@@ -116,7 +116,7 @@ async def run(
     async with serving(settings, drain_seconds=settings.drain, last_request_seconds=seconds, stop=stop, shared=shared) as (url, proxy):
         urls = ", ".join(monitor.url for monitor in proxy.pool.monitors)
         engines = f"the engine at {urls}" if urls else "no engine yet (add one: POST /tokencache/v1/engines)"
-        where = settings.store.rpartition("@")[2]  # without its password
+        where = settings.shown.get("store", settings.store)  # without its password
         public = f" (harnesses: {settings.public_url})" if settings.public_url else ""
         log.info("tokencache listens on %s%s for %s, store %s", url, public, engines, where)
         freeze_memory()
