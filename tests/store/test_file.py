@@ -27,6 +27,7 @@ from tokencache.core.session import Labels, Reward, SessionSettings
 from tokencache.store import StoreOptions, open_store
 from tokencache.store.base import Binding, SessionDeletedError, SessionGoneError, StoreError, StoreFullError
 from tokencache.store.file import FileStore
+from tokencache.store.file import worker as file_worker
 from tokencache.store.file.disk import Disk
 from tokencache.store.file.store import read_path
 from tokencache.store.file.worker import Worker, _transact
@@ -316,6 +317,24 @@ async def test_another_process_that_holds_the_lock(url):
     other.execute("ROLLBACK")
     other.close()
     assert (await store.begin("s", "k", [])).calls == 2
+    await store.close()
+
+
+async def test_operations_wait_for_a_lock_together(url, monkeypatch, caplog):
+    """Not one after the other, each as long again. The disk is not full then, either."""
+    waits, attempt = [], file_worker._attempt
+    monkeypatch.setattr(file_worker, "_attempt", lambda *args: waits.append(args) or attempt(*args))
+    store = FileStore(url, timeout_seconds=0.05)
+    await store.open()
+    epoch = await record(store, "s", build("a"))
+    other = sqlite3.connect(read_path(url), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    waits.clear()
+    answers = await asyncio.gather(*(store.settle("s", epoch, f"{n}") for n in range(10)), return_exceptions=True)
+    assert [str(answer) for answer in answers] == ["file: settle: database is locked"] * 10
+    assert len(waits) < 10
+    assert "is full" not in caplog.text
+    other.close()
     await store.close()
 
 

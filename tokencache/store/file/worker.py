@@ -147,19 +147,24 @@ class Worker:
 
 
 def _transact(database: sqlite3.Connection, begin: str, batch: list[_Job], disk: Disk | None) -> None:
-    """Run operations in one transaction. If the database fails, run each alone, so that only those fail that must."""
+    """Run operations in one transaction. If the database fails, run each alone, so that only those fail that must.
+
+    While another process holds the lock, none can run. Then all fail, so that none waits for the lock once for each that came before it.
+    """
     try:
         if disk is not None:
             disk.prepare(database, ends=all(job.ends for job in batch))
         outcomes = _attempt(database, begin, batch)
     except sqlite3.Error as why:
-        if len(batch) > 1:
+        locked = getattr(why, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+        if len(batch) > 1 and not locked:
             for job in batch:
                 _transact(database, begin, [job], disk)
-        elif batch[0].ends and disk is not None and disk.release_reserve():
+        elif batch[0].ends and not locked and disk is not None and disk.release_reserve():
             _transact(database, begin, batch, disk)
         else:
-            _fail(batch[0], why, disk)
+            for job in batch:
+                _fail(job, why, disk)
         return
     if disk is not None and any(job.name in _PROVES and error is None for job, (_, error) in zip(batch, outcomes, strict=True)):
         disk.failure = ""
