@@ -30,7 +30,8 @@ class Checked(msgspec.Struct, kw_only=True):
 
     Attributes:
         rows: lines of the file. `rollouts`: those that are native rollouts.
-        read: whether the lines were read. Of a Parquet file in another format than `native`, only the digest is compared.
+        read: whether the tokens were checked. Of a format that keeps them in messages, and of a Parquet file in another format than
+            `native`, only the digest is compared.
         without_digest: lines that an older version wrote. A change of their text would not be found.
         incomplete: rollouts with missing data, and the kinds of incidents that report it.
         breaks: the failed checks.
@@ -131,6 +132,7 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
             checked.breaks += verify_forest(rollout)
         if not rollout.complete:
             checked.incomplete[rollout.session] = list(holes(rollout))
+    checked.read = bool(checked.rollouts or checked.turns)
     if not checked.rows:
         checked.breaks.append(CheckFailure(session="", check="readable", words="contains no rollout"))
     return checked

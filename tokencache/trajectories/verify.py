@@ -83,7 +83,7 @@ class CheckFailure(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         named = (("session", self.session), ("sequence", self.sequence), ("turn", self.turn), ("token", self.token))
         where = ", ".join(f"{what} {name}" for what, name in named if name is not None and name != "")
-        return f"{where}: {self.words} ({self.check})" + (f"\n    {self.around}" if self.around else "")
+        return f"{where}{': ' * bool(where)}{self.words} ({self.check})" + (f"\n    {self.around}" if self.around else "")
 
 
 def verify(trajectory: Trajectory) -> list[CheckFailure]:
