@@ -90,6 +90,7 @@ def test_figures_marks_rules_and_incidents():
     text = shown(ROLLOUTS["aborted"], width=200)
     assert "session aborted  INCOMPLETE  sealed  began 20" in text
     assert "3 calls, 3 turns, 2 sequences, " in text
+    assert "1 call, 1 turn, 1 sequence, " in shown(ROLLOUTS["speechless"], width=200)
     assert "no finish reason  aborted  incident" in text
     assert "client-gone  " in text
     assert "left after 6 tokens" in text

@@ -117,24 +117,24 @@ def _heading(rollout: Trajectory) -> Iterator[Text]:
     if rollout.outcome_detail:
         yield Text(f"{rollout.outcome}: {printable(rollout.outcome_detail)}", style="red")
     counts = [
-        ("calls", figures.calls),
-        ("turns", figures.turns),
-        ("sequences", figures.sequences),
-        ("trainable tokens", figures.trainable_tokens),
-        ("masked", figures.masked_tokens),
+        plural(figures.calls, "call"),
+        plural(figures.turns, "turn"),
+        plural(figures.sequences, "sequence"),
+        plural(figures.trainable_tokens, "trainable token"),
+        f"{figures.masked_tokens:,} masked",
     ]
     spans = [turn for sequence in rollout.sequences for turn in sequence.turns]
     if failures := failed_calls(rollout.incidents, {turn.call for turn in spans}):
-        counts.insert(1, ("failed calls", len(failures)))
+        counts.insert(1, plural(len(failures), "failed call"))
     untrained = figures.untrainable_tokens
     marks = {TurnMark.SHARED: "shared with the session that it left", TurnMark.NOT_TRAINABLE: "of models that are not trained"}
     for mark, words in marks.items():
         if tokens := sum(turn.completion_tokens for turn in spans if mark in turn.marks):
-            counts.append((words, tokens))
+            counts.append(f"{tokens:,} {words}")
             untrained -= tokens
     if untrained > 0:
-        counts.append(("sampled without log probabilities", untrained))
-    yield Text(", ".join(f"{n:,} {noun}" for noun, n in counts))
+        counts.append(f"{untrained:,} sampled without log probabilities")
+    yield Text(", ".join(counts))
     if figures.versions or figures.mixed_tokens:
         unknown = figures.trainable_tokens - sum(figures.versions.values()) - figures.mixed_tokens
         uncertain = {"mixed": figures.mixed_tokens, "not known": unknown}
