@@ -6,6 +6,7 @@ list of texts is written as JSON.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -38,7 +39,7 @@ def given(kind: type[msgspec.Struct], options: Mapping[str, Any]) -> dict[str, A
     """Return the values of the options that a user gave, by the names of the fields.
 
     Raises:
-        typer.BadParameter: a value that is written as JSON cannot be read.
+        typer.BadParameter: a number is not finite, or a value that is written as JSON cannot be read.
     """
     fields = {field.name: field for field in _fields(kind)}
     return {name: _value(fields[name], value) for name, value in options.items() if value is not None and name in fields}
@@ -104,6 +105,8 @@ def _parameter(field: types.Field, complete: Callable[..., list[str]] | None) ->
 
 
 def _value(field: types.Field, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise typer.BadParameter(f"{_option(field)}: {value} is not a finite number")
     if isinstance(_value_type(field), (types.DictType, types.StructType)):
         try:
             return msgspec.json.decode(value, type=dict[str, Any])
