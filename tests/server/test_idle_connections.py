@@ -79,6 +79,20 @@ async def test_an_idle_connection_is_closed(monkeypatch, used):
         assert client.received == b""
 
 
+async def test_a_stream_over_http_1_0_ends_with_its_connection(monkeypatch):
+    """It has no length and no chunks, so a client that would keep the connection sees its end in no other way."""
+    monkeypatch.setattr(http_guard, "IDLE_SECONDS", 10 * PATIENCE)
+    body = ASK.replace(b"{", b'{"stream": true, ', 1)
+    head = f"POST /s/s{CHAT} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with proxied() as rig, clients(rig) as connect:
+        client = await connect(head.encode() + body)
+        assert (await client.answer()).body.endswith(b"data: [DONE]\n\n")
+        kept = await connect(HEALTH.replace(b"1.1", b"1.0\r\nConnection: keep-alive"))
+        for _ in range(2):
+            assert "200" in (await kept.answer()).line
+            await kept.send(HEALTH)
+
+
 async def test_a_call_is_never_idle(monkeypatch):
     """However long the engine takes: idle connections end meanwhile."""
     monkeypatch.setattr(http_guard, "IDLE_SECONDS", 0.1)

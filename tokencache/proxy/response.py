@@ -14,7 +14,7 @@ from functools import partial
 from http import HTTPStatus
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion10, web
 from multidict import CIMultiDict
 
 from tokencache.dialects import gym
@@ -110,7 +110,12 @@ def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
 
 
 async def finish_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Remove headers that aiohttp adds to an engine's response, and return the client's id of a model call (for `on_response_prepare`)."""
+    """Remove headers that aiohttp adds to an engine's response, and return the client's id of a model call (for `on_response_prepare`).
+
+    A stream to a client of HTTP/1.0 has no chunks, so its end is that of the connection, which aiohttp would keep open (3.14).
+    """
+    if request.version == HttpVersion10 and response.content_length is None:
+        response.force_close()
     if own := request.get(RETURNED_ID):
         response.headers[REQUEST_ID] = own
     if isinstance(response, RelayedResponse):
