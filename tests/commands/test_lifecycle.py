@@ -160,7 +160,7 @@ async def test_a_deleted_session_can_be_made_usable_again(shell):
 
 
 @pytest.mark.parametrize("command", [("reward", "a", "nan"), ("finish", "a", "--reward", "inf"), ("create", "b", "--deadline", "nan")])
-async def test_a_reward_is_a_finite_number(shell, command):
+async def test_a_number_is_finite(shell, command):
     await record(shell.rig, "a", 1)
     assert "is not a finite number" in (await shell(*command, code=2)).stderr
 
