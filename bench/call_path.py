@@ -14,16 +14,10 @@ Only the thread of the proxy's event loop is counted. Engine and client run in t
 import argparse
 import asyncio
 from collections import Counter
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tokencache
-from bench.warm_call import Talk, follow_last_call
-
-PACKAGE = f"{Path(tokencache.__file__).parent}/"
-WITHOUT = f"{PACKAGE}testing/"
-UPSTREAM = "engine/upstream.py"
+from bench.warm_call import PACKAGE, Talk, follow_last_call
 
 
 class CallPath:
@@ -35,11 +29,11 @@ class CallPath:
 
     def follow(self, frame: FrameType, event: str, _arg: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE) and not file.startswith(WITHOUT):
+        if event == "call" and file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}testing/"):
             name = file.removeprefix(PACKAGE)
             if not self.files or self.files[-1] != name:
                 self.files.append(name)
-                if name == UPSTREAM:
+                if name == "engine/upstream.py":
                     self.depth = max(self.depth, frames_above(frame))
 
     def figures(self) -> dict[str, int]:

@@ -18,10 +18,11 @@ and forgets sessions when there are many. Its output cannot be used for training
 """
 
 import sys
+from typing import Any
 
 import aiohttp
-import uvloop
 from aiohttp import web
+from cachetools import LRUCache
 from yarl import URL
 
 from bench.relay import Relay, begun, passed_on, serve
@@ -30,7 +31,6 @@ SESSION = "X-Tokencache-Session"
 STOP = b"151645,"
 """`bench.mock.END` with the comma after it: a tail begins there."""
 
-_CHAT = "/v1/chat/completions"
 _JSON = {"Content-Type": "application/json"}
 _LAST, LAST_END = b'{"role":', b'],"model"'
 _ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
@@ -44,40 +44,26 @@ _MOST = 512 * 2**20
 """Bytes of ids that are kept."""
 
 
-class Sessions:
+def kept_sessions() -> LRUCache[str, list[bytes]]:
     """The ids of each session's history so far: pieces of JSON that are joined only when they are sent."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, list[bytes]] = {}
-        self._sizes: dict[str, int] = {}
-        self._total = 0
-
-    def take(self, session: str) -> list[bytes]:
-        """Takes the pieces of a session out until `keep`; empty if the session is unknown."""
-        self._total -= self._sizes.pop(session, 0)
-        return self._pieces.pop(session, [])
-
-    def keep(self, session: str, pieces: list[bytes]) -> None:
-        self.take(session)  # two calls at once: the later one counts
-        self._pieces[session], self._sizes[session] = pieces, sum(map(len, pieces))
-        self._total += self._sizes[session]
-        while self._total > _MOST:
-            self.take(next(iter(self._pieces)))
+    return LRUCache(_MOST, getsizeof=lambda pieces: sum(map(len, pieces)))
 
 
-class Floor:
-    def __init__(self, upstream: str, engine: aiohttp.ClientSession, *, local: bool) -> None:
-        self.engine, self.local = engine, local
-        self.chat, self.tokenize = URL(upstream + _CHAT), URL(upstream + "/tokenize")
-        self.relay = Relay(upstream, engine)
-        self.sessions = Sessions()
+class Floor(Relay):
+    """The relay, for calls without a session; the floor for others."""
+
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession, *, local: bool = False) -> None:
+        super().__init__(upstream, engine)
+        self.local = local
+        self.chat, self.tokenize = URL(upstream + "/v1/chat/completions"), URL(upstream + "/tokenize")
+        self.sessions: Any = kept_sessions()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         session = request.headers.get(SESSION)
         if session is None:
-            return await self.relay.handle(request)
+            return await super().handle(request)
         body = await request.read()
-        pieces = self.sessions.take(session)
+        pieces = self.sessions.pop(session, [])
         sent = [memoryview(body)[:-1], WANTED]
         if pieces:
             pieces += (b",", await self.tail(body))
@@ -87,7 +73,7 @@ class Floor:
                 response, answer_body = await self.stream(request, answer, pieces)
             else:
                 response, answer_body = self.whole(answer, await answer.read(), pieces)
-        self.sessions.keep(session, [*pieces, sampled_in(answer_body)])
+        self.sessions[session] = [*pieces, sampled_in(answer_body)]
         return response
 
     async def tail(self, body: bytes) -> bytes:
@@ -145,4 +131,4 @@ def sampled_in(answer_body: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Floor(sys.argv[2], engine, local="--local" in sys.argv).handle))
+    serve(Floor, local="--local" in sys.argv)

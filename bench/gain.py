@@ -20,7 +20,7 @@ from bench.gain_bodies import run_bodies
 from bench.gain_engine import CONFIG, Engine, engines
 from bench.gain_report import show
 from bench.gain_rollout import DIRECT, DRIFT, PLUGIN, PROXY, SHORT, CallTarget, Rollout, agent, chat, opened
-from bench.progress import Progress
+from bench.run import Run
 
 LOCAL = "proxy --tokenizer"
 
@@ -66,8 +66,8 @@ QUICK = Extent(
 class Gain:
     """A run: a stock engine and one with the plugin, the targets in front of them, and the results."""
 
-    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, progress: Progress) -> None:
-        self.extent, self.engine, self.plugin, self.say = extent, engine, plugin, progress.say
+    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, run: Run) -> None:
+        self.extent, self.engine, self.plugin, self.say = extent, engine, plugin, run.say
 
     def run(self) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
@@ -122,14 +122,14 @@ def main() -> None:
     extent = QUICK if options.quick else FULL
     marks = [int(mark) for mark in options.marks.split(",") if mark] or extent.marks
     extent = replace(extent, marks=marks, rounds=options.rounds)
-    progress, found = Progress(), {"quick": options.quick, "extent": asdict(extent), "engine_args": options.engine_args}
-    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    run, found = Run(), {"quick": options.quick, "extent": asdict(extent), "engine_args": options.engine_args}
+    run.say("starting vLLM, stock and with the plugin: about two minutes")
     config = json.loads(options.config.read_text()) if options.config else CONFIG
     with engines(found, config, options.engine_args, options.model_dir) as (engine, plugin):
-        found |= Gain(extent, engine, plugin, progress).run()
-    found["seconds"] = progress.seconds
-    show(found, progress.console)
-    progress.keep(found, "gain-", "; python -m bench.gain_report writes the page")
+        found |= Gain(extent, engine, plugin, run).run()
+    found["seconds"] = run.seconds
+    show(found, run.console)
+    run.keep(found, "gain-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

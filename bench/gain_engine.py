@@ -8,6 +8,7 @@ The model is random weights in Qwen3's shape, around a real tokenizer and chat t
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -22,8 +23,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.client import get
-from bench.machine import machine
 from bench.processes import ROOT, Process, running
+from bench.run import machine
+from bench.talk import text
 from tokencache.testing import SimTokenizer, build_tokenizer
 
 MODEL = "bench"
@@ -59,10 +61,14 @@ class Engine:
     model: str
     tokenizer: SimTokenizer
 
+    def words(self, rng: random.Random, tokens: int) -> str:
+        """Text of about this many tokens."""
+        return self.tokenizer.decode(self.tokenizer.encode(text(rng, 8 * tokens + 40))[:tokens])
+
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens looked up in the prefix cache and found there, in total: `vllm:prefix_cache_queries_total` and `_hits_total`."""
-        text = get(self.process.port, "/metrics").body.decode()
-        return counted(text, "vllm:prefix_cache_queries_total"), counted(text, "vllm:prefix_cache_hits_total")
+        exposition = get(self.process.port, "/metrics").body.decode()
+        return counted(exposition, "vllm:prefix_cache_queries_total"), counted(exposition, "vllm:prefix_cache_hits_total")
 
 
 def counted(exposition: str, name: str) -> int:

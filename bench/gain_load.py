@@ -12,6 +12,7 @@ much of the prompts the engine finds in its prefix cache.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -21,13 +22,12 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from bench.client import CHAT
-from bench.gain_bodies import history
+from bench.client import CHAT, Client
 from bench.gain_engine import CONFIG, MODEL, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, opened
+from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, history, opened
 from bench.processes import ROOT
-from bench.progress import Progress
+from bench.run import Run
 from bench.stats import percentile
 from tests.system.corpus.format import Call, Recording, read
 from tests.system.corpus.replies import read_reply
@@ -118,7 +118,6 @@ async def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str,
         "ttft_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
         "api_cpu_ms": round(used[0] / len(seen) * 1e3, 2),
         "front_cpu_ms": round(used[1] / len(seen) * 1e3, 2),
-        "api_busy": round(used[0] / took, 3),
         "found_cached": round(hits / queries, 4),
     }
 
@@ -172,23 +171,19 @@ def _mark(message: dict[str, Any], name: str) -> None:
         content[0]["text"] = f"{name}\n{content[0]['text']}"
 
 
-async def run_workload(target: CallTarget) -> list[dict[str, Any]]:
+def run_workload(target: CallTarget) -> list[dict[str, Any]]:
     """Plays all sessions, call after call; returns the tokens that were looked up and found, for each program."""
     engine, found = target.engine, []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
-        for recording in recordings():
-            harness = recording.header.harness
-            player = Player(f"{target.name} {harness}".replace(",", ""), engine)
-            before = engine.prefix_cache()
+    for recording in recordings():
+        harness = recording.header.harness
+        player = Player(f"{target.name} {harness}".replace(",", ""), engine)
+        before = engine.prefix_cache()
+        with contextlib.closing(Client(target.process.port)) as client:
             for call in recording.calls:
-                headers = {"X-Tokencache-Session": player.name.replace(" ", "-")}
-                async with http.post(target.process.url + CHAT, json=player.body(call), headers=headers) as answer:
-                    text = await answer.text()
-                if answer.status != 200:
-                    raise RuntimeError(f"{player.name}, call {call.call}: {answer.status} {text[:500]}")
-                player.served(call, text)
-            queries, hits = (now - then for now, then in zip(engine.prefix_cache(), before, strict=True))
-            found.append({"target": target.name, "harness": harness, "calls": len(recording.calls), "queries": queries, "hits": hits})
+                answer = client.post(json.dumps(player.body(call)).encode(), player.name.replace(" ", "-"))
+                player.served(call, answer.body.decode())
+        queries, hits = (now - then for now, then in zip(engine.prefix_cache(), before, strict=True))
+        found.append({"target": target.name, "harness": harness, "calls": len(recording.calls), "queries": queries, "hits": hits})
     return found
 
 
@@ -199,26 +194,26 @@ def main() -> None:
     asked.add_argument("--quick", action="store_true", help="8k only, five seconds each")
     options = asked.parse_args()
     lengths, seconds = ([8_000], 5.0) if options.quick else (LENGTHS, SECONDS)
-    progress = Progress()
+    run = Run()
     found: dict[str, Any] = {"load": [], "workload": [], "skipped": {}}
-    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    run.say("starting vLLM, stock and with the plugin: about two minutes")
     with engines(found, CONFIG | ONE_LAYER, f"--max-num-seqs {SESSIONS}") as (stock, plugin):
         for name in (*OWN, *PEERS):
             try:
                 with opened(name, plugin if name == PLUGIN else stock) as target:
                     for tokens in lengths:
-                        progress.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
+                        run.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
                         found["load"].append(uvloop.run(run_load(target, tokens, seconds)))
                     if name in OWN:
-                        progress.say(f"{name}: recorded agents")
-                        found["workload"] += uvloop.run(run_workload(target))
+                        run.say(f"{name}: recorded agents")
+                        found["workload"] += run_workload(target)
             except (FileNotFoundError, RuntimeError) as why:
                 if name not in PEERS:
                     raise
                 found["skipped"][name] = str(why)
-    found["seconds"] = progress.seconds
-    show(found, progress.console)
-    progress.keep(found, "gain-load-", "; python -m bench.gain_report writes the page")
+    found["seconds"] = run.seconds
+    show(found, run.console)
+    run.keep(found, "gain-load-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

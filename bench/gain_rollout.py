@@ -5,7 +5,6 @@ what the direct calls lose comes from the text alone: tokenizing again, and what
 """
 
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -15,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench import targets
-from bench.client import turns
+from bench.client import Client, turns
 from bench.gain_engine import MODEL, Engine
 from bench.processes import Process, cpu_seconds
-from bench.talk import text
 
 TOOL = {
     "type": "function",
@@ -37,8 +35,8 @@ SMALL = 60
 DRIFT = 0.1
 """Share of the tokens that a drifting reply emits in two pieces."""
 SETTLE_S = 0.02
-
-
+PER_MESSAGE = 150
+"""Tokens per message of a history: 32k tokens in some 200 messages, like agents' histories."""
 STREAMED = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -91,11 +89,10 @@ def opened(name: str, engine: Engine, *, tokenizer: bool = True) -> Iterator[Cal
     """A target: the engine itself, another program in front of it, or the proxy with the engine's tokenizer, or without one."""
     with contextlib.ExitStack() as stack:
         front = None
-        if name == RERENDER:
+        if name in PEERS:
             os.environ["BENCH_TOKENIZER"] = str(engine.model_dir)
-            front = stack.enter_context(targets.program(engine.process, "rerender")).processes[0]
-        elif name == LITELLM:
-            front = stack.enter_context(targets.litellm(engine.process, MODEL)).processes[0]
+            peer = targets.litellm(engine.process, MODEL) if name == LITELLM else targets.program(engine.process, name)
+            front = stack.enter_context(peer).processes[0]
         elif name != DIRECT:
             more = ["--tokenizer", str(engine.model_dir)] if tokenizer else []
             front = stack.enter_context(targets.serve(engine.process, "memory:", *more))
@@ -108,22 +105,13 @@ def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -
     Raises:
         RuntimeError: The answer is not a stream.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", target.process.port, timeout=300)
-    connection.connect()
-    headers = {"Content-Type": "application/json"} | ({"X-Tokencache-Session": session} if session else {})
-    begun = time.perf_counter()
-    connection.request("POST", "/v1/chat/completions", body, headers)
-    answer = connection.getresponse()
-    line = answer.readline()
-    while answer.status == 200 and line and not line.startswith(b"data: {"):
-        line = answer.readline()  # keep-alive comments are no tokens
-    first, at_first = time.perf_counter() - begun, target.cpu()
-    whole = line + answer.read()
-    connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{target.name} answered {answer.status}: {whole[:500]!r}")
-    message, usage = assembled(whole)
-    return StreamedAnswer(first, message, usage, at_first)
+    seen: list[tuple[int, list[float]]] = []
+    with contextlib.closing(Client(target.process.port)) as client:
+        answer = client.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
+    if not seen:
+        raise RuntimeError(f"{target.name} answered {answer.body[:500]!r}")
+    message, usage = assembled(answer.body)
+    return StreamedAnswer((seen[0][0] - answer.begun) / 1e9, message, usage, seen[0][1])
 
 
 def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,6 +131,20 @@ def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
                     calls[piece["index"]]["function"][name] += value or ""
     message = {"role": "assistant", "content": content.strip(), "reasoning": reasoning, "tool_calls": calls}
     return {name: value for name, value in message.items() if value or name == "content"}, usage
+
+
+def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
+    """An agent's history of about this many tokens: thinking and a call, its result, and so on."""
+    rng = random.Random(tokens)
+    third = PER_MESSAGE // 3
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"bodies {tokens}"}]
+    messages.append({"role": "user", "content": engine.words(rng, PER_MESSAGE)})
+    for n in range(tokens // (2 * PER_MESSAGE)):
+        call = {"name": "bash", "arguments": json.dumps({"command": engine.words(rng, third)})}
+        calls = [{"id": f"call_{n}", "type": "function", "function": call}]
+        messages.append({"role": "assistant", "content": "", "reasoning": engine.words(rng, third), "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": f"call_{n}", "content": engine.words(rng, PER_MESSAGE)})
+    return messages
 
 
 @dataclass
@@ -167,8 +169,7 @@ class Rollout:
 
     def words(self, tokens: int) -> str:
         """Text of about this many tokens."""
-        encoded = self.target.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
-        return self.target.engine.tokenizer.decode(encoded[:tokens]).strip()
+        return self.target.engine.words(self.rng, tokens).strip()
 
     def reply(self, sizes: tuple[int, int], *, calls: bool) -> str:
         """The text the model is to emit, exactly as the template would render it."""
@@ -180,10 +181,8 @@ class Rollout:
     def add_input(self, tokens: int) -> None:
         """Adds the next input: results of the open calls, or else a user message."""
         calls = self.messages[-1].get("tool_calls")
-        words = self.words(max(1, tokens))
-        self.messages.append(
-            {"role": "tool", "tool_call_id": calls[0]["id"], "content": words} if calls else {"role": "user", "content": words}
-        )
+        answers = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+        self.messages.append({**answers, "content": self.words(max(1, tokens))})
 
     def call(self, kind: str, mark: int, new_tokens: int, sizes: tuple[int, int], *, calls: bool) -> None:
         """One turn: input is added, the model replies, and the accounts are read.
@@ -211,7 +210,6 @@ class Rollout:
                 "mark": mark,
                 "ttft_ms": round(answered.first * 1e3, 2),
                 "prompt_tokens": answered.usage["prompt_tokens"],
-                "cached_tokens": (answered.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
                 "queries": queries,
                 "hits": hits,
                 "api_cpu_ms": round(api_cpu * 1e3, 2),

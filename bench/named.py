@@ -11,13 +11,11 @@ import base64
 import hashlib
 import math
 import struct
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 
 from bench.floor import LAST_END, WANTED
 from bench.proven import Known, Message, Proven, pack_json_ids
@@ -97,4 +95,4 @@ def _hidden(reply: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Named(sys.argv[2], engine).handle))
+    serve(Named)

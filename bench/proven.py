@@ -19,19 +19,17 @@ that and costs more; no proxy that verifies its tokens in Python on aiohttp cost
 import hashlib
 import math
 import struct
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 import xxhash
 from aiohttp import web
 from isal import isal_zlib
 
 from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sampled_in
-from bench.relay import passed_on, serve
+from bench.relay import Relay, passed_on, serve
 
 _MESSAGES = b'{"messages":['
 _LOGPROBS, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
@@ -84,20 +82,20 @@ class Known:
     turns: list[bytes] = field(default_factory=list)
 
 
-class Proven:
+class Proven(Floor):
     """The floor with verification; how the prompt is sent, and how the answer is verified, is in `sent` and `verified`."""
 
     known: type[Known] = Known
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
-        self.floor = Floor(upstream, engine, local=False)
+        super().__init__(upstream, engine)
         self.sessions: dict[str, Any] = {}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Whole replies only: for streams the floor's figures are sufficient."""
         name = request.headers.get(SESSION)
         if name is None:
-            return await self.floor.relay.handle(request)
+            return await Relay.handle(self, request)
         body = await request.read()
         known = self.sessions.pop(name, None) or self.known()
         new = new_messages(known, body)
@@ -106,9 +104,9 @@ class Proven:
         if known.reply:
             if digests[0] != known.reply:
                 raise ValueError("this is not what was sampled")
-            tail = await self.floor.tail(body)
+            tail = await self.tail(body)
         sent, tail = self.sent(known, body, tail)
-        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=sent) as answer:
+        async with self.engine.post(self.chat, headers=passed_on(request.headers), data=sent) as answer:
             answer_body = await answer.read()
         content, turn, brief = self.verified(known, tail, answer, answer_body)
         known.reply = digest("assistant", content)
@@ -187,4 +185,4 @@ def _hidden(reply: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Proven(sys.argv[2], engine).handle))
+    serve(Proven)

@@ -9,13 +9,11 @@ memory. Their code is not copied, and their further checks are omitted, so it is
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 from aiohttp import web
 from tokenizers import Tokenizer
 
@@ -45,17 +43,17 @@ def tokenizer() -> tuple[Tokenizer, str]:
     return built.backend, built.chat_template
 
 
-class Capture:
+class Capture(Relay):
     """Turns of sessions, as ids; the session is only a key here."""
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
-        self.upstream, self.engine, self.relay = upstream, engine, Relay(upstream, engine)
+        super().__init__(upstream, engine)
         self.backend, self.template = tokenizer()
         self.turns: list[tuple[list[int], list[int], bytes]] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
-            return await self.relay.handle(request)
+            return await super().handle(request)
         asked: dict[str, Any] = msgspec.json.decode(await request.read())
         text = render(self.template, asked["messages"], asked.get("tools"))
         prompt = self.backend.encode(text, add_special_tokens=False).ids
@@ -80,4 +78,4 @@ def connect() -> aiohttp.ClientSession:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Capture(sys.argv[2], engine).handle, connect))
+    serve(Capture, connect)

@@ -11,14 +11,8 @@ from typing import Any
 import msgspec
 
 WORDS = ("the", "file", "return", "self", "value", "import", '"name"', "error", "line\n", "None", "path", "->", "def", "of")
-
-
-def _pool(size: int) -> str:
-    rng = random.Random(size)
-    return " ".join(rng.choice(WORDS) for _ in range(size // 4))
-
-
-_POOL = _pool(1 << 18)
+_POOL_SIZE = 1 << 18
+_POOL = " ".join(random.Random(_POOL_SIZE).choices(WORDS, k=_POOL_SIZE // 4))
 
 
 def text(rng: random.Random, size: int) -> str:
@@ -28,6 +22,10 @@ def text(rng: random.Random, size: int) -> str:
         at = rng.randrange(len(_POOL) // 2)
         found += _POOL[at : at + size - len(found)]
     return found[:size]
+
+
+def _entry(role: str, content: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
 
 
 class Talk:
@@ -42,13 +40,9 @@ class Talk:
         self._rng = random.Random(seed)
         self.members: dict[str, Any] = {"model": "mock", **members}
         each = max(8, (size - 90 - 45 * messages) * 100 // 104 // messages)
-        system = text(self._rng if own_system else random.Random(each), each)
         roles = ["user", "assistant" if answered else "user"] * (messages // 2 - 1) + ["user"]
-        self.entries = [self._entry("system", system), *(self._entry(role, text(self._rng, each)) for role in roles)]
-
-    @staticmethod
-    def _entry(role: str, content: str) -> msgspec.Raw:
-        return msgspec.Raw(msgspec.json.encode({"role": role, "content": content}))
+        self.entries = [_entry("system", text(self._rng if own_system else random.Random(each), each))]
+        self.entries += [_entry(role, text(self._rng, each)) for role in roles]
 
     def body(self, members: dict[str, Any] | None = None) -> bytes:
         """The next request; with `members` in place of the conversation's own."""
@@ -56,8 +50,7 @@ class Talk:
 
     def add_turn(self, reply: str, tail_bytes: int) -> None:
         """Adds the model's reply and the user's next message."""
-        self.entries.append(self._entry("assistant", reply))
-        self.entries.append(self._entry("user", text(self._rng, tail_bytes)))
+        self.entries += [_entry("assistant", reply), _entry("user", text(self._rng, tail_bytes))]
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +73,19 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         streamed: dict[str, Any] = {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms} if self.chunks else {}
         return Talk(seed, size=max(300, self.size - grown), messages=self.messages, mock_tokens=self.tokens, **streamed, **more)
 
+    def streamed(self, chunks: int, pace_ms: int = 1) -> "Shape":
+        """The same with a streamed reply, a token in each chunk."""
+        return msgspec.structs.replace(self, tokens=chunks, chunks=chunks, pace_ms=pace_ms)
+
 
 SMALL = Shape(tokens=16, tail=64)
 LONG = Shape(size=141_000, messages=200)
 LONGEST = Shape(size=1_000_000, messages=400)
 NEW = Shape(size=1_200, messages=2)
 """A session that begins with nothing."""
+SHAPES = {
+    "1 KB": SMALL,
+    "141 KB": LONG,
+    "1 MB": LONGEST,
+    "141 KB, 500 chunks of 10 ms": LONG.streamed(500, 10),
+}

@@ -2,10 +2,9 @@
 
 import pytest
 
-from bench.aims import aims, verdict
-from bench.figures import figures, growth_beyond, verdicts
+from bench.figures import aims, figures, growth_beyond, verdict, verdicts
 from bench.loads import limit
-from bench.report import aim_rows, growth
+from bench.report import aim_table, growth
 
 MACHINE = {"cpu": "c", "cores": 2, "python": "3"}
 
@@ -122,7 +121,7 @@ def test_what_limited_a_target_is_named(shares, waited, what):
 
 def test_the_page_shows_the_floors_beside_an_aim():
     row = loaded("1 KB", 64, relay=(200.0, 1.0), floor=(500.0, 1.0), floor_proven=(600.0, 1.0), proxy_memory=(700.0, 1.0))
-    assert [line[-3:] for line in aim_rows({"aims": aims({"load": [row]})}).rows] == [["2.5 x", "3 x", ""]]
+    assert [line[-3:] for line in aim_table(aims({"load": [row]})).rows] == [["2.5 x", "3 x", ""]]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench import mock
-from bench.floor import _MOST, STOP, Floor, Sessions
+from bench.floor import _MOST, STOP, Floor, kept_sessions
 from bench.talk import Talk
 
 IDS = '"prompt_token_ids":['
@@ -71,10 +71,10 @@ async def test_without_a_session_it_is_the_bare_relay(ask, asked):
 
 
 def test_old_sessions_are_evicted():
-    kept = Sessions()
+    kept = kept_sessions()
     for name in "abc":
-        kept.keep(name, [bytes(_MOST // 2)])
-    assert [bool(kept.take(name)) for name in "abc"] == [False, True, True]
+        kept[name] = [bytes(_MOST // 2)]
+    assert [*kept] == ["b", "c"]
 
 
 def test_a_tail_begins_after_the_mocks_end_of_turn():
