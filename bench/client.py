@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from bench.talk import Talk
@@ -81,20 +81,11 @@ class Client:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.socket = self._connect()
-
-    def _connect(self) -> socket.socket:
-        connected = socket.create_connection(("127.0.0.1", self.port))
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connected
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
         self.socket.close()
-
-    def reopen(self) -> None:
-        """Opens a new connection, because servers close idle ones; between blocks this is cheap."""
-        self.close()
-        self.socket = self._connect()
 
     def post(self, body: bytes, session: str | None = None, path: str = CHAT, *, at_event: Callable[[], None] | None = None) -> Answer:
         """Makes a call; `at_event` is called at the first event of a stream.
@@ -146,6 +137,18 @@ def turns(port: int, session: str) -> list[dict[str, Any]]:
         raise RuntimeError(f"port {port}, turns of {session}: {answer.status} {answer.body[:120]!r}")
     found: list[dict[str, Any]] = json.loads(answer.body)["turns"] if answer.status == 200 else []
     return found
+
+
+def check_continued(ports: Iterable[int], session: str, least: int) -> int:
+    """Checks that a proxy matched each call of a session as the continuation of the one before. Returns the number of its turns.
+
+    Raises:
+        RuntimeError: It did not, or has fewer than `least` turns. Then no figure counts: a proxy that only relays is fast, too.
+    """
+    kinds = [turn["match"] for turn in next(filter(None, (turns(port, session) for port in ports)), [])]
+    if len(kinds) < least or kinds[1:] != ["continue"] * (len(kinds) - 1):
+        raise RuntimeError(f"session {session} has {len(kinds)} of {least} turns: {' '.join(kinds)[:80]}")
+    return len(kinds)
 
 
 def reply_text(answer: Answer) -> str:

@@ -1,8 +1,4 @@
-"""Measures the cost of one call on an idle machine: the same body to every target, in changing order, one call at a time.
-
-A session that grows to 200 turns shows whether a turn costs more if more turns precede it.
-Disturbances of the machine affect all targets alike. Rely on ratios and differences of medians; absolute figures depend on the machine.
-"""
+"""Measures the cost of one call: the same body to every target, in changing order, one call at a time (README.md)."""
 
 import itertools
 import statistics
@@ -15,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import redis
 
-from bench.client import Answer, Client, reply_text, take_turn, turns
+from bench.client import Answer, Client, check_continued, reply_text, take_turn, turns
 from bench.processes import Process
 from bench.stats import blocks, percentile, trimmed, us
 from bench.talk import NEW, Shape, Talk
@@ -100,7 +96,8 @@ class MeasuredSession:
         """Calls a target; raises the errors of `Client.post`."""
         target, client = self.rig.targets[name], self.rig.clients[name]
         if name in SLOW:  # these are called rarely, and LiteLLM closes connections that were idle for five seconds
-            client.reopen()
+            client.close()
+            client = self.rig.clients[name] = Client(client.port)
         groups = [() if name == "direct" else target.processes, (self.rig.engine,), target.stores]
         before = settled(groups)
         answer = client.post(body, self.session if target.sessions else None)
@@ -110,12 +107,10 @@ class MeasuredSession:
         lag = answer.ended - answer.sent if answer.sent else 0  # of the last event
         return Sample((answer.first - answer.begun + lag) / 1e9, *spent), answer
 
-    def check(self, continued: int) -> None:
-        """Checks that every call continued the previous one: figures count only if the proxy did its work."""
+    def check(self, made: int) -> None:
+        """Checks that every one of so many calls continued the previous one. Raises the errors of `check_continued`."""
         for name in (name for name in self.talks if self.rig.targets[name].records):
-            kinds = [turn["match"] for turn in self.rig.turns(name, self.session)]
-            if kinds[1:] != ["continue"] * continued:
-                raise RuntimeError(f"{name}: session {self.session} was not continued {continued} times: {kinds}")
+            check_continued(self.rig.targets[name].ports, self.session, made)
 
 
 def settled(groups: Sequence[Sequence[Process]]) -> list[float]:
@@ -151,7 +146,7 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
                 for name, sample in seen.items():
                     samples[name].append(sample)
         first = False
-        played.check(case.per_session)
+        played.check(case.per_session + 1)
     for name in rig.targets.keys() & SLOW:  # apart from the others: these evict the processor's caches
         samples[name] = [played.observe(name, body)[0] for _ in range(SLOW_CALLS)]
     return {"case": case.name, "body_bytes": round(statistics.mean(sizes)), "targets": summaries(samples), "parse_us": parse_cost(body)}
@@ -176,7 +171,7 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
                 bodies[turn] = played.body("direct")
             for name, sample in played.look(rig.in_turn(turn, sorted(rig.targets.keys() & SLOW) if turn == near else ())).items():
                 found[near][name].append(sample)
-        played.check(marks[-1] + AROUND - 1)
+        played.check(marks[-1] + AROUND)
         info = rig.turns(next(name for name in played.talks if rig.targets[name].records), played.session)
         tokens += info[-1]["prompt_tokens"] + info[-1]["completion_tokens"]
     kept = stored(rig) - before

@@ -1,16 +1,10 @@
-"""The floor: only what any proxy for exact tokens must do in front of a stock vLLM, in Python on aiohttp.
+"""The floor: only what any proxy for exact tokens must do in front of a stock vLLM, in Python on aiohttp (README.md).
 
-Beyond what the bare relay does, every such proxy needs these four:
+It relays a call, and does these four: a second, small call (`/tokenize`) for the ids that the template puts after the last reply (the
+tail); the ids of the whole history to the engine; their echo cut out of the answer; the sampled ids kept for the session's next call.
 
-1. a second, small call to the engine: `/tokenize` returns the ids that the template puts after the last reply (the tail);
-2. the ids of the whole history go to the engine with the messages (`kv_transfer_params.prompt_token_ids`), and the sampled ids are
-   requested with their log probabilities;
-3. vLLM returns the ids of the prompt in its answer: they are read, located, and cut out of what the client gets;
-4. the sampled ids are kept for the session's next call.
-
-The floor verifies, compares, matches and records nothing. It parses no JSON: it searches for a few byte strings that the bench and its
-mock engine are known to write, and raises an error if they are missing. It assumes that each call of a session continues the previous one,
-and forgets sessions when there are many. Its output cannot be used for training; it shows how much cheaper a proxy could still become.
+It verifies and records nothing, and parses no JSON: it searches for a few byte strings that the bench and its mock engine are known to
+write, and raises an error if they are missing. It assumes that each call of a session continues the previous one.
 
     python -m bench.floor PORT UPSTREAM [--local]
 
@@ -30,12 +24,11 @@ from bench.relay import Relay, begun, passed_on, serve
 SESSION = "X-Tokencache-Session"
 STOP = b"151645,"
 """`bench.mock.END` with the comma after it: a tail begins there."""
-
-_JSON = {"Content-Type": "application/json"}
-_LAST, LAST_END = b'{"role":', b'],"model"'
-_ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
+LAST_END = b'],"model"'
 WANTED = b',"return_token_ids":true,"logprobs":true'
 SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
+_LAST = b'{"role":'
+_ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
 _ECHO = b'"prompt_token_ids":['
 _SAMPLED = b'"token_ids":['  # does not match `_ECHO`, where no quote precedes these words
 _NO_ECHO = "the engine did not return the prompt ids that it used"
@@ -81,7 +74,8 @@ class Floor(Relay):
         if self.local:
             return _MADE_UP
         end = body.rindex(LAST_END)
-        async with self.engine.post(self.tokenize, headers=_JSON, data=_ASK % body[body.rindex(_LAST, 0, end) : end]) as answer:
+        asked = _ASK % body[body.rindex(_LAST, 0, end) : end]
+        async with self.engine.post(self.tokenize, headers={"Content-Type": "application/json"}, data=asked) as answer:
             answer_body = await answer.read()
         at = answer_body.index(STOP) + len(STOP)
         return answer_body[at : answer_body.index(b"]", at)]

@@ -11,21 +11,14 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import targets
-from bench.client import Client, turns
+from bench import client, targets
 from bench.gain_engine import MODEL, Engine
 from bench.processes import Process, cpu_seconds
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+TOOL = {"type": "function", "function": {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}}
 DIRECT, PROXY, PLUGIN = OWN = "direct", "proxy", "proxy, plugin"
 RERENDER, LITELLM = PEERS = "rerender", "litellm"
 LONG, SHORT = (32, 16), (8, 8)
@@ -45,14 +38,13 @@ def forced(say: list[int]) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}
 
 
-@dataclass
-class StreamedAnswer:
-    """A streamed answer: seconds to its first event, the message that a harness builds from it, the usage that the engine reports."""
+class StreamedAnswer(NamedTuple):
+    """A streamed answer: seconds and CPU accounts to its first event, the message that a harness builds of it, the engine's usage."""
 
     first: float
+    at_first: list[float]
     message: dict[str, Any]
     usage: dict[str, Any]
-    at_first: list[float]
 
 
 @dataclass(frozen=True)
@@ -72,16 +64,9 @@ class CallTarget:
         """CPU seconds so far of the engine's API server (not of its engine process, which computes) and of the program in front of it."""
         return [cpu_seconds(self.engine.process.pid), self.front.cpu() if self.front else 0.0]
 
-    def continued(self, session: str) -> int:
-        """Checks that the proxy matched each call of a session as the continuation of the one before. Returns the number of its turns.
-
-        Raises:
-            RuntimeError: It did not, so the figures do not measure what they should: a proxy that only relays is fast, too.
-        """
-        kinds = [turn["match"] for turn in turns(self.process.port, session)]
-        if set(kinds[1:]) != {"continue"}:
-            raise RuntimeError(f"{self.name}: a session was torn: {' '.join(kinds)}")
-        return len(kinds)
+    def check_continued(self, session: str, least: int) -> int:
+        """Returns the number of a session's turns. Raises the errors of `client.check_continued`."""
+        return client.check_continued([self.process.port], session, least) if self.front else least
 
 
 @contextlib.contextmanager
@@ -106,12 +91,11 @@ def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -
         RuntimeError: The answer is not a stream.
     """
     seen: list[tuple[int, list[float]]] = []
-    with contextlib.closing(Client(target.process.port)) as client:
-        answer = client.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
+    with contextlib.closing(client.Client(target.process.port)) as connection:
+        answer = connection.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
     if not seen:
         raise RuntimeError(f"{target.name} answered {answer.body[:500]!r}")
-    message, usage = assembled(answer.body)
-    return StreamedAnswer((seen[0][0] - answer.begun) / 1e9, message, usage, seen[0][1])
+    return StreamedAnswer((seen[0][0] - answer.begun) / 1e9, seen[0][1], *assembled(answer.body))
 
 
 def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -129,8 +113,8 @@ def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
                     calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
                 for name, value in (piece.get("function") or {}).items():
                     calls[piece["index"]]["function"][name] += value or ""
-    message = {"role": "assistant", "content": content.strip(), "reasoning": reasoning, "tool_calls": calls}
-    return {name: value for name, value in message.items() if value or name == "content"}, usage
+    more = {"reasoning": reasoning, "tool_calls": calls}
+    return {"role": "assistant", "content": content.strip()} | {name: value for name, value in more.items() if value}, usage
 
 
 def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
@@ -191,31 +175,22 @@ class Rollout:
             RuntimeError: The reply is not the forced one, so the figures would measure something else.
         """
         self.add_input(new_tokens)
-        sampled_text = self.reply(sizes, calls=calls)
-        say = self.target.engine.tokenizer.resample(sampled_text, self.rng, self.drift)
+        engine, sampled_text = self.target.engine, self.reply(sizes, calls=calls)
+        say = engine.tokenizer.resample(sampled_text, self.rng, self.drift)
         sent = json.dumps({"messages": self.messages, **STREAMED, **({"tools": [TOOL]} if self.tools else {}), **forced(say)}).encode()
-        looked_up = self.target.engine.prefix_cache()
+        looked_up = engine.prefix_cache()
         time.sleep(SETTLE_S)  # background work of an earlier call must not count as this call's CPU
         before = self.target.cpu()
         answered = send_streamed(self.target, sent, self.name if self.target.front else None)
-        queries, hits = (now - then for now, then in zip(self.target.engine.prefix_cache(), looked_up, strict=True))
+        queries, hits = (now - then for now, then in zip(engine.prefix_cache(), looked_up, strict=True))
         if bool(answered.message.get("tool_calls")) != calls or not answered.message.get("reasoning"):
             raise RuntimeError(f"the model should have replied {sampled_text!r}, but replied {answered.message!r}")
         self.messages.append(answered.message)
         self.tokens = answered.usage["total_tokens"]
-        api_cpu, proxy_cpu = (now - then for now, then in zip(answered.at_first, before, strict=True))
-        self.records.append(
-            {
-                "kind": kind,
-                "mark": mark,
-                "ttft_ms": round(answered.first * 1e3, 2),
-                "prompt_tokens": answered.usage["prompt_tokens"],
-                "queries": queries,
-                "hits": hits,
-                "api_cpu_ms": round(api_cpu * 1e3, 2),
-                "proxy_cpu_ms": round(proxy_cpu * 1e3, 2),
-            }
-        )
+        spent = {"queries": queries, "hits": hits, "prompt_tokens": answered.usage["prompt_tokens"]}
+        api_cpu, proxy_cpu = (round((now - then) * 1e3, 2) for now, then in zip(answered.at_first, before, strict=True))
+        times = {"ttft_ms": round(answered.first * 1e3, 2), "api_cpu_ms": api_cpu, "proxy_cpu_ms": proxy_cpu}
+        self.records.append({"kind": kind, "mark": mark, **spent, **times})
 
 
 def agent(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int] = LONG) -> Iterator[None]:

@@ -24,8 +24,6 @@ from bench.stats import quantiles
 from bench.talk import Shape
 
 CONNECTING = 128
-PER_SOURCE = 20_000
-"""Connections per source address of this machine: each has 28,000 ports for one destination."""
 _SHORT = 8
 """Tokens of the reply of a call before the clock starts."""
 LATE_SECONDS = 120.0
@@ -55,10 +53,8 @@ class Connection(asyncio.Protocol):
     _waiting: asyncio.Future[Answer] | None = None
 
     @classmethod
-    async def open(cls, port: int, source: str) -> "Connection":
-        loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(cls, "127.0.0.1", port, local_addr=(source, 0) if source else None)
-        return made
+    async def open(cls, port: int) -> "Connection":
+        return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
@@ -113,7 +109,6 @@ class Rollout:
         self.session = f"{spec.name}-{number}"
         self.talk = spec.shape.talk(self.session, 0 if spec.once else spec.turns)
         self.port = spec.ports[number % len(spec.ports)]
-        self.source = f"127.0.0.{2 + number // PER_SOURCE}" if number >= PER_SOURCE else ""
         self.turn = 0
         self.connection: Connection | None = None
 
@@ -124,7 +119,7 @@ class Rollout:
         if self.connection is None or self.connection.transport.is_closing():
             try:
                 async with gate:
-                    self.connection = await Connection.open(self.port, self.source)
+                    self.connection = await Connection.open(self.port)
             except OSError as error:
                 return failed(f"no connection: {error}")
         answer = await self.connection.call(client.head(self.session if self.spec.sessions else None, len(body)), body)

@@ -1,8 +1,7 @@
-"""Puts load on targets: calls per second, latency and cost per call, from one rollout at a time to thousands.
+"""Puts load on targets, from one rollout at a time to thousands: calls per second, latency, cost per call (README.md).
 
 Every row is measured in rounds, target after target within each round, so that a change of the machine's speed appears as spread and not as
-a difference between targets. With two cores or more, a single-process target has one core and everything else shares the others. Its calls
-per second are then those of *one core*, and a figure names what limited it (`limited_by`).
+a difference between targets.
 """
 
 import json
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from bench import client
+from bench.client import check_continued
 from bench.load import Spec
 from bench.processes import ROOT, Process
 from bench.talk import LONG, NEW, SHAPES, Shape
@@ -72,7 +71,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
 
 
 def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:
-    """One row: each target, in rounds, slow ones once. A target that the limit of open files excludes is named in `impossible`."""
+    """One row: each target, in rounds, slow ones once; without those that the limit of open files excludes."""
     able = chosen(targets, row)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
     for n in range(row.rounds):
@@ -80,8 +79,7 @@ def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[s
             if n == 0 or name not in SLOW:
                 spec = row.spec(slow=name in SLOW, fast=not target.records)
                 runs[name].append(drive(engine, target, spec, alone=target.workers == 1))
-    impossible = {name: t.streams_possible() for name, t in targets.items() if name != "direct" and t.streams_possible() < row.connections}
-    return {"shape": row.shape, "connections": row.connections, "impossible": impossible, "targets": runs}
+    return {"shape": row.shape, "connections": row.connections, "targets": runs}
 
 
 def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares: Sequence[float], seconds: float) -> list[dict[str, Any]]:
@@ -177,22 +175,20 @@ def limit(shares: dict[str, float], waited: float) -> str:
     return max(("engine", "generator"), key=lambda name: shares[name])
 
 
-def _torn(target: Target, session: str, turns: int) -> str:
-    """What is wrong with a session: every call must have continued the previous one. Empty if the session is as it should be."""
-    try:
-        known = next(filter(None, (client.turns(port, session) for port in target.ports)), [])
-    except RuntimeError as why:
-        return str(why)
-    kinds = [turn["match"] for turn in known]
-    if len(kinds) >= turns and kinds[1:] == ["continue"] * (len(kinds) - 1):
-        return ""
-    return f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
+def _torn(target: Target, played: Sequence[tuple[str, int]]) -> list[str]:
+    """What is wrong with sessions of so many turns."""
+    found = []
+    for session, turns in played if target.records else ():
+        try:
+            check_continued(target.ports, session, turns)
+        except RuntimeError as why:
+            found.append(str(why))
+    return found
 
 
 def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
     """Adds what follows from the accounts. A run with `torn` sessions yields no figure: a proxy that only relays is fast, too."""
-    played, window = found.pop("sessions"), found["window_s"]
-    found["torn"] = [words for session, turns in played if (words := _torn(target, session, turns))] if target.records else []
+    found["torn"], window = _torn(target, found.pop("sessions")), found["window_s"]
     calls = max(1, found["calls_per_s"] * window)
     for name in ("cpu", "engine_cpu", "store_cpu", "generator_cpu"):
         found[f"{name}_us"] = round(found[f"{name}_s"] / calls * 1e6, 1)

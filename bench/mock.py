@@ -1,17 +1,12 @@
 """The mock engine: the part of vLLM that the proxy uses, at the lowest possible cost.
 
-A raw `asyncio.Protocol` on uvloop, no framework. Supplied prompt ids are never parsed: their JSON is copied from the request to the
-reply. Replies are joined from byte strings made once. The tokenizer is exact and trivial: any four bytes of a text are one token, and
-special tokens enclose each message; so a tail is a suffix of the full rendering, as with a real template. All ids have six digits, so
-that a text becomes the JSON of its ids by one table look-up.
+Supplied prompt ids are never parsed: their JSON is copied from the request to the reply. Replies are joined from byte strings made once.
+The tokenizer is exact and trivial: any four bytes of a text are one token, and special tokens enclose each message; so a tail is a suffix
+of the full rendering, as with a real template. All ids have six digits, so that a text becomes the JSON of its ids by one table look-up.
 
-Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
-`mock_pace_ms` (pause between them; 0: as fast as the socket accepts them), `mock_halt` (after so many of them a stream with pauses goes on
-no more).
-
-With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache_vllm.prefixes`), and packs its replies.
-
-Each reply contains the time when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
+Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_pace_ms` (the pause before each token of
+a stream), `mock_halt` (after so many tokens a stream goes on no more). The last event of a stream has the time when it was written:
+`"mock_sent": nanoseconds` of CLOCK_MONOTONIC. With `--plugin` it also takes prompts by hash, and packs replies.
 """
 
 import argparse
@@ -37,7 +32,7 @@ _ROLE_END = b"\n"
 _SUPPLIED = b'"kv_transfer_params":{"prompt_token_ids":['
 _NAMED = b'"kv_transfer_params":{"tokencache_prefix":'
 _OPTIONS = 600
-_OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms|halt)": ?(\d+)')
+_OPTION = re.compile(rb'"mock_(tokens|pace_ms|halt)": ?(\d+)')
 _counter = itertools.count()
 
 
@@ -121,25 +116,19 @@ class MockReply:
         members = tuple(base64.b64encode(data) for data in (self.packed, b"f" + logprobs))
         self.with_packed = self.plain + b',"tokencache":{"ids":"%s","logprobs":"%s"}' % members
 
-    def events(self, chunks: int, *, ids: bool) -> list[bytes]:
-        """The deltas of a stream, without the head that all of one call share."""
-        size = max(1, len(self.ids) // chunks)
+    def events(self, *, ids: bool) -> list[bytes]:
+        """The deltas of a stream, one for each token, without the head that all of one call share."""
         found = []
-        for at in range(0, len(self.ids), size):
-            parts, last = slice(at, at + size), at + size >= len(self.ids)
-            content = "".join(self.texts[parts]).encode()
-            logprobs = b'{"content":[%s]}' % b",".join(self.logprob_entries[parts]) if ids else b"null"
-            json_ids = b"[%s]" % b",".join(b"%d" % i for i in self.ids[parts]) if ids else b"null"
-            finish = b'"stop","stop_reason":null' if last else b"null"
-            found.append(
-                b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,"token_ids":%s}]}\n\n'
-                % (content, logprobs, finish, json_ids)
-            )
+        for token, text, entry in zip(self.ids, self.texts, self.logprob_entries, strict=True):
+            logprobs, token_ids = (b'{"content":[%s]}' % entry, b"[%d]" % token) if ids else (b"null", b"null")
+            finish = b'"stop","stop_reason":null' if token == END else b"null"
+            parts = text.encode(), logprobs, finish, token_ids
+            found.append(b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,"token_ids":%s}]}\n\n' % parts)
         return found
 
 
 reply_of = lru_cache(32)(MockReply)
-events_of = lru_cache(64)(lambda n, chunks, ids: reply_of(n).events(chunks, ids=ids))
+events_of = lru_cache(64)(lambda n, ids: reply_of(n).events(ids=ids))
 
 
 class Server(asyncio.Protocol):
@@ -222,8 +211,7 @@ class Server(asyncio.Protocol):
         echo = b"[%s]" % prompt if wants_ids else b"null"
         if b'"stream":true' in rest or b'"stream": true' in rest:
             usage = _usage(_count(prompt), n) if b'"include_usage":true' in rest else b""
-            deltas = events_of(n, options.get(b"chunks", n), wants_ids)
-            self._stream(deltas, options.get(b"pace_ms", 0), number, echo, usage, halt=options.get(b"halt", 0))
+            self._stream(events_of(n, wants_ids), options.get(b"pace_ms", 1), number, echo, usage, halt=options.get(b"halt", 0))
             return
         reply = reply_of(n)
         self._json(_whole(number, reply, reply.with_ids if wants_ids else reply.plain, _count(prompt), echo))
@@ -258,11 +246,6 @@ class Server(asyncio.Protocol):
         )
         begin = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
         self.transport.write(begin + _framed(head + first + prompt + b',"prompt_text":null}\n\n'))
-        if not pace_ms:
-            for delta in deltas:
-                self.transport.write(_framed(head + delta))
-            self._end(head, usage)
-            return
         loop = asyncio.get_running_loop()
         begun, sent = loop.time(), 0
 
@@ -273,16 +256,13 @@ class Server(asyncio.Protocol):
             self.transport.write(_framed(head + deltas[sent]))
             sent += 1
             if sent == len(deltas):
-                self._end(head, usage)
+                counted = head + b'],"usage":%s}\n\n' % usage if usage else b""
+                last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
+                self.transport.write(_framed(counted + last) + b"0\r\n\r\n")
             elif sent != halt:
                 loop.call_at(begun + (sent + 1) * pace_ms / 1000, step)
 
         loop.call_at(begun + pace_ms / 1000, step)
-
-    def _end(self, head: bytes, usage: bytes) -> None:
-        counted = head + b'],"usage":%s}\n\n' % usage if usage else b""
-        last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
-        self.transport.write(_framed(counted + last) + b"0\r\n\r\n")
 
 
 def _count(json_ids: bytes) -> int:

@@ -1,8 +1,8 @@
-"""The floor with the plugin: what any proxy must do that names prompts by a hash, verifies the tokens and keeps them.
+"""The floor with the plugin: as `bench.proven`, in front of an engine that takes prompts by hash.
 
-As `bench.proven`, but the prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands
-for all, and the answer has a hash of the prompt and a packed reply (`tokencache_vllm.prefixes`). So neither request nor answer
-grows. A prefix that the engine does not have is an error here: the bench's engine keeps all that it needs.
+The prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands for all, and the answer
+has a hash of the prompt and a packed reply (`tokencache_vllm.prefixes`). So neither request nor answer grows. A prefix that the engine
+does not have is an error here: the bench's engine keeps all that it needs.
 
     python -m bench.named PORT UPSTREAM
 """
@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from bench.floor import LAST_END, WANTED
-from bench.proven import Known, Message, Proven, pack_json_ids
+from bench.proven import MESSAGE, Known, Proven, pack_json_ids
 from bench.relay import serve
 
 _HEADER = "x-tokencache-prompt"
@@ -28,26 +28,10 @@ _NAMED = b',"kv_transfer_params":{"tokencache_prefix":{"hash":"%s","length":%d,"
 _PACKED, _PACKED_END = b',"tokencache":{"ids":', b"}"
 
 
-class _Packed(msgspec.Struct):
-    ids: bytes
-    logprobs: bytes
-
-
-class _Choice(msgspec.Struct):
-    message: Message
-    tokencache: _Packed
-
-
-class _Prompt(msgspec.Struct):
-    prompt: bytes
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-    tokencache: _Prompt | None = None
-
-
-_REPLY = msgspec.json.Decoder(_Reply)
+_REPLY_IDS = msgspec.defstruct("_REPLY_IDS", [("ids", bytes), ("logprobs", bytes)])
+_CHOICE = msgspec.defstruct("_CHOICE", [("message", MESSAGE), ("tokencache", _REPLY_IDS)])
+_PROMPT = msgspec.defstruct("_PROMPT", [("prompt", bytes)])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE]), ("tokencache", _PROMPT | None, None)]))
 
 
 @dataclass(slots=True)

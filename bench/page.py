@@ -25,7 +25,7 @@ def came_from(found: dict[str, Any]) -> str:
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {"targets": {name: seen for name, seen in row["targets"].items() if name not in LEFT_OUT}, "impossible": {}}
+    return row | {"targets": {name: seen for name, seen in row["targets"].items() if name not in LEFT_OUT}}
 
 
 def parts(found: dict[str, Any]) -> dict[str, str]:

@@ -66,12 +66,9 @@ class Process(NamedTuple):
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds used so far by one process, all threads. Nanoseconds from schedstat if the kernel has it, else ticks."""
-    try:
-        return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
-    except (OSError, ValueError, IndexError):
-        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    """CPU seconds used so far by one process, all threads."""
+    fields = [_read(listed).split() for listed in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(one[0]) for one in fields if one) / 1e9
 
 
 def _read(file: str | Path) -> str:

@@ -1,7 +1,6 @@
 """The floor with verification: the floor plus what it takes to verify the tokens and to keep them.
 
-The floor (`bench.floor`) assumes that each call continues the previous one, so its output cannot be used for training. This module adds
-what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
+It adds what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
 
 1. the messages are compared with those of the previous call: a hash of the repeated bytes; new messages are decoded and hashed; the reply
    among them must be the sampled one. The first call of a session decodes and hashes all of it;
@@ -9,9 +8,8 @@ what the design's invariants require of any proxy, each in the cheapest way that
 3. the sampled ids are decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, because it requested neither;
 4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept in memory.
 
-It omits what else a proxy needs: several conversations in a session, several dialects and engines, a harness that changes what it sends
-back, a client that disconnects, duplicate calls, a tail that depends on its messages, metrics, errors, limits. `tokencache` does all of
-that and costs more; no proxy that verifies its tokens in Python on aiohttp costs much less than this.
+It omits what else a proxy needs: several conversations in a session, dialects and engines, a harness that changes what it sends back, a
+client that disconnects, duplicate calls, a tail that depends on its messages, metrics, errors, limits.
 
     python -m bench.proven PORT UPSTREAM
 """
@@ -37,36 +35,14 @@ _MOST = 1024
 """Sessions that are kept; a forgotten one begins again."""
 
 
-class _Entry(msgspec.Struct):
-    role: str
-    content: str
-
-
-class _Chance(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Chance]
-
-
-class Message(msgspec.Struct):
-    content: str
-
-
-class _Choice(msgspec.Struct):
-    message: Message
-    logprobs: _Logprobs
-    token_ids: list[int]
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_ENTRY = msgspec.defstruct("_ENTRY", [("role", str), ("content", str)])
+_CHANCE = msgspec.defstruct("_CHANCE", [("logprob", float)])
+_CHANCES = msgspec.defstruct("_CHANCES", [("content", list[_CHANCE])])
+MESSAGE = msgspec.defstruct("MESSAGE", [("content", str)])
+_CHOICE = msgspec.defstruct("_CHOICE", [("message", MESSAGE), ("logprobs", _CHANCES), ("token_ids", list[int])])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE])]))
+_ENTRIES = msgspec.json.Decoder(list[_ENTRY])
 _IDS_OF = msgspec.json.Decoder(list[int])
-_REPLY = msgspec.json.Decoder(_Reply)
 _PACK = msgspec.msgpack.Encoder()
 
 

@@ -91,7 +91,6 @@ def load(rows: list[dict[str, Any]]) -> Table:
             cells = [f"{statistics.median(rates):,.0f}", spread, *latencies(one, 50, 99), f"{cpu:.0f}", over]
             out.append([title, name, *cells, f"{one['busy']['target']:.0%}", limit, f"{one['peak_bytes'] / 2**20:.0f}", wrong(runs)])
             title = ""
-        out += [["", name, *[""] * 9, f"open files: {possible:,} at most"] for name, possible in row["impossible"].items()]
     head = ["call x at once", "target", "calls/s", "", "p50 ms", "p99 ms", "CPU µs", "over relay", "busy", "limited by", "MiB", "errors"]
     caption = "a target of one process has one core, all else shares the others; x2 share all cores with engine and generator"
     return Table("Closed loop: each rollout asks again as soon as it was answered", head, out, caption, left=2)

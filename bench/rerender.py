@@ -21,17 +21,8 @@ from bench.relay import Relay, serve
 from tokencache.testing import build_tokenizer
 from tokencache.testing.template import render
 
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: msgspec.Raw
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_reply = msgspec.json.Decoder(_Reply)
+_CHOICE = msgspec.defstruct("_CHOICE", [("token_ids", list[int]), ("logprobs", msgspec.Raw)])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE])]))
 
 
 def tokenizer() -> tuple[Tokenizer, str]:
@@ -61,7 +52,7 @@ class Capture(Relay):
         asked |= {"return_token_ids": True, "logprobs": True, "kv_transfer_params": {"prompt_token_ids": prompt}}
         async with self.engine.post(self.upstream + request.path_qs, data=msgspec.json.encode(asked)) as answer:
             body = await answer.read()
-        choice = _reply.decode(body).choices[0]
+        choice = _REPLY.decode(body).choices[0]
         self.turns.append((prompt, choice.token_ids, bytes(choice.logprobs)))
         if len(self.turns) > 1000:
             self.turns.clear()

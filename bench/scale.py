@@ -51,18 +51,6 @@ class Costs(NamedTuple):
     token_bytes: float
 
 
-class Need(NamedTuple):
-    """What a number of rollouts needs."""
-
-    calls_per_s: float
-    in_flight: float
-    proxies: int
-    proxy_gib: float
-    redis_shards: int
-    redis_gib: float
-    network_gbit: float
-
-
 def costs(found: dict[str, Any]) -> Costs:
     """From a run's raw figures: the 141 KB call with Redis, what 500 chunks add to it, a stream's memory.
 
@@ -81,33 +69,41 @@ def costs(found: dict[str, Any]) -> Costs:
     )
 
 
-def need(rollouts: int, load: Load, cost: Costs) -> Need:
-    """What this many rollouts need."""
+NEEDS = {
+    "calls a second": ",.0f",
+    "calls in flight": ",.0f",
+    "proxy processes, a core each": ",",
+    "memory of all proxies, GiB": ",.0f",
+    "Redis shards, by CPU": ",",
+    "Redis memory, GiB": ",.0f",
+    "network of all proxies, Gbit/s": ",.1f",
+}
+"""What a number of rollouts needs, and how it is written."""
+
+
+def need(rollouts: int, load: Load, cost: Costs) -> dict[str, float]:
+    """What this many rollouts need, by the names of `NEEDS`."""
     calls = rollouts * load.turns_per_minute / 60
     proxies = max(1, math.ceil(calls * (cost.call_s + load.chunks * cost.chunk_s) / BUSY))
     in_flight = calls * ENGINE_SECONDS
     body = load.history_tokens * load.bytes_per_token
     engine_bytes = body + 2 * load.history_tokens * load.id_bytes  # text and ids to the engine, the prompt echo back
-    reply = load.chunks * load.chunk_bytes
-    return Need(
-        calls_per_s=calls,
-        in_flight=in_flight,
-        proxies=proxies,
-        # A call in flight holds its body and its ids, and what a stream takes.
-        proxy_gib=(proxies * IDLE_BYTES + in_flight * (cost.stream_bytes + body)) / 2**30,
-        redis_shards=max(1, math.ceil(calls * cost.redis_s / BUSY)),
-        redis_gib=rollouts * KEPT_STEPS * load.turns * load.new_tokens * cost.token_bytes / 2**30,
-        network_gbit=calls * (body + engine_bytes + 2 * reply) * 8 / 1e9,
-    )
+    # A call in flight holds its body and its ids, and what a stream takes.
+    proxy_bytes = proxies * IDLE_BYTES + in_flight * (cost.stream_bytes + body)
+    shards = max(1, math.ceil(calls * cost.redis_s / BUSY))
+    redis_bytes = rollouts * KEPT_STEPS * load.turns * load.new_tokens * cost.token_bytes
+    network_bytes = calls * (body + engine_bytes + 2 * load.chunks * load.chunk_bytes)
+    values = calls, in_flight, proxies, proxy_bytes / 2**30, shards, redis_bytes / 2**30, network_bytes * 8 / 1e9
+    return dict(zip(NEEDS, values, strict=True))
 
 
-def first_bottleneck(one: Need) -> str:
+def first_bottleneck(one: dict[str, float]) -> str:
     """The scarcest resource, in machines: nodes of proxies by their cores or their network, Redis by CPU or by memory."""
     machines = {
-        "proxy CPU": one.proxies / NODE_CORES,
-        "network": one.network_gbit / NIC_GBIT,
-        "Redis CPU": one.redis_shards / NODE_CORES,
-        "Redis memory": one.redis_gib / REDIS_GIB,
+        "proxy CPU": one["proxy processes, a core each"] / NODE_CORES,
+        "network": one["network of all proxies, Gbit/s"] / NIC_GBIT,
+        "Redis CPU": one["Redis shards, by CPU"] / NODE_CORES,
+        "Redis memory": one["Redis memory, GiB"] / REDIS_GIB,
     }
     name = max(machines, key=lambda what: machines[what])
     return f"{name} ({machines[name]:.1f} machines)"
@@ -115,16 +111,8 @@ def first_bottleneck(one: Need) -> str:
 
 def needs_table(load: Load, cost: Costs) -> Table:
     needs = [need(rollouts, load, cost) for rollouts in ROLLOUTS]
-    rows = [
-        ["calls a second", *(f"{one.calls_per_s:,.0f}" for one in needs)],
-        ["calls in flight", *(f"{one.in_flight:,.0f}" for one in needs)],
-        ["proxy processes, a core each", *(f"{one.proxies:,}" for one in needs)],
-        ["memory of all proxies, GiB", *(f"{one.proxy_gib:,.0f}" for one in needs)],
-        ["Redis shards, by CPU", *(f"{one.redis_shards:,}" for one in needs)],
-        ["Redis memory, GiB", *(f"{one.redis_gib:,.0f}" for one in needs)],
-        ["network of all proxies, Gbit/s", *(f"{one.network_gbit:,.1f}" for one in needs)],
-        ["scarce first", *(first_bottleneck(one) for one in needs)],
-    ]
+    rows = [[name, *(format(one[name], form) for one in needs)] for name, form in NEEDS.items()]
+    rows.append(["scarce first", *map(first_bottleneck, needs)])
     return Table("", ["concurrent rollouts", *(f"{n:,}" for n in ROLLOUTS)], rows)
 
 
@@ -151,14 +139,9 @@ def checked(opened: dict[str, Any]) -> Table:
     beside = max(0.0, lowest[50] - simulate(runs[0]["rate"] / 1e6, service)[50])  # the engine's part of a call, and the network
     rows = []
     for run in runs:
-        measured = [run["latency_us"][q] for q in (50, 99)]
-        try:
-            predicted = simulate(run["rate"] / 1e6, service)
-        except ValueError as overloaded:
-            rows.append([f"{run['rate']:,.0f}", "", str(overloaded), ms(measured[0]), "", ms(measured[1])])
-            continue
-        p50, p99 = (ms(predicted[q] + beside) for q in (50, 99))
-        rows.append([f"{run['rate']:,.0f}", f"{run['rate'] * cpu_us / 1e6:.0%}", p50, ms(measured[0]), p99, ms(measured[1])])
+        predicted = simulate(run["rate"] / 1e6, service)
+        pairs = [(predicted[q] + beside, run["latency_us"][q]) for q in (50, 99)]
+        rows.append([f"{run['rate']:,.0f}", f"{run['rate'] * cpu_us / 1e6:.0%}", *(ms(value) for pair in pairs for value in pair)])
     head = ["calls/s", "core used", "p50 predicted", "measured", "p99 predicted", "measured"]
     return Table("", head, rows, "ms, 141 KB, proxy memory; the first row fits the time outside the core, the others are predictions")
 

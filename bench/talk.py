@@ -1,8 +1,6 @@
-"""Makes conversations of a given size, and the next turn of each.
+"""Makes conversations of a given size, and the next turn of each (README.md).
 
 Text is made of short words with line breaks and quotes between them, so that JSON has something to escape; no two messages are equal.
-A history begins with an even number of `messages`: a system prompt, which all conversations of a size share, then the user's. So every
-assistant message is the model's, as in a real rollout.
 """
 
 import random
@@ -57,7 +55,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """The size of a conversation's calls.
 
     `size`: bytes of a body, in `messages` messages; `tokens`: of a reply; `tail`: bytes of the user's next message; `chunks`: of a stream,
-    one in each `pace_ms`; 0 if it is not streamed.
+    each a token, one in each `pace_ms`; 0 if it is not streamed.
     """
 
     size: int = 1_000
@@ -70,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def talk(self, seed: str, turns: int = 0, **more: bool) -> Talk:
         """A conversation that has this size in the middle of so many turns; `more`: as `Talk` takes it."""
         grown = (self.tokens * 4 + self.tail + 100) * turns // 2
-        streamed: dict[str, Any] = {"stream": True, "mock_chunks": self.chunks, "mock_pace_ms": self.pace_ms} if self.chunks else {}
+        streamed: dict[str, Any] = {"stream": True, "mock_pace_ms": self.pace_ms} if self.chunks else {}
         return Talk(seed, size=max(300, self.size - grown), messages=self.messages, mock_tokens=self.tokens, **streamed, **more)
 
     def streamed(self, chunks: int, pace_ms: int = 1) -> "Shape":

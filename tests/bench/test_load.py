@@ -89,7 +89,7 @@ async def unused_port():
 
 
 async def test_a_connection_reads_the_whole_answer(port):
-    connection = await Connection.open(port, "127.0.0.2")
+    connection = await Connection.open(port)
     body = b'{"messages":[{"role":"user","content":"hi"}],"model":"mock","mock_tokens":4}'
     heard = await connection.call(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body), body)
     connection.transport.close()
