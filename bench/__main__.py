@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from bench import report, suite
-from bench.figures import aims, figures
+from bench.figures import Figures, aims
 from bench.run import Run, machine
 
 BASELINE = Path(__file__).parent / "baseline.json"
@@ -25,7 +25,7 @@ def main() -> None:
     found = {"machine": machine(), "quick": options.quick}
     leave_out = {*options.without.split(","), *(suite.NOT_QUICK if options.quick else ())}
     found |= suite.Suite(run, leave_out).run(parts, suite.QUICK if options.quick else suite.FULL)
-    found |= {"seconds": run.seconds, "figures": figures(found), "aims": aims(found)}
+    found |= {"seconds": run.seconds, "figures": Figures(found), "aims": aims(found)}
     report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, run.console)
     if options.save_baseline:
         kept = {name: found[name] for name in ("machine", "quick", "seconds", "figures", "aims")}

@@ -51,9 +51,6 @@ class Rig:
         for client in self.clients.values():
             client.close()
 
-    def turns(self, name: str, session: str) -> list[dict[str, Any]]:
-        return turns(self.targets[name].ports[0], session)
-
     def in_turn(self, n: int, more: Sequence[str] = ()) -> list[str]:
         """The targets that are not slow, and more, in an order that changes with n."""
         names = [*self.usual, *more]
@@ -172,8 +169,9 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
             for name, sample in played.look(rig.in_turn(turn, sorted(rig.targets.keys() & SLOW) if turn == near else ())).items():
                 found[near][name].append(sample)
         played.check(marks[-1] + AROUND)
-        info = rig.turns(next(name for name in played.talks if rig.targets[name].records), played.session)
-        tokens += info[-1]["prompt_tokens"] + info[-1]["completion_tokens"]
+        recorded = next(target for target in rig.targets.values() if target.records)
+        last_turn = turns(recorded.ports[0], played.session)[-1]
+        tokens += last_turn["prompt_tokens"] + last_turn["completion_tokens"]
     kept = stored(rig) - before
     return {
         "sessions": sessions,
@@ -197,11 +195,11 @@ def stored(rig: Rig) -> int:
 
 
 def summaries(samples: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
-    """Microseconds of each target; `*_blocks`: medians of parts."""
     return {name: summary(some) for name, some in samples.items() if some}
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Microseconds; `*_blocks`: medians of parts."""
     parts = blocks(samples, BLOCKS)
     latency = sorted(sample.latency for sample in samples)
     return {

@@ -1,9 +1,8 @@
 """Counts the Python functions that one call enters, by package: `python -m bench.entries [--functions N]`.
 
 An entry is a call of a Python function, or a coroutine or generator that is resumed. Each costs about a microsecond, and most of a call's
-CPU follows from their number. So a change of the call's path is judged by them: they are the same in each run, however busy the
-machine is. Calls of C functions are shown beside them. Only the thread of the proxy's event loop is counted (`bench.warm_call`), on uvloop,
-as in `tokencache serve`.
+CPU follows from their number, which is the same in each run, however busy the machine is. Only the thread of the proxy's event loop is
+counted (`bench.warm_call`), on uvloop, as in `tokencache serve`.
 """
 
 import argparse

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bench.client import take_turn
-from bench.cost import Rig
+from bench.client import Client, take_turn, turns
 from bench.processes import ROOT
 from bench.stats import percentile, us
 from bench.talk import SMALL, Shape
+from bench.targets import Target
 
 LARGE = Shape(size=480_000, messages=200, tokens=2000)
 """The large session: about four bytes per token."""
@@ -29,28 +29,28 @@ while True:
 """
 
 
-def run_exports(rig: Rig, name: str, calls: int, rounds: int) -> dict[str, Any]:
+def run_exports(target: Target, calls: int, rounds: int) -> dict[str, Any]:
     """Measures `calls` small calls in each environment, for this many rounds."""
-    session, client = "bench-large", rig.clients[name]
+    session, port = "bench-large", target.ports[0]
     talk = LARGE.talk(session)
-    for _ in range(3):
-        take_turn(client, talk, session, LARGE.tail)
-    last = rig.turns(name, session)[-1]
     path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
-    size = len(client.get(path).body)  # the worker has started
-    surroundings = {"alone": "", "beside_busy": _SPIN, "beside_export": _FETCH.format(port=client.port, path=path)}
+    surroundings = {"alone": "", "beside_busy": _SPIN, "beside_export": _FETCH.format(port=port, path=path)}
     walls: dict[str, list[float]] = {where: [] for where in surroundings}
-    for n in range(rounds):
-        for where, program in surroundings.items():
-            with _running(program) if program else contextlib.nullcontext():
-                small, session = SMALL.talk(where, 9), f"bench-small-{n}-{where}"
-                walls[where] += [take_turn(client, small, session, SMALL.tail).wall for _ in range(calls)]
+    with contextlib.closing(Client(port)) as client:
+        for _ in range(3):
+            take_turn(client, talk, session, LARGE.tail)
+        last = turns(port, session)[-1]
+        size = len(client.get(path).body)  # the worker has started
+        for n in range(rounds):
+            for where, program in surroundings.items():
+                with _running(program) if program else contextlib.nullcontext():
+                    small = SMALL.talk(where, 9)
+                    walls[where] += [take_turn(client, small, f"bench-small-{n}-{where}", SMALL.tail).wall for _ in range(calls)]
     figures = {where: {"p50_us": us(statistics.median(all_)), "p99_us": us(percentile(sorted(all_), 99))} for where, all_ in walls.items()}
     return {
-        "target": name,
+        "target": target.name,
         "tokens": last["prompt_tokens"] + last["completion_tokens"],
         "answer_bytes": size,
-        "n": len(walls["alone"]),
         **figures,
         "p50_ratio": round(figures["beside_export"]["p50_us"] / figures["beside_busy"]["p50_us"], 2),
     }

@@ -7,13 +7,12 @@ it was made; absolute ones (`absolute`) only on the same kind of machine.
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.run import same_machine
 from bench.stats import Better, compare, figure
 from bench.targets import FLOOR, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, PROXY, PROXY_REDIS
 
-Figures = dict[str, dict[str, Any]]
 Aim = dict[str, Any]
 BEYOND = {"in all": None, "beyond reading the body": "objects", "beyond the bare relay": "relay", "beyond the floor": "floor"}
 """What is subtracted from a call's CPU before late and early calls are compared: nothing, a way of reading the body, a target's CPU."""
@@ -22,28 +21,42 @@ LEAST_CALLS = 20
 """A run with too few answered calls, or with sessions that were not continued, yields no figure."""
 
 
-class Series(NamedTuple):
-    """A figure's repetitions."""
-
-    name: str
-    values: Sequence[float]
-    unit: str
-    better: Better = "lower"
-    absolute: bool = False
-
-
-def figures(found: dict[str, Any]) -> Figures:
-    """All figures of a run, by name."""
-    seen = [*_cost(found.get("cost", ())), *_load(found.get("load", ())), *_others(found)]
-    return {one.name: figure(one.values, one.unit, one.better) | ({"absolute": True} if one.absolute else {}) for one in seen if one.values}
-
-
 def counts(run: dict[str, Any]) -> bool:
     return int(run["calls"]) >= LEAST_CALLS and not run["torn"]
 
 
-def _cost(rows: Sequence[dict[str, Any]]) -> Iterator[Series]:
-    for row in rows:
+class Figures(dict[str, dict[str, Any]]):
+    """All figures of a run, by name."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        super().__init__()
+        for row in found.get("cost", ()):
+            self._add_cost(row)
+        for row in found.get("load", ()):
+            self._add_load(row)
+        if grown := found.get("growth"):
+            for name in (name for name in grown["marks"][0]["targets"] if name.startswith("proxy")):
+                self._add(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
+            self._add("stored/redis/bytes per token", [one for one in [grown["redis_bytes_per_token"]] if one], "B")
+        rates = defaultdict(list)
+        for run in filter(counts, found.get("rollouts", ())):
+            rates[run["target"]].append(run["calls_per_s"])
+        for name, values in rates.items():
+            self._add(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
+        for run in found.get("streams", ()):
+            self._add(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B")
+        for row in found.get("exports", ()):
+            self._add(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x")
+        if "stored" in found:
+            self._add("stored/memory/bytes per token", [found["stored"]["bytes_per_token"]], "B")
+        self._add("start/seconds to ready", found.get("start_s", ()), "s", absolute=True)
+
+    def _add(self, name: str, values: Sequence[float], unit: str, better: Better = "lower", **absolute: bool) -> None:
+        """Adds a figure with these repetitions, if there are any."""
+        if values:
+            self[name] = figure(values, unit, better) | absolute
+
+    def _add_cost(self, row: dict[str, Any]) -> None:
         relay, direct = row["targets"].get("relay"), row["targets"]["direct"]
         for name, seen in row["targets"].items():
             where = f"cost/{row['case']}/{name}"
@@ -51,41 +64,18 @@ def _cost(rows: Sequence[dict[str, Any]]) -> Iterator[Series]:
                 continue
             if relay:
                 base = statistics.median(relay["cpu_blocks"])
-                yield Series(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
-            yield Series(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
-            yield Series(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
+                self._add(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
+            self._add(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
+            self._add(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
 
-
-def _load(rows: Sequence[dict[str, Any]]) -> Iterator[Series]:
-    for row in rows:
-        where = f"load/{row['shape']} x{row['connections']}"
+    def _add_load(self, row: dict[str, Any]) -> None:
         relay = row["targets"].get("relay", ())
         for name, runs in row["targets"].items():
-            yield Series(f"{where}/{name}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
+            where = f"load/{row['shape']} x{row['connections']}/{name}"
+            self._add(f"{where}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
             if name != "direct":
                 ratios = [mine["cpu_us"] / its["cpu_us"] for mine, its in zip(runs, relay, strict=False) if counts(mine) and counts(its)]
-                yield Series(f"{where}/{name}/CPU over relay", ratios, "x")
-
-
-def _others(found: dict[str, Any]) -> Iterator[Series]:
-    if grown := found.get("growth"):
-        for name in grown["marks"][0]["targets"]:
-            if name.startswith("proxy"):
-                yield Series(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
-        if grown["redis_bytes_per_token"]:
-            yield Series("stored/redis/bytes per token", [grown["redis_bytes_per_token"]], "B")
-    rates = defaultdict(list)
-    for run in filter(counts, found.get("rollouts", ())):
-        rates[run["target"]].append(run["calls_per_s"])
-    for name, values in rates.items():
-        yield Series(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
-    for run in found.get("streams", ()):
-        yield Series(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B")
-    for row in found.get("exports", ()):
-        yield Series(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x")
-    if "stored" in found:
-        yield Series("stored/memory/bytes per token", [found["stored"]["bytes_per_token"]], "B")
-    yield Series("start/seconds to ready", found.get("start_s", ()), "s", absolute=True)
+                self._add(f"{where}/CPU over relay", ratios, "x")
 
 
 def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) -> float:
@@ -99,7 +89,7 @@ def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) 
     return round(beyond(marks[-1]) / beyond(marks[0]), 3)
 
 
-def verdicts(now: Figures, machine: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
+def verdicts(now: dict[str, dict[str, Any]], machine: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
     """Compares each figure with the baseline's: `worse`, `better`, `same`, `new`; absolute ones only on the same kind of machine."""
     comparable = same_machine(machine, baseline["machine"])
     then = baseline["figures"]

@@ -1,12 +1,8 @@
-"""The floor: only what any proxy for exact tokens must do in front of a stock vLLM, in Python on aiohttp (README.md).
+"""The floor: only what any proxy for exact tokens must do in Python on aiohttp: `python -m bench.floor PORT UPSTREAM [--local]`.
 
 It relays a call, and does these four: a second, small call (`/tokenize`) for the ids that the template puts after the last reply (the
 tail); the ids of the whole history to the engine; their echo cut out of the answer; the sampled ids kept for the session's next call.
-
-It verifies and records nothing, and parses no JSON: it searches for a few byte strings that the bench and its mock engine are known to
-write, and raises an error if they are missing. It assumes that each call of a session continues the previous one.
-
-    python -m bench.floor PORT UPSTREAM [--local]
+It verifies nothing, and parses no JSON: it searches for a few byte strings that the bench and its mock engine are known to write.
 
 `--local` omits the second call, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
 """

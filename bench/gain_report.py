@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from bench.plots import draw_gain
-from bench.tables import DOCS, Table, described, write_page
+from bench.run import described
+from bench.tables import DOCS, Table, write_page
 
 WORDS = {"loop": "agent, in its loop", "follow-up": "agent, the user speaks again", "chat": "chat"}
 

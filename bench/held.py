@@ -1,9 +1,8 @@
 """Counts what the proxy holds for each stream that waits for its next event: `python -m bench.held [--places N]`.
 
 Python's own account (`tracemalloc`) is read while all clients are connected and nothing runs, and while each has a stream that continues a
-session and of which the same number of events have arrived. The difference counts allocated bytes, not the memory of the process. So it
-is nearly the same in each run, however busy the machine is. Client and engine do not count: the engine is a process of its own, and
-clients keep nothing.
+session and of which the same number of events have arrived. The difference is nearly the same in each run, however busy the machine is.
+Client and engine do not count: the engine is a process of its own, and clients keep nothing.
 """
 
 import argparse

@@ -1,22 +1,15 @@
-"""The load generator: a separate process that runs rollouts and reports how long each call took; README.md explains closed and open loop.
-
-    python -m bench.load '{"ports": [8100], "sessions": true, "connections": 64, "seconds": 3}'
-
-prints `go` when the measured time begins, `end` when it is over, then one line of JSON.
-"""
+"""The load generator: runs rollouts and reports how long each call took; README.md explains closed and open loop."""
 
 import asyncio
-import json
 import random
 import re
-import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import uvloop
 
 from bench import client
 from bench.mock import reply_of
@@ -139,7 +132,6 @@ class Generator:
         self.gate = asyncio.Semaphore(CONNECTING)
         self.tasks: set[asyncio.Task[None]] = set()
         self.made = 0
-        self.warmed = 0
         self.stop = False
         self.under_way = self.peak = 0
         self.finished: deque[tuple[str, int]] = deque(maxlen=5)
@@ -157,12 +149,8 @@ class Generator:
         if answer.status == 200 and rollout.turn > 1:
             self.finished.append((rollout.session, rollout.turn))
 
-    async def closed(self, rollout: Rollout, go: asyncio.Event) -> None:
+    async def closed(self, rollout: Rollout) -> None:
         """Runs rollouts one after the other over one connection, each call after the answer to the previous one."""
-        if self.spec.warm_turn:
-            await rollout.call(self.gate, short=True)
-            self.warmed += 1
-        await go.wait()
         if self.spec.ramp_s:
             await asyncio.sleep(random.Random(rollout.session).uniform(0, self.spec.ramp_s))
         while not self.stop:
@@ -207,23 +195,23 @@ class Generator:
         clock.start()
         return clock
 
-    async def run(self) -> dict[str, Any]:
-        go = asyncio.Event()
+    async def run(self, at_bounds: Callable[[], None]) -> dict[str, Any]:
+        """Runs the load; `at_bounds` is called when the measured time begins and when it is over."""
         clock = self.open() if self.spec.rate else None
         if clock is None:
-            self.tasks |= {asyncio.create_task(self.closed(self.rollout(), go)) for _ in range(self.spec.connections)}
-            while self.spec.warm_turn and self.warmed < self.spec.connections:  # noqa: ASYNC110 - thousands would set the event
-                await asyncio.sleep(0.05)
-            go.set()
+            rollouts = [self.rollout() for _ in range(self.spec.connections)]
+            if self.spec.warm_turn:
+                await asyncio.gather(*(rollout.call(self.gate, short=True) for rollout in rollouts))
+            self.tasks |= {asyncio.create_task(self.closed(rollout)) for rollout in rollouts}
         await asyncio.sleep(self.spec.warm_s)
+        at_bounds()
         begun, cpu = time.monotonic_ns(), time.process_time()
-        print("go", flush=True)
         if self.spec.once:
             await asyncio.wait(self.tasks, timeout=self.spec.seconds)
         else:
             await asyncio.sleep(self.spec.seconds)
         ended, used = time.monotonic_ns(), time.process_time() - cpu
-        print("end", flush=True)
+        at_bounds()
         self.stop = True
         if clock is not None:
             await asyncio.to_thread(clock.join)
@@ -261,12 +249,3 @@ def summary(calls: list[tuple[int, Answer]], begun: int, ended: int, *, open_loo
 def _spread(nanoseconds: list[int]) -> list[int]:
     """Percentiles 0 to 100 in whole microseconds."""
     return [round(value / 1e3) for value in quantiles(nanoseconds)]
-
-
-def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1].encode(), type=Spec)
-    print(json.dumps(uvloop.run(Generator(spec).run())), flush=True)
-
-
-if __name__ == "__main__":
-    main()

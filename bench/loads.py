@@ -4,20 +4,19 @@ Every row is measured in rounds, target after target within each round, so that 
 a difference between targets.
 """
 
-import json
+import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import uvloop
 
 from bench.client import check_continued
-from bench.load import Spec
-from bench.processes import ROOT, Process
+from bench.load import Generator, Spec
+from bench.processes import Process
 from bench.talk import LONG, NEW, SHAPES, Shape
 from bench.targets import NOT_STREAMED, SLOW, Target
 
@@ -119,11 +118,7 @@ def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pa
 
 
 def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) -> dict[str, Any]:
-    """Puts load on a target. `alone`: pin it to one core and the rest to the others; otherwise all share all cores.
-
-    Raises:
-        RuntimeError: The generator failed.
-    """
+    """Puts load on a target. `alone`: pin it to one core and the rest, this process included, to the others; otherwise all share all."""
     engine = target.engine or engine
     pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
     rest = set(_CORES[1:]) if pinned else set(_CORES)
@@ -134,36 +129,23 @@ def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) ->
         process.pin({_CORES[0]} if pinned else set(_CORES))
         process.forget_peak()
     idle_bytes = sum(process.peak() for process in target.processes)
-    command = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as generator:
-        Process("generator", 0, generator.pid).pin(rest)
-        try:
-            found = _watch(engine, target, generator)
-        finally:
-            generator.kill()
-    return _checked(target, found, spec, 1 if pinned else len(_CORES)) | {"idle_bytes": idle_bytes}
+    seen: list[list[float]] = []
 
-
-def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") -> dict[str, Any]:
-    """What the generator found, and the accounts of the processes in the measured time."""
-
-    def line() -> str:
-        assert generator.stdout is not None  # noqa: S101 - it was opened with a pipe
-        if got := generator.stdout.readline():
-            return got
-        raise RuntimeError(f"the load generator exited with code {generator.wait()}")
-
-    def accounts() -> list[float]:
+    def look() -> None:
         cpus = [sum(process.cpu() for process in some) for some in (target.processes, (engine,), target.stores)]
-        return [*cpus, sum(process.waited() for process in target.processes)]
+        seen.append([*cpus, sum(process.waited() for process in target.processes)])
 
-    line()
-    before = accounts()
-    line()
-    used = [now - then for now, then in zip(accounts(), before, strict=True)]
-    found: dict[str, Any] = json.loads(line())
+    os.sched_setaffinity(0, rest)
+    gc.freeze()  # what was here before costs no call anything
+    try:
+        found = uvloop.run(Generator(spec).run(look))
+    finally:
+        gc.unfreeze()
+        os.sched_setaffinity(0, _CORES)
+    used = (now - then for then, now in zip(*seen, strict=True))
     found |= dict(zip(("cpu_s", "engine_cpu_s", "store_cpu_s", "waited_s"), used, strict=True))
-    return found | {"peak_bytes": sum(process.peak() for process in target.processes)}
+    found |= {"idle_bytes": idle_bytes, "peak_bytes": sum(process.peak() for process in target.processes)}
+    return _checked(target, found, spec, 1 if pinned else len(_CORES))
 
 
 def limit(shares: dict[str, float], waited: float) -> str:

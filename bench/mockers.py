@@ -1,11 +1,8 @@
-"""Runs rollouts in real time through tokencache before four engines: what the placement of sessions is worth, in pairs.
+"""Runs rollouts in real time through tokencache before four engines: `python -m bench.mockers [--seeds 3]` (needs `make e2e-engine`).
 
-    python -m bench.mockers [--seeds 3] [--groups 4] [--kv 16000]     # needs NVIDIA's Dynamo: make e2e-engine
-
-Each engine is a frontend of Dynamo (1.6.1) with one mocker, which computes nothing, and takes the time that a GPU would take: its blocks,
-evictions and preemptions are those of vLLM. A pair plays the same rollouts with `hash` and with `sticky`. They are those of
-`bench.placement` whose KV cache is overloaded, a quarter as long and as many, on caches in proportion. A machine that is short of CPU adds
-to both times: the ratio counts, and the load is printed.
+Each engine is a frontend of NVIDIA's Dynamo (1.6.1) with one mocker, which computes nothing, and takes the time that a GPU would take. A
+pair plays the same rollouts with `hash` and with `sticky`. They are those of `bench.placement` whose KV cache is overloaded, a quarter as
+long and as many, on caches in proportion. A machine that is short of CPU adds to both times: the ratio counts, and the load is printed.
 """
 
 import argparse
@@ -31,7 +28,8 @@ from tokencache.config import Settings
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
-ENGINES, MODEL = 4, "bench"
+MODEL = "bench"
+LOAD = Load(engines=4, kv=16_000, groups=4, shared=700, longest=7_500)
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 
 
@@ -82,7 +80,7 @@ class Agents:
         self.ends[rollout.group] = time.monotonic()
 
 
-async def played(urls: Sequence[str], policy: Literal["hash", "sticky"], load: Load, seed: int) -> tuple[float, float, float]:
+async def played(urls: Sequence[str], policy: Literal["hash", "sticky"], seed: int) -> tuple[float, float, float]:
     """Return the makespan, the mean time until a group is complete, and the share of turns that extend the one before.
 
     Times are in seconds.
@@ -98,7 +96,7 @@ async def played(urls: Sequence[str], policy: Literal["hash", "sticky"], load: L
         for monitor in proxy.pool.monitors:
             for found in monitor.engine.models:
                 found.stop_ids.update(found.capability.turn_ends)  # a mocker stops nowhere, so that the probe finds none
-        made, run = rollouts(load, seed), f"{policy}-{seed}"
+        made, run = rollouts(LOAD, seed), f"{policy}-{seed}"
         agents, start = Agents(http, url, run), time.monotonic()
         await asyncio.gather(*map(agents.play, made))
         whole, group = time.monotonic() - start, statistics.mean(agents.ends.values()) - start
@@ -107,13 +105,13 @@ async def played(urls: Sequence[str], policy: Literal["hash", "sticky"], load: L
         return whole, group, later.count("continue") / len(later)
 
 
-async def paired(urls: Sequence[str], load: Load, seeds: int) -> None:
+async def paired(urls: Sequence[str], seeds: int) -> None:
     """Play and print a pair for each seed, each time in another order."""
     ratios = []
     for seed in range(seeds):
         found = {}
         for policy in (("hash", "sticky"), ("sticky", "hash"))[seed % 2]:
-            found[policy] = await played(urls, policy, load, seed)
+            found[policy] = await played(urls, policy, seed)
         (hashed, *more), (sticky, *others) = found["hash"], found["sticky"]
         ratios.append(sticky / hashed)
         extends = min(more[1], others[1])
@@ -128,15 +126,12 @@ async def paired(urls: Sequence[str], load: Load, seeds: int) -> None:
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench.mockers", description=__doc__.partition("\n")[0])
     asked.add_argument("--seeds", type=int, default=3)
-    asked.add_argument("--groups", type=int, default=4)
-    asked.add_argument("--kv", type=int, default=16_000, help="tokens in the cache of each engine")
     options = asked.parse_args()
-    load = Load(engines=ENGINES, kv=options.kv, groups=options.groups, shared=700, longest=7_500)
     with contextlib.ExitStack() as opened:
         model = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         make_model(venv() / "bin/python", CONFIG, model)
-        urls = [opened.enter_context(engine(model, options.kv // BLOCK)) for _ in range(ENGINES)]
-        asyncio.run(paired(urls, load, options.seeds))
+        urls = [opened.enter_context(engine(model, LOAD.kv // BLOCK)) for _ in range(LOAD.engines)]
+        asyncio.run(paired(urls, options.seeds))
 
 
 if __name__ == "__main__":

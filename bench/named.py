@@ -1,10 +1,7 @@
-"""The floor with the plugin: as `bench.proven`, in front of an engine that takes prompts by hash.
+"""The floor with the plugin: `bench.proven` in front of an engine that takes prompts by hash: `python -m bench.named PORT UPSTREAM`.
 
 The prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands for all, and the answer
-has a hash of the prompt and a packed reply (`tokencache_vllm.prefixes`). So neither request nor answer grows. A prefix that the engine
-does not have is an error here: the bench's engine keeps all that it needs.
-
-    python -m bench.named PORT UPSTREAM
+has a hash of the prompt and a packed reply. So neither request nor answer grows. A prefix that the engine does not have is an error here.
 """
 
 import base64

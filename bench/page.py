@@ -4,7 +4,8 @@ from typing import Any
 
 from bench import plots
 from bench.report import aim_table, tables
-from bench.tables import DOCS, described, write_page
+from bench.run import described
+from bench.tables import DOCS, write_page
 from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED
 
 CASES = {"1 KB", "141 KB", "1 MB", "141 KB, 500 chunks"}

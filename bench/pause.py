@@ -1,10 +1,8 @@
 """Measures how long the proxy's event loop serves nobody else, while clients send bodies of 1 MB: `python -m bench.pause [--places N]`.
 
-A probe task runs once in each turn of the loop. Between two of its turns the loop is *paused*: everything that runs there has no `await`
-that lets others run. A pause is counted in CPU seconds of the loop's thread, so other programs do not count. `p99`: longer pauses take 1 %
-of the loop's busy time. So of 100 requests that arrive at a busy loop, one finds it in a longer pause.
-
-Four rollouts at once make first calls, which the engine renders, and calls that continue them. Engine and clients are other processes.
+A probe task runs once in each turn of the loop. Between two of its turns the loop is *paused*. A pause is counted in CPU seconds of the
+loop's thread, so other programs do not count. `p99`: longer pauses take 1 % of the loop's busy time. So of 100 requests that arrive at a
+busy loop, one finds it in a longer pause. Four rollouts at once make first calls, which the engine renders, and calls that continue them.
 """
 
 import argparse

@@ -1,17 +1,15 @@
-"""The floor with verification: the floor plus what it takes to verify the tokens and to keep them.
+"""The floor with verification: the floor plus what it takes to verify the tokens and to keep them: `python -m bench.proven PORT UPSTREAM`.
 
 It adds what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
 
 1. the messages are compared with those of the previous call: a hash of the repeated bytes; new messages are decoded and hashed; the reply
-   among them must be the sampled one. The first call of a session decodes and hashes all of it;
+   among them must be the sampled one;
 2. the ids that the engine echoes are compared with those that were sent, and the first call's are read;
 3. the sampled ids are decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, because it requested neither;
-4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept in memory.
+4. the turn is packed as it would be stored, its new messages deflated; and kept in memory.
 
-It omits what else a proxy needs: several conversations in a session, dialects and engines, a harness that changes what it sends back, a
-client that disconnects, duplicate calls, a tail that depends on its messages, metrics, errors, limits.
-
-    python -m bench.proven PORT UPSTREAM
+It omits several conversations in a session, dialects, several engines, harnesses that change what they send back, clients that disconnect,
+duplicate calls, tails that depend on their messages, metrics, errors, limits.
 """
 
 import hashlib

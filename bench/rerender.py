@@ -2,10 +2,7 @@
 
 A minimal re-creation of the published method of token capture before the engine: miles' session server (`miles/rollout/session`,
 chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture, where the engine repeats the same
-work. A Jinja template and a Hugging Face tokenizer, both kept warm; ids to the engine; ids and log probabilities of the reply kept in
-memory. Their code is not copied, and their further checks are omitted, so it is the floor of the method.
-
-`BENCH_TOKENIZER`: a folder with `tokenizer.json` and `chat_template.jinja`; else the tokenizer of tokencache.testing (6,000 entries).
+work. Template and tokenizer are kept warm; ids and log probabilities of the reply are kept in memory. Further checks are omitted.
 """
 
 import os

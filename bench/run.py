@@ -20,7 +20,7 @@ PACKAGES = ("tokencache", "aiohttp", "uvloop", "msgspec", "redis", "hiredis", "x
 
 
 class Run:
-    """A run's console and clock. With the open-file limit of this process and its children as high as the system allows."""
+    """A run's console and clock. It raises the open-file limit of this process and its children as far as the system allows."""
 
     def __init__(self) -> None:
         self.console, self._begun = Console(width=170), time.monotonic()
@@ -64,6 +64,11 @@ def machine() -> dict[str, Any]:
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def described(machine: dict[str, Any]) -> str:
+    """A machine and its system, in a line."""
+    return f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}"
 
 
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:

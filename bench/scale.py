@@ -1,10 +1,8 @@
 """Computes what 16 thousand, 160 thousand and 1.6 million concurrent rollouts need, from what the bench measured.
 
-    python -m bench.scale bench/results.json [--write]
-
-prints the tables of docs/several-engines.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per
-minute; each call costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `BUSY`. The
-queueing simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
+`python -m bench.scale bench/results.json [--write]` prints the tables of docs/several-engines.md; `--write` puts them there. Each call
+costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does. The queueing simulation (bench/queueing.py) shows what
+the share of a core that is used does to latency, and is checked against the measured open loop.
 """
 
 import argparse

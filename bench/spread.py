@@ -1,11 +1,9 @@
 """Measures what several proxy processes that share one Redis do: `python -m bench.spread [--processes 1,2,4] [--load]`.
 
-One process after the other serves some calls, one at a time, and only the CPU of the proxies counts (and, beside it, that of Redis). So
-neither the number of cores, nor the engine and the generator, which share them in `bench.load`, have an effect on the figures. All numbers
-of processes take turns, so disturbances of the machine affect them alike.
+One process after the other serves some calls, one at a time, and only the CPU of the proxies and of Redis counts. So neither the number of
+cores, nor the engine and the generator, have an effect on the figures. All numbers of processes take turns.
 
 With `--load` all of them serve at once, each with an engine of its own, as many rollouts as keep them busy, and calls per second count.
-This needs three cores for two processes, and three for the others.
 """
 
 import argparse

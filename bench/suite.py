@@ -153,8 +153,7 @@ class Suite:
 
     def _exports(self, rounds: int) -> list[dict[str, Any]]:
         self.say("calls during an export")
-        with self._rig() as rig:
-            return [run_exports(rig, name, 60, rounds) for name in (PROXY, PROXY_REDIS) if name in self.able]
+        return [run_exports(self.able[name], 60, rounds) for name in (PROXY, PROXY_REDIS) if name in self.able]
 
     def _stored(self, turns: int) -> dict[str, Any]:
         self.say("bytes stored")

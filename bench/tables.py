@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +52,14 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
     """The text of a page with its parts replaced, which are between the marks of their names.
 
     Raises:
-        ValueError: The page lacks the marks of a part, or has them more than once.
+        ValueError: The page does not have the marks of a part once.
     """
     for name, inner in parts.items():
-        text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: f"{m[1]}{inner}\n{m[2]}", text, flags=re.DOTALL)  # noqa: B023 - used at once
-        if count != 1:
-            raise ValueError(f"the page needs <!-- {name} --> and <!-- /{name} --> once, it has them {count} times")
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if (text.count(begin), text.count(end)) != (1, 1):
+            raise ValueError(f"the page must have {begin.strip()} and {end}, each once")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{inner}\n{end}{rest.partition(end)[2]}"
     return text
 
 
@@ -80,8 +81,3 @@ def write_page(page: str, parts: Callable[[dict[str, Any]], Mapping[str, str]], 
         kept.write_text(json.dumps(found, separators=(",", ":")) + "\n")
         print(f"bench/{kept.name}")
     return found
-
-
-def described(machine: dict[str, Any]) -> str:
-    """The date, the machine and its system, in a line."""
-    return f"{machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}"

@@ -1,8 +1,7 @@
 """Makes calls of one session against the simulated engine in this process, and follows what the proxy's thread runs for the last one.
 
-The proxy logs as `tokencache serve` does by default, a line for each call, but into nothing.
-Engine and client run in threads of their own, so that only the proxy is followed. The client is asked through a queue, and answers through
-a future. Both are C code, so what passes a question on is not counted.
+The proxy logs as `tokencache serve` does by default, but into nothing. Engine and client run in threads of their own. The client is asked
+through a queue, and answers through a future. Both are C code, so what passes a question on is not counted.
 """
 
 import asyncio
@@ -35,17 +34,10 @@ _SETTLING_SECONDS = 0.5
 
 
 class Talk(NamedTuple):
-    """What is said.
+    """What is said: so many calls, of which the last one is followed.
 
-    Attributes:
-        calls: the number of calls; the last one is followed.
-        stream: whether replies are streamed.
-        messages: the number of messages of the first request; odd, as users and assistants take turns.
-        size: bytes of their content.
-        store: the URL of the proxy's store.
-        prefixes: whether the engine takes prompts by hash.
-        engines: the number of engines; `placement` is which of them a session uses.
-        token_seconds: the engine's pause before each token. Without one, the chunks of a stream arrive together, in parts that differ.
+    `messages`: of the first request, odd, with `size` bytes of content; `store`: a URL; `prefixes`: engines take prompts by hash.
+    `token_seconds`: the engine's pause before each token. Without one, the chunks of a stream arrive together, in parts that differ.
     """
 
     calls: int = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.figures import aims, figures, growth_beyond, verdict, verdicts
+from bench.figures import Figures, aims, growth_beyond, verdict, verdicts
 from bench.loads import limit
 from bench.report import aim_table, growth
 
@@ -20,7 +20,7 @@ def cost(proxy, case="141 KB"):
 
 
 def test_a_cost_is_kept_as_ratio_to_the_relay_with_its_noise():
-    found = figures({"cost": [cost(300.0)]})
+    found = Figures({"cost": [cost(300.0)]})
     ratio = found["cost/141 KB/proxy memory/CPU over relay"]
     assert (ratio["median"], ratio["spread"], ratio["unit"]) == (1.5, 0.01, "x")
     assert found["cost/141 KB/proxy memory/added p50"]["median"] == 800.0
@@ -96,8 +96,8 @@ def test_growth_excludes_what_reading_the_body_costs():
 
 
 def test_absolute_figures_are_compared_on_the_same_machine_only():
-    was = {"machine": MACHINE, "figures": figures({"cost": [cost(300.0)]})}
-    now = figures({"cost": [cost(400.0)]})
+    was = {"machine": MACHINE, "figures": Figures({"cost": [cost(300.0)]})}
+    now = Figures({"cost": [cost(400.0)]})
     here = verdicts(now, MACHINE, was)
     assert here["cost/141 KB/proxy memory/CPU"] == here["cost/141 KB/proxy memory/CPU over relay"] == "worse"
     assert here["cost/141 KB/relay/CPU"] == "same"
