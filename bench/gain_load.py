@@ -9,21 +9,19 @@ but for the ids of calls, which are new. So direct calls lose what the program l
 """
 
 import argparse
-import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import aiohttp
-import uvloop
-
-from bench.client import CHAT, Client
+from bench.client import Client
 from bench.gain_engine import CONFIG, MODEL, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, history, opened
+from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, forced, history, opened, send_streamed
 from bench.processes import ROOT
 from bench.run import Run
 from bench.stats import percentile
@@ -42,10 +40,10 @@ CORPUS = ROOT / "tests/system/corpus"
 
 
 class Session:
-    """One of the concurrent sessions: a shared history, then its own messages."""
+    """One of the concurrent sessions: a shared history, then its own messages, over one connection."""
 
-    def __init__(self, shared: bytes, name: str, say: list[int]) -> None:
-        self.name = name
+    def __init__(self, target: CallTarget, shared: bytes, name: str, say: list[int]) -> None:
+        self.name, self._target, self._connection = name, target, Client(target.process.port)
         self._messages = shared
         self._rest = b"]," + json.dumps({"tools": [TOOL], **STREAMED, **forced(say)}).encode()[1:]
         self._add({"role": "user", "content": f"{name}: begin."})
@@ -53,64 +51,54 @@ class Session:
     def _add(self, message: dict[str, Any]) -> None:
         self._messages += b"," + json.dumps(message).encode()
 
-    async def call(self, http: aiohttp.ClientSession, url: str) -> tuple[float, float]:
-        """Makes the next call; returns when it was sent and when the first event came.
+    def call(self) -> float:
+        """Makes the next call; returns the seconds to the first event.
 
         Raises:
             RuntimeError: The answer is not a stream with the forced reply.
         """
-        headers = {"Content-Type": "application/json", "X-Tokencache-Session": self.name}
-        sent, first, received = time.monotonic(), 0.0, b""
-        async with http.post(url, data=b'{"messages":[' + self._messages + self._rest, headers=headers) as answer:
-            async for part in answer.content.iter_any():
-                received += part
-                if not first and b"data: {" in received:
-                    first = time.monotonic()
-        if answer.status != 200 or not first:
-            raise RuntimeError(f"{url} answered {answer.status}: {received[:500]!r}")
-        message = assembled(received)[0]
-        if message["content"] != "Done.":
-            raise RuntimeError(f"{url} answered {received[:1000]!r}")
-        self._add(message)
+        answer = send_streamed(self._target, b'{"messages":[' + self._messages + self._rest, self.name, self._connection)
+        if answer.message["content"] != "Done.":
+            raise RuntimeError(f"{self._target.name} answered {answer.message}")
+        self._add(answer.message)
         self._add({"role": "user", "content": "And now the next one, please, with all that you know."})
-        return sent, first
+        return answer.first
 
 
-async def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
+def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
     """A closed loop: new sessions with a history of about `tokens`, for a time. Each makes some calls before the clock starts."""
-    engine, url = target.engine, target.process.url + CHAT
-    messages = history(engine, tokens)
+    engine, messages = target.engine, history(target.engine, tokens)
     messages[0]["content"] = f"{target.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
-    shared = ",".join(map(json.dumps, messages)).encode()
-    say = engine.tokenizer.encode(REPLY)
-    sessions = [Session(shared, f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", ""), say) for n in range(SESSIONS)]
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(300)) as http:
-        await sessions[0].call(http, url)
+    shared, say = ",".join(map(json.dumps, messages)).encode(), engine.tokenizer.encode(REPLY)
+    names = [f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", "") for n in range(SESSIONS)]
+    sessions = [Session(target, shared, name, say) for name in names]
+    sessions[0].call()
+    with ThreadPoolExecutor(SESSIONS) as threads:
         for _ in range(WARMING):
-            await asyncio.gather(*(session.call(http, url) for session in sessions))
-        seen: list[tuple[float, float]] = []
-        looked_up, cpu, begun = await asyncio.to_thread(engine.prefix_cache), target.cpu(), time.monotonic()
+            list(threads.map(Session.call, sessions))
+        looked_up, cpu, begun = engine.prefix_cache(), target.cpu(), time.monotonic()
 
-        async def talk(session: Session) -> None:
+        def talk(session: Session) -> list[float]:
+            seen = []
             while time.monotonic() < begun + seconds:
-                seen.append(await session.call(http, url))
+                seen.append(session.call())
+            return seen
 
-        await asyncio.gather(*map(talk, sessions))
+        firsts = sorted(itertools.chain.from_iterable(threads.map(talk, sessions)))
         took, used = time.monotonic() - begun, [now - then for now, then in zip(target.cpu(), cpu, strict=True)]
     queries, hits = (now - then for now, then in zip(engine.prefix_cache(), looked_up, strict=True))
     if target.name in OWN:
         for session in sessions:
             target.check_continued(session.name, WARMING)
-    firsts = sorted(first - sent for sent, first in seen)
     return {
         "target": target.name,
         "tokens": tokens,
-        "calls": len(seen),
-        "calls_per_s": round(len(seen) / took, 2),
+        "calls": len(firsts),
+        "calls_per_s": round(len(firsts) / took, 2),
         "ttft_p50_ms": round(percentile(firsts, 50) * 1e3, 1),
         "ttft_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
-        "api_cpu_ms": round(used[0] / len(seen) * 1e3, 2),
-        "front_cpu_ms": round(used[1] / len(seen) * 1e3, 2),
+        "api_cpu_ms": round(used[0] / len(firsts) * 1e3, 2),
+        "front_cpu_ms": round(used[1] / len(firsts) * 1e3, 2),
         "found_cached": round(hits / queries, 4),
     }
 
@@ -187,7 +175,7 @@ def main() -> None:
                 with opened(name, plugin if name == PLUGIN else stock) as target:
                     for tokens in lengths:
                         run.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
-                        found["load"].append(uvloop.run(run_load(target, tokens, seconds)))
+                        found["load"].append(run_load(target, tokens, seconds))
                     if name in OWN:
                         run.say(f"{name}: recorded agents")
                         found["workload"] += run_workload(target)

@@ -7,7 +7,8 @@ import operator
 import statistics
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 
@@ -18,26 +19,8 @@ from bench.tables import DOCS, Table, write_page
 WORDS = {"loop": "agent, in its loop", "follow-up": "agent, the user speaks again", "chat": "chat"}
 
 
-class Point(NamedTuple):
-    """The calls of one kind at one mark through one target."""
-
-    kind: str
-    drift: bool
-    mark: int
-    target: str
-    n: int
-    ttft_ms: float
-    least: float
-    most: float
-    prompt_tokens: int
-    computed: int
-    hit_rate: float
-    api_cpu_ms: float
-    proxy_cpu_ms: float
-
-
-def points(found: dict[str, Any]) -> list[Point]:
-    """Every measured kind of call, in the order of the tables."""
+def points(found: dict[str, Any]) -> list[SimpleNamespace]:
+    """Every measured kind of call (the calls of one kind at one mark through one target), in the order of the tables."""
     groups = defaultdict[tuple[str, bool, int, str], list[dict[str, Any]]](list)
     for record in found["calls"]:
         if record["kind"] in WORDS:
@@ -46,13 +29,13 @@ def points(found: dict[str, Any]) -> list[Point]:
     return [_point(*key, groups[key]) for key in sorted(groups, key=lambda key: (kinds.index(key[0]), not key[1], *key[2:]))]
 
 
-def _point(kind: str, drift: bool, mark: int, target: str, records: list[dict[str, Any]]) -> Point:
+def _point(kind: str, drift: bool, mark: int, target: str, records: list[dict[str, Any]]) -> SimpleNamespace:
     walls = [record["ttft_ms"] for record in records]
     queries, hits = (sum(record[name] for record in records) for name in ("queries", "hits"))
-    prompt, api, proxy = (statistics.median(one[name] for one in records) for name in ("prompt_tokens", "api_cpu_ms", "proxy_cpu_ms"))
-    times = statistics.median(walls), min(walls), max(walls)
-    computed = round((queries - hits) / len(records))
-    return Point(kind, drift, mark, target, len(walls), *times, round(prompt), computed, hits / queries if queries else 0.0, api, proxy)
+    medians = {name: statistics.median(one[name] for one in records) for name in ("ttft_ms", "prompt_tokens", "api_cpu_ms", "proxy_cpu_ms")}
+    cached = {"computed": round((queries - hits) / len(records)), "hit_rate": hits / queries if queries else 0.0}
+    of = {"kind": kind, "drift": drift, "mark": mark, "target": target, "n": len(walls), "least": min(walls), "most": max(walls)}
+    return SimpleNamespace(**of, **medians, **cached)
 
 
 def first_tokens(found: dict[str, Any], kind: str, *, drift: bool) -> Table:
@@ -63,7 +46,7 @@ def first_tokens(found: dict[str, Any], kind: str, *, drift: bool) -> Table:
         ("history", lambda one: f"{one.mark:,}" if one.target == "direct" else ""),
         ("target", lambda one: one.target),
         ("n", lambda one: one.n),
-        ("prompt", lambda one: f"{one.prompt_tokens:,}"),
+        ("prompt", lambda one: f"{round(one.prompt_tokens):,}"),
         ("found cached", lambda one: f"{100 * one.hit_rate:.1f} %"),
         ("computed", lambda one: f"{one.computed:,}"),
         ("first token ms", lambda one: f"{one.ttft_ms:,.0f}"),

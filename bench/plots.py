@@ -6,7 +6,7 @@ A target has the same colour in all of them. SVG without a date and with fixed i
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
@@ -14,11 +14,6 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from bench.report import middle
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from bench.gain_report import Point
 
 COLOURS = {
     "direct": "#8c8c8c",
@@ -62,7 +57,7 @@ def draw(found: dict[str, Any], folder: Path) -> None:
             _save(folder / f"{name}.svg", make, found[part])
 
 
-def draw_gain(seen: "list[Point]", titles: dict[str, str], folder: Path) -> None:
+def draw_gain(seen: list[Any], titles: dict[str, str], folder: Path) -> None:
     """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
     _save(folder / "gain.svg", _gain, seen, titles)
 
@@ -76,12 +71,12 @@ def _save(file: Path, make: Callable[..., None], *figures: Any) -> None:
     print(f"docs/images/{file.name}")
 
 
-def _columns(count: int, width: float, height: float, **more: Any) -> "list[Axes]":
+def _columns(count: int, width: float, height: float, **more: Any) -> list[Any]:
     """Empty diagrams, side by side."""
     return list(plt.subplots(1, count, figsize=(width * count, height), squeeze=False, **more)[1][0])
 
 
-def _percentiles(axes: "Axes", name: str, latency: list[float]) -> None:
+def _percentiles(axes: Any, name: str, latency: list[float]) -> None:
     """Latency over the fraction of calls that are slower, logarithmic: 50 % at the left, 99 % at the right."""
     shown = range(1, 100)
     axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], "-", color=COLOURS.get(name), label=name)
@@ -89,7 +84,7 @@ def _percentiles(axes: "Axes", name: str, latency: list[float]) -> None:
     axes.set_xticks([1, 2, 10, 100], ["0", "50", "90", "99"])
 
 
-def _legend(axes: "Axes") -> None:
+def _legend(axes: Any) -> None:
     """To the right of the last diagram."""
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
@@ -143,7 +138,7 @@ def _growth(grown: dict[str, Any]) -> None:
         axes.legend()
 
 
-def _gain(seen: "list[Point]", titles: dict[str, str]) -> None:
+def _gain(seen: list[Any], titles: dict[str, str]) -> None:
     kinds = [kind for kind in titles if any(point.kind == kind for point in seen)]
     marks = sorted({point.mark // 1000 for point in seen})
     _, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1.6, 5.6), squeeze=False, sharex=True, sharey="row")

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import NamedTuple
 from cachetools import TTLCache, cached
 
 from bench.client import get
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,12 +76,6 @@ def _read(file: str | Path) -> str:
     with contextlib.suppress(OSError):
         return Path(file).read_text()
     return ""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextlib.contextmanager
