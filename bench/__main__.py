@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from bench import report, suite
+from bench import page, suite
 from bench.figures import Figures, aims
 from bench.run import Run, machine
 
@@ -26,7 +26,7 @@ def main() -> None:
     leave_out = {*options.without.split(","), *(suite.NOT_QUICK if options.quick else ())}
     found |= suite.Suite(run, leave_out).run(parts, suite.QUICK if options.quick else suite.FULL)
     found |= {"seconds": run.seconds, "figures": Figures(found), "aims": aims(found)}
-    report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, run.console)
+    page.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, run.console)
     if options.save_baseline:
         kept = {name: found[name] for name in ("machine", "quick", "seconds", "figures", "aims")}
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")

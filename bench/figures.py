@@ -25,6 +25,11 @@ def counts(run: dict[str, Any]) -> bool:
     return int(run["calls"]) >= LEAST_CALLS and not run["torn"]
 
 
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The repetition with the median of calls per second."""
+    return sorted(runs, key=lambda run: float(run["calls_per_s"]))[len(runs) // 2]
+
+
 class Figures(dict[str, dict[str, Any]]):
     """All figures of a run, by name."""
 

@@ -13,7 +13,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from bench.report import middle
+from bench.figures import middle
 
 COLOURS = {
     "direct": "#8c8c8c",

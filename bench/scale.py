@@ -12,8 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.page import ms
 from bench.queueing import empirical, simulate
-from bench.report import ms
 from bench.tables import Table, write
 
 ROLLOUTS = (16_000, 160_000, 1_600_000)

@@ -4,7 +4,7 @@ import pytest
 
 from bench.figures import Figures, aims, growth_beyond, verdict, verdicts
 from bench.loads import limit
-from bench.report import aim_table, growth
+from bench.page import aim_table, growth
 
 MACHINE = {"cpu": "c", "cores": 2, "python": "3"}
 
