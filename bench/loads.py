@@ -17,7 +17,7 @@ import uvloop
 from bench.client import check_continued
 from bench.load import Generator, Spec
 from bench.processes import Process
-from bench.talk import LONG, NEW, SHAPES, Shape
+from bench.talk import SHAPES, Shape
 from bench.targets import NOT_STREAMED, SLOW, Target
 
 FEW = 64
@@ -79,21 +79,6 @@ def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[s
                 spec = row.spec(slow=name in SLOW, fast=not target.records)
                 runs[name].append(drive(engine, target, spec, alone=target.workers == 1))
     return {"shape": row.shape, "connections": row.connections, "targets": runs}
-
-
-def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares: Sequence[float], seconds: float) -> list[dict[str, Any]]:
-    """Poisson arrivals of 141 KB calls at shares of a capacity, to each target at the same rates."""
-    rates = [round(capacity * share, 1) for share in shares]
-    return [drive(engine, target, Spec(rate=rate, seconds=seconds, warm_s=0.5, shape=LONG)) for rate in rates for target in targets]
-
-
-def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns: int) -> list[dict[str, Any]]:
-    """32 new sessions of `turns` turns at once, on all cores; so miles measured its session server (radixark/miles #1660).
-
-    A run is cut off after half a minute; its turns per second are then those of the shorter histories.
-    """
-    spec = Spec(connections=32, once=True, shape=NEW, seconds=30.0, turns=turns)
-    return [drive(engine, target, spec, alone=False) for _ in range(rounds) for target in targets]
 
 
 def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pace_ms: int, ramp_s: float) -> dict[str, Any]:

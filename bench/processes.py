@@ -60,7 +60,7 @@ class Process(NamedTuple):
 
     def pin(self, cores: set[int]) -> None:
         """Restricts all of its threads to these cores."""
-        for task in (task for pid in family(self.pid) for task in Path(f"/proc/{pid}/task").iterdir()):
+        for task in (task for pid in family(self.pid) for task in Path(f"/proc/{pid}/task").glob("*")):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(int(task.name), cores)
 

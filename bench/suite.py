@@ -10,10 +10,11 @@ from typing import Any
 from bench import counted, entries, loads, targets
 from bench.cost import Case, Rig, run_case, run_growth
 from bench.exports import run_exports
+from bench.load import Spec
 from bench.loads import Row
 from bench.processes import Process
 from bench.run import Run
-from bench.talk import LONG, LONGEST, SMALL
+from bench.talk import LONG, LONGEST, NEW, SMALL
 from bench.targets import FLOOR, FLOOR_LOCAL, FLOOR_NAMED, FLOOR_PROVEN, NOT_STREAMED, PROXY, PROXY_REDIS, TWO, TWO_REDIS, Target
 
 CASES = [
@@ -132,13 +133,16 @@ class Suite:
         self.say("open loop: 141 KB")
         first = loads.run_load(self.engine, {PROXY: self.able[PROXY]}, Row("141 KB", 16, 2.0))["targets"][PROXY][0]
         some = [self.able[name] for name in ("relay", PROXY, PROXY_REDIS) if name in self.able]
-        runs = loads.run_open(self.engine, some, first["calls_per_s"], shares, seconds)
+        specs = [Spec(rate=round(first["calls_per_s"] * share, 1), seconds=seconds, warm_s=0.5, shape=LONG) for share in shares]
+        runs = [loads.drive(self.engine, target, spec) for spec in specs for target in some]
         return {"capacity": first["calls_per_s"], "cpu_us": first["cpu_us"], "runs": runs}
 
     def _rollouts(self, rounds: int, turns: int) -> list[dict[str, Any]]:
         self.say(f"rollouts: 32 sessions x {turns} turns")
         some = [target for name, target in self.able.items() if name not in {"litellm", *NOT_STREAMED}]
-        return loads.run_rollouts(self.engine, some, rounds, turns)
+        # So miles measured its session server (radixark/miles #1660). A run that is cut off has the turns per second of shorter histories.
+        spec = Spec(connections=32, once=True, shape=NEW, seconds=30.0, turns=turns)
+        return [loads.drive(self.engine, target, spec, alone=False) for _ in range(rounds) for target in some]
 
     def _streams(self, wanted: int, **extent: Any) -> list[dict[str, Any]]:
         found = []
