@@ -1,10 +1,11 @@
 """Measures the cost of one call: the same body to every target, in changing order, one call at a time (README.md)."""
 
 import itertools
+import math
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,16 +46,18 @@ class Rig:
     def __init__(self, engine: Process, targets: Mapping[str, Target]) -> None:
         self.engine, self.targets = engine, dict(targets)
         self.clients = {name: Client(target.ports[0]) for name, target in self.targets.items()}
-        self.usual = [name for name in targets if name not in SLOW]
+        self.usual, self.slow = [name for name in targets if name not in SLOW], [name for name in targets if name in SLOW]
+        self._turn = itertools.count(1)
 
     def close(self) -> None:
         for client in self.clients.values():
             client.close()
 
-    def in_turn(self, n: int, more: Sequence[str] = ()) -> list[str]:
-        """The targets that are not slow, and more, in an order that changes with n."""
+    def in_turn(self, more: Iterable[str] = ()) -> list[str]:
+        """The targets that are not slow, and more, each time in another order."""
         names = [*self.usual, *more]
-        return names[n % len(names) :] + names[: n % len(names)]
+        at = next(self._turn) % len(names)
+        return names[at:] + names[:at]
 
 
 class Sample(NamedTuple):
@@ -129,24 +132,18 @@ def settled(groups: Sequence[Sequence[Process]]) -> list[float]:
 def run_case(rig: Rig, case: Case) -> dict[str, Any]:
     """Measures a case. Each session begins with a call that is not measured; every measured call continues one."""
     samples: dict[str, list[Sample]] = {name: [] for name in rig.targets}
-    sizes: list[int] = []
-    turn = itertools.count(1)
-    first = True  # the first session is a warm-up
-    while first or len(sizes) < case.calls:
+    for session in range(math.ceil(case.calls / case.per_session) + 1):
         played = MeasuredSession(rig, case.shape, case.talk)
         played.step()
         for _ in range(case.per_session):
-            body = played.body("direct")
-            seen = played.look(rig.in_turn(next(turn)))
-            if not first:
-                sizes.append(len(body))
-                for name, sample in seen.items():
-                    samples[name].append(sample)
-        first = False
+            seen = played.look(rig.in_turn())
+            for name, sample in seen.items() if session else ():  # the first session is a warm-up
+                samples[name].append(sample)
         played.check(case.per_session + 1)
-    for name in rig.targets.keys() & SLOW:  # apart from the others: these evict the processor's caches
+    body = played.body("direct")
+    for name in rig.slow:  # apart from the others: these evict the processor's caches
         samples[name] = [played.observe(name, body)[0] for _ in range(SLOW_CALLS)]
-    return {"case": case.name, "body_bytes": round(statistics.mean(sizes)), "targets": summaries(samples), "parse_us": parse_cost(body)}
+    return {"case": case.name, "targets": summaries(samples)}
 
 
 def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
@@ -166,23 +163,18 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
                 continue
             if turn == near:
                 bodies[turn] = played.body("direct")
-            for name, sample in played.look(rig.in_turn(turn, sorted(rig.targets.keys() & SLOW) if turn == near else ())).items():
+            for name, sample in played.look(rig.in_turn(rig.slow if turn == near else ())).items():
                 found[near][name].append(sample)
         played.check(marks[-1] + AROUND)
         recorded = next(target for target in rig.targets.values() if target.records)
-        last_turn = turns(recorded.ports[0], played.session)[-1]
-        tokens += last_turn["prompt_tokens"] + last_turn["completion_tokens"]
+        last = turns(recorded.ports[0], played.session)[-1]
+        tokens += last["prompt_tokens"] + last["completion_tokens"]
     kept = stored(rig) - before
-    return {
-        "sessions": sessions,
-        "tokens": tokens,
-        "redis_bytes": kept,
-        "redis_bytes_per_token": round(kept / tokens, 2) if kept else None,
-        "marks": [
-            {"turn": mark, "body_bytes": len(body), "targets": summaries(found[mark]), "parse_us": parse_cost(body)}
-            for mark, body in bodies.items()
-        ],
-    }
+    rows = [
+        {"turn": mark, "body_bytes": len(body), "targets": summaries(found[mark]), "parse_us": parse_cost(body)}
+        for mark, body in bodies.items()
+    ]
+    return {"tokens": tokens, "redis_bytes": kept, "redis_bytes_per_token": round(kept / tokens, 2) if kept else None, "marks": rows}
 
 
 def stored(rig: Rig) -> int:

@@ -319,13 +319,11 @@ class Replay:
     def _begin(self) -> None:
         if self._waiting:
             rollout = self._waiting.popleft()
-            self._later(max(0.0, rollout.start - self._now), partial(self._create, rollout))
+            self._later(max(0.0, rollout.start - self._now), partial(self._admit, rollout))
 
-    def _create(self, rollout: Rollout) -> None:
-        self._created.append(rollout)
-        self._admit()
-
-    def _admit(self) -> None:
+    def _admit(self, *created: Rollout) -> None:
+        """Begin the rollouts that were created and fit, oldest first."""
+        self._created += created
         while self._created and self._has_room(self._created[0].name):
             run = Run(self._created.popleft())
             first, *others = [n for n, call in enumerate(run.rollout.calls) if not call.after]
@@ -339,16 +337,13 @@ class Replay:
         empty = sum(not self._placement.load(url, self._now) for url in self._engines)
         return self._admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
 
-    def _place(self, session: str) -> str:
-        urls = list(self._engines)
-        if not self._sticky:
-            return urls[preference(session, urls)[0]]
-        return self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
-
     def _ask(self, run: Run, n: int) -> None:
-        session, call = run.rollout.name, run.rollout.calls[n]
-        name, url = f"{session}/{n}", self._place(session)
-        self._bound[session] = url
+        session, call, urls = run.rollout.name, run.rollout.calls[n], list(self._engines)
+        if self._sticky:
+            url = self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
+        else:
+            url = urls[preference(session, urls)[0]]
+        name, self._bound[session] = f"{session}/{n}", url
         self._placement.begin(name, session, url, call.prompt)
 
         def done() -> None:
