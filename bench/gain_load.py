@@ -21,7 +21,7 @@ from typing import Any
 from bench.client import Client
 from bench.gain_engine import CONFIG, MODEL, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, forced, history, opened, send_streamed
+from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, history, opened
 from bench.processes import ROOT
 from bench.run import Run
 from bench.stats import percentile
@@ -42,9 +42,8 @@ CORPUS = ROOT / "tests/system/corpus"
 class Session:
     """One of the concurrent sessions: a shared history, then its own messages, over one connection."""
 
-    def __init__(self, target: CallTarget, shared: bytes, name: str, say: list[int]) -> None:
-        self.name, self._target, self._connection = name, target, Client(target.process.port)
-        self._messages = shared
+    def __init__(self, port: int, shared: bytes, name: str, say: list[int]) -> None:
+        self.name, self._connection, self._messages = name, Client(port), shared
         self._rest = b"]," + json.dumps({"tools": [TOOL], **STREAMED, **forced(say)}).encode()[1:]
         self._add({"role": "user", "content": f"{name}: begin."})
 
@@ -57,12 +56,15 @@ class Session:
         Raises:
             RuntimeError: The answer is not a stream with the forced reply.
         """
-        answer = send_streamed(self._target, b'{"messages":[' + self._messages + self._rest, self.name, self._connection)
-        if answer.message["content"] != "Done.":
-            raise RuntimeError(f"{self._target.name} answered {answer.message}")
-        self._add(answer.message)
+        seen: list[int] = []
+        body = b'{"messages":[' + self._messages + self._rest
+        answer = self._connection.post(body, self.name, at_event=lambda: seen.append(time.monotonic_ns()))
+        message, _ = assembled(answer.body)
+        if not seen or message["content"] != "Done.":
+            raise RuntimeError(f"port {self._connection.port} answered {answer.body[:1000]!r}")
+        self._add(message)
         self._add({"role": "user", "content": "And now the next one, please, with all that you know."})
-        return answer.first
+        return (seen[0] - answer.begun) / 1e9
 
 
 def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
@@ -71,7 +73,7 @@ def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
     messages[0]["content"] = f"{target.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
     shared, say = ",".join(map(json.dumps, messages)).encode(), engine.tokenizer.encode(REPLY)
     names = [f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", "") for n in range(SESSIONS)]
-    sessions = [Session(target, shared, name, say) for name in names]
+    sessions = [Session(target.process.port, shared, name, say) for name in names]
     sessions[0].call()
     with ThreadPoolExecutor(SESSIONS) as threads:
         for _ in range(WARMING):

@@ -84,17 +84,15 @@ def opened(name: str, engine: Engine, *, tokenizer: bool = True) -> Iterator[Cal
         yield CallTarget(name, engine, front)
 
 
-def send_streamed(target: CallTarget, body: bytes, session: str | None = None, over: client.Client | None = None) -> StreamedAnswer:
-    """Sends a streamed call and reads all of it; the clock and the CPU accounts are read at the first event. `over`: a connection to use.
+def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -> StreamedAnswer:
+    """Sends a streamed call and reads all of it; the clock and the CPU accounts are read at the first event.
 
     Raises:
         RuntimeError: The answer is not a stream.
     """
     seen: list[tuple[int, list[float]]] = []
-    connection = over or client.Client(target.process.port)
-    answer = connection.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
-    if over is None:
-        connection.close()
+    with contextlib.closing(client.Client(target.process.port)) as connection:
+        answer = connection.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
     if not seen:
         raise RuntimeError(f"{target.name} answered {answer.body[:500]!r}")
     return StreamedAnswer((seen[0][0] - answer.begun) / 1e9, seen[0][1], *assembled(answer.body))

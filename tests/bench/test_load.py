@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from bench import client
 from bench.load import Answer, Connection, Generator, Spec, summary
 from bench.loads import Row, chosen
 from bench.mock import Server, reply_of
@@ -123,3 +124,13 @@ def test_only_targets_with_sessions_get_the_long_window():
     row = Row("141 KB", 1024, 20.0, 1)
     assert row.spec().seconds - row.spec(fast=True).seconds == 16.0
     assert Row("141 KB", 64, 2.5, 3).spec(fast=True) == Row("141 KB", 64, 2.5, 3).spec()
+
+
+@pytest.mark.parametrize("kinds", [[], ["root"], ["root", "branch"], ["root", "continue", "branch"]])
+def test_sessions_whose_calls_did_not_all_continue_yield_no_figure(monkeypatch, kinds):
+    known = {1: [], 2: [{"match": kind} for kind in kinds]}
+    monkeypatch.setattr(client, "turns", lambda port, _session: known[port])
+    with pytest.raises(RuntimeError, match=f"has {len(kinds)} of 2 turns"):
+        client.check_continued([1, 2], "s", 2)
+    known[1] = [{"match": "root"}, {"match": "continue"}]
+    assert client.check_continued([1, 2], "s", 2) == 2
