@@ -4,11 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
-from bench import report, suite
-from bench.aims import aims
-from bench.figures import figures
-from bench.machine import machine, raise_file_limit
-from bench.progress import Progress
+from bench import page, suite
+from bench.figures import Figures, aims
+from bench.run import Run, machine
 
 BASELINE = Path(__file__).parent / "baseline.json"
 
@@ -20,20 +18,19 @@ def main() -> None:
     asked.add_argument("--without", default="", help="targets to omit, separated by commas, such as litellm,rerender")
     asked.add_argument("--save-baseline", action="store_true", help="write bench/baseline.json, too")
     options = asked.parse_args()
-    extent = suite.QUICK if options.quick else suite.FULL
     parts = set(options.parts.split(",") if options.parts else suite.PARTS)
     if parts - set(suite.PARTS):
         asked.error(f"unknown part: {', '.join(sorted(parts - set(suite.PARTS)))}")
-    raise_file_limit()
-    progress = Progress()
+    run = Run()
     found = {"machine": machine(), "quick": options.quick}
-    found |= suite.Suite(extent, parts, extent.leave_out | set(filter(None, options.without.split(","))), progress).run()
-    found |= {"seconds": progress.seconds, "figures": figures(found), "aims": aims(found)}
-    report.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, progress.console)
+    leave_out = {*options.without.split(","), *(suite.NOT_QUICK if options.quick else ())}
+    found |= suite.Suite(run, leave_out).run(parts, suite.QUICK if options.quick else suite.FULL)
+    found |= {"seconds": run.seconds, "figures": Figures(found), "aims": aims(found)}
+    page.show(found, json.loads(BASELINE.read_text()) if BASELINE.exists() else None, run.console)
     if options.save_baseline:
         kept = {name: found[name] for name in ("machine", "quick", "seconds", "figures", "aims")}
         BASELINE.write_text(json.dumps(kept, indent=1) + "\n")
-    progress.keep(found)
+    run.keep(found)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,16 @@
-"""Counts the product files that one warm chat call runs through, and the moves between them: `python -m bench.call_path [--files]`.
+"""Counts the product files that one warm chat call runs through, and the moves between them: `python -m bench.call_path`.
 
-The call is the fourth turn of a session (memory store, one connection) against the simulated engine, once whole and once streamed. The
-figures:
-
-- product files: files of `tokencache/`, without `tokencache/testing/`, in which a function ran;
-- modules of `proxy/`: those among them;
-- moves: how often a function was called, or a coroutine resumed, in another product file than the one before;
-- frames above: the most product functions that wait above a request to the engine, which is the one for a tail.
-
-Only the thread of the proxy's event loop is counted. Engine and client run in threads of their own (`bench.warm_call`).
+The call is the fourth turn of a session (memory store), once whole and once streamed (`bench.warm_call`). Product files are those of
+`tokencache/`, without `tokencache/testing/`, in which a function ran. A move is a function that was called, or a coroutine that resumed, in
+another product file than the one before. *Frames above*: the most product functions that wait above a request to the engine.
 """
 
-import argparse
 import asyncio
 from collections import Counter
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import tokencache
-from bench.warm_call import Talk, follow_last_call
-
-PACKAGE = f"{Path(tokencache.__file__).parent}/"
-WITHOUT = f"{PACKAGE}testing/"
-UPSTREAM = "engine/upstream.py"
+from bench.warm_call import PACKAGE, Talk, follow_last_call
 
 
 class CallPath:
@@ -35,11 +22,11 @@ class CallPath:
 
     def follow(self, frame: FrameType, event: str, _arg: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE) and not file.startswith(WITHOUT):
+        if event == "call" and file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}testing/"):
             name = file.removeprefix(PACKAGE)
             if not self.files or self.files[-1] != name:
                 self.files.append(name)
-                if name == UPSTREAM:
+                if name == "engine/upstream.py":
                     self.depth = max(self.depth, frames_above(frame))
 
     def figures(self) -> dict[str, int]:
@@ -65,17 +52,11 @@ async def measured(*, stream: bool) -> CallPath:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(prog="python -m bench.call_path", description=__doc__.partition("\n")[0])
-    asked.add_argument("--files", action="store_true", help="list the files and how often each was entered")
-    options = asked.parse_args()
     for title, stream in (("whole reply", False), ("stream", True)):
         path = asyncio.run(measured(stream=stream))
         print(title)
-        for name, figure in path.figures().items():
-            print(f"  {name:20}{figure:4}")
-        if options.files:
-            for name, times in sorted(Counter(path.files).items()):
-                print(f"    {name:38}{times:4}")
+        for name, figure in (*path.figures().items(), *sorted(Counter(path.files).items())):
+            print(f"  {name:40}{figure:4}")
 
 
 if __name__ == "__main__":

@@ -1,36 +1,28 @@
-"""Measures the cost of one call on an idle machine: the same body to every target, in changing order, one call at a time.
-
-A session that grows to 200 turns shows whether a turn costs more if more turns precede it.
-Disturbances of the machine affect all targets alike. Rely on ratios and differences of medians; absolute figures depend on the machine.
-"""
+"""Measures the cost of one call: the same body to every target, in changing order, one call at a time (README.md)."""
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import redis
 
-from bench.client import Client, Timed, lag, reply_text, take_turn, turns
-from bench.processes import Process, waited
+from bench.client import Answer, Client, check_continued, reply_text, take_turn, turns
+from bench.processes import Process
 from bench.stats import blocks, percentile, trimmed, us
 from bench.talk import NEW, Shape, Talk
-from bench.targets import Target
-
-SLOW = {"rerender", "litellm"}
-"""Targets that are called only a few times: they are tens of milliseconds slower than the others."""
+from bench.targets import SLOW, Target
 
 SLOW_CALLS = 12
 AROUND = 4
 """Number of turns on either side of a mark of a growing session that are measured, too."""
-
 BLOCKS = 5
 _session = (f"cost-{time.monotonic_ns() % 10**9}-{n}" for n in itertools.count(1))
-_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 @dataclass(frozen=True)
@@ -54,38 +46,27 @@ class Rig:
     def __init__(self, engine: Process, targets: Mapping[str, Target]) -> None:
         self.engine, self.targets = engine, dict(targets)
         self.clients = {name: Client(target.ports[0]) for name, target in self.targets.items()}
+        self.usual, self.slow = [name for name in targets if name not in SLOW], [name for name in targets if name in SLOW]
+        self._turn = itertools.count(1)
 
     def close(self) -> None:
         for client in self.clients.values():
             client.close()
 
-    def call(self, name: str, body: bytes, session: str) -> Timed:
-        """Calls a target; raises the errors of `Client.post`."""
-        return self.clients[name].post(body, session if self.targets[name].sessions else None)
-
-    def turns(self, name: str, session: str) -> list[dict[str, Any]]:
-        return turns(self.targets[name].ports[0], session)
-
-    def check(self, name: str, session: str, continued: int) -> None:
-        """Checks that every call continued the previous one: figures count only if the proxy did its work."""
-        if not self.targets[name].records:
-            return
-        kinds = [turn["match"] for turn in self.turns(name, session)]
-        if kinds[1:] != ["continue"] * continued:
-            raise RuntimeError(f"{name}: session {session} was not continued {continued} times: {kinds}")
+    def in_turn(self, more: Iterable[str] = ()) -> list[str]:
+        """The targets that are not slow, and more, each time in another order."""
+        names = [*self.usual, *more]
+        at = next(self._turn) % len(names)
+        return names[at:] + names[:at]
 
 
-class Sample(msgspec.Struct):
-    """One call, in seconds. `latency` is that of the whole call; for a paced stream, without its pauses.
-
-    `waited`: how long the processes involved, including this one, were ready to run without a core.
-    """
+class Sample(NamedTuple):
+    """One call, in seconds. `latency` is that of the whole call; for a paced stream, without its pauses."""
 
     latency: float
     cpu: float
     engine_cpu: float
-    waited: float
-    store_cpu: float = 0.0
+    store_cpu: float
 
 
 class MeasuredSession:
@@ -111,75 +92,58 @@ class MeasuredSession:
             talk.add_turn(reply_text(seen[name][1]), self.shape.tail)
         return {name: sample for name, (sample, _) in seen.items()}
 
-    def observe(self, name: str, body: bytes) -> tuple[Sample, Timed]:
-        target = self.rig.targets[name]
-        own = () if name == "direct" else target.processes
+    def observe(self, name: str, body: bytes) -> tuple[Sample, Answer]:
+        """Calls a target; raises the errors of `Client.post`."""
+        target, client = self.rig.targets[name], self.rig.clients[name]
         if name in SLOW:  # these are called rarely, and LiteLLM closes connections that were idle for five seconds
-            self.rig.clients[name].reopen()
-        watched = [self.rig.engine, *own, *target.stores]
-        before = settled(watched)
-        idle = _waits(watched)
-        answer = self.rig.call(name, body, self.session)
-        delayed = _waits(watched) - idle
-        spent = [now - then for now, then in zip(settled(watched), before, strict=True)]
-        latency = answer.first + lag(answer) if self.shape.chunks else answer.wall
-        cut = 1 + len(own)
-        return Sample(latency, sum(spent[1:cut]), spent[0], delayed, sum(spent[cut:])), answer
+            client.close()
+            client = self.rig.clients[name] = Client(client.port)
+        groups = [() if name == "direct" else target.processes, (self.rig.engine,), target.stores]
+        before = settled(groups)
+        answer = client.post(body, self.session if target.sessions else None)
+        spent = [now - then for now, then in zip(settled(groups), before, strict=True)]
+        if not self.shape.chunks:
+            return Sample(answer.wall, *spent), answer
+        lag = answer.ended - answer.sent if answer.sent else 0  # of the last event
+        return Sample((answer.first - answer.begun + lag) / 1e9, *spent), answer
+
+    def check(self, made: int) -> None:
+        """Checks that every one of so many calls continued the previous one. Raises the errors of `check_continued`."""
+        for name in (name for name in self.talks if self.rig.targets[name].records):
+            check_continued(self.rig.targets[name].ports, self.session, made)
 
 
-def settled(processes: Sequence[Process]) -> list[float]:
-    """The CPU time of the processes once they are idle, so that work left after a call counts."""
-    before = [p.cpu() for p in processes]
+def settled(groups: Sequence[Sequence[Process]]) -> list[float]:
+    """The CPU time of groups of processes once they are idle, so that work left after a call counts."""
+
+    def spent() -> list[float]:
+        return [sum(process.cpu() for process in group) for group in groups]
+
+    before = spent()
     for _ in range(20):
         time.sleep(0.0007)
-        now = [p.cpu() for p in processes]
+        now = spent()
         if now == before:
             break
         before = now
     return before
 
 
-def _waits(processes: Sequence[Process]) -> float:
-    return sum(p.waited() for p in processes) + waited("self")
-
-
-def in_turn(names_: Sequence[str], n: int) -> list[str]:
-    """The targets of the n-th measured turn, in an order that changes."""
-    at = n % len(names_)
-    return [*names_[at:], *names_[:at]]
-
-
 def run_case(rig: Rig, case: Case) -> dict[str, Any]:
     """Measures a case. Each session begins with a call that is not measured; every measured call continues one."""
     samples: dict[str, list[Sample]] = {name: [] for name in rig.targets}
-    sizes: list[int] = []
-    usual = [name for name in rig.targets if name not in SLOW]
-    first = True  # the first session is a warm-up
-    n = 0
-    while first or len(sizes) < case.calls:
+    for session in range(math.ceil(case.calls / case.per_session) + 1):
         played = MeasuredSession(rig, case.shape, case.talk)
         played.step()
         for _ in range(case.per_session):
-            n += 1
-            body = played.body("direct")
-            seen = played.look(in_turn(usual, n))
-            if not first:
-                sizes.append(len(body))
-                for name, sample in seen.items():
-                    samples[name].append(sample)
-        first = False
-        for name in played.talks:
-            rig.check(name, played.session, case.per_session)
-    for name in rig.targets.keys() - usual:  # apart from the others: these evict the processor's caches
+            seen = played.look(rig.in_turn())
+            for name, sample in seen.items() if session else ():  # the first session is a warm-up
+                samples[name].append(sample)
+        played.check(case.per_session + 1)
+    body = played.body("direct")
+    for name in rig.slow:  # apart from the others: these evict the processor's caches
         samples[name] = [played.observe(name, body)[0] for _ in range(SLOW_CALLS)]
-    return {
-        "case": case.name,
-        "body_bytes": round(statistics.mean(sizes)),
-        "chunks": case.shape.chunks,
-        "tokens": case.shape.tokens,
-        "targets": {name: summary(found) for name, found in samples.items() if found},
-        "parse_us": parse_cost(body),
-    }
+    return {"case": case.name, "targets": summaries(samples)}
 
 
 def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
@@ -190,85 +154,58 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
     found: dict[int, dict[str, list[Sample]]] = {mark: {name: [] for name in rig.targets} for mark in marks}
     bodies: dict[int, bytes] = {}
     before, tokens = stored(rig), 0
-    usual = [name for name in rig.targets if name not in SLOW]
     for _ in range(sessions):
         played = MeasuredSession(rig, NEW, NEW.talk)
-        last = marks[-1] + AROUND
-        for turn in range(1, last + 1):
-            near = [mark for mark in marks if abs(turn - mark) <= AROUND]
-            if near:
-                body = played.body("direct")
-                slow = [name for name in rig.targets if name in SLOW] if turn == near[0] else []
-                for name, sample in played.look(in_turn(usual + slow, turn)).items():
-                    found[near[0]][name].append(sample)
-                if turn == near[0]:
-                    bodies[turn] = body
-            else:
+        for turn in range(1, marks[-1] + AROUND + 1):
+            near = next((mark for mark in marks if abs(turn - mark) <= AROUND), None)
+            if near is None:
                 played.step()
-        for name in played.talks:
-            rig.check(name, played.session, last - 1)
-        info = rig.turns(next(name for name in played.talks if rig.targets[name].records), played.session)
-        tokens += info[-1]["prompt_tokens"] + info[-1]["completion_tokens"]
+                continue
+            if turn == near:
+                bodies[turn] = played.body("direct")
+            for name, sample in played.look(rig.in_turn(rig.slow if turn == near else ())).items():
+                found[near][name].append(sample)
+        played.check(marks[-1] + AROUND)
+        recorded = next(target for target in rig.targets.values() if target.records)
+        last = turns(recorded.ports[0], played.session)[-1]
+        tokens += last["prompt_tokens"] + last["completion_tokens"]
     kept = stored(rig) - before
-    return {
-        "sessions": sessions,
-        "tokens": tokens,
-        "redis_bytes": kept,
-        "redis_bytes_per_token": round(kept / tokens, 2) if kept else None,
-        "marks": [
-            {
-                "turn": mark,
-                "body_bytes": len(bodies[mark]),
-                "targets": {name: summary(samples) for name, samples in found[mark].items() if samples},
-                "parse_us": parse_cost(bodies[mark]),
-            }
-            for mark in marks
-        ],
-    }
+    rows = [
+        {"turn": mark, "body_bytes": len(body), "targets": summaries(found[mark]), "parse_us": parse_cost(body)}
+        for mark, body in bodies.items()
+    ]
+    return {"tokens": tokens, "redis_bytes": kept, "redis_bytes_per_token": round(kept / tokens, 2) if kept else None, "marks": rows}
 
 
 def stored(rig: Rig) -> int:
     """Bytes that Redis reports for all its keys; 0 without Redis."""
     total = 0
-    for target in rig.targets.values():
-        for store in target.stores:
-            with redis.Redis(port=store.port) as link:
-                total += sum(link.memory_usage(key, samples=0) or 0 for key in link.scan_iter(count=1000))
+    for store in (store for target in rig.targets.values() for store in target.stores):
+        with redis.Redis(port=store.port) as link:
+            total += sum(link.memory_usage(key, samples=0) or 0 for key in link.scan_iter(count=1000))
     return total
 
 
+def summaries(samples: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
+    return {name: summary(some) for name, some in samples.items() if some}
+
+
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Microseconds. `calm`: over the third of the calls whose processes waited least for a core; `*_blocks`: medians of parts."""
-    calm = sorted(samples, key=lambda s: s.waited)[: max(1, len(samples) // 3)]
-    latency = sorted(s.latency for s in samples)
+    """Microseconds; `*_blocks`: medians of parts."""
     parts = blocks(samples, BLOCKS)
+    latency = sorted(sample.latency for sample in samples)
     return {
         "n": len(samples),
         "p50_us": us(statistics.median(latency)),
         "p99_us": us(percentile(latency, 99)),
-        "calm_p50_us": us(statistics.median(s.latency for s in calm)),
-        "cpu_us": us(trimmed([s.cpu for s in samples])),
-        "engine_cpu_us": us(trimmed([s.engine_cpu for s in samples])),
-        "store_cpu_us": us(trimmed([s.store_cpu for s in samples])),
-        "p50_blocks": [us(statistics.median(s.latency for s in part)) for part in parts],
-        "p99_blocks": [us(percentile(sorted(s.latency for s in part), 99)) for part in parts],
-        "cpu_blocks": [us(statistics.median(s.cpu for s in part)) for part in parts],
+        "cpu_us": us(trimmed([sample.cpu for sample in samples])),
+        "engine_cpu_us": us(trimmed([sample.engine_cpu for sample in samples])),
+        "store_cpu_us": us(trimmed([sample.store_cpu for sample in samples])),
+        "p50_blocks": [us(statistics.median(sample.latency for sample in part)) for part in parts],
+        "cpu_blocks": [us(statistics.median(sample.cpu for sample in part)) for part in parts],
     }
 
 
 def parse_cost(body: bytes) -> dict[str, float]:
-    """Measures what reading a body costs: to find its members and messages, and to make Python objects of it."""
-
-    def split() -> None:
-        _LIST.decode(_RAW.decode(body)["messages"])
-
-    return {"split": us(best(split)), "objects": us(best(lambda: msgspec.json.decode(body)))}
-
-
-def best(work: Callable[[], object], rounds: int = 15) -> float:
-    def once() -> float:
-        begun = time.perf_counter()
-        work()
-        return time.perf_counter() - begun
-
-    return statistics.median(once() for _ in range(rounds))
+    """Measures what it costs to make Python objects of a body."""
+    return {"objects": us(statistics.median(timeit.repeat(lambda: msgspec.json.decode(body), number=1, repeat=15)))}

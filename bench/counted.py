@@ -1,11 +1,7 @@
-"""Counts the bytes that the memory store holds per token: everything reachable from it, measured object by object.
-
-Runs as a separate process: `python -m bench.counted UPSTREAM TURNS` prints JSON.
-"""
+"""Counts the bytes that the memory store holds per token: everything reachable from it, measured object by object."""
 
 import asyncio
 import contextlib
-import json
 import sys
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -41,23 +37,19 @@ def weigh(root: object) -> int:
     return total
 
 
-def grow(port: int, turns: int) -> None:
-    talk = NEW.talk("counted")
-    with contextlib.closing(Client(port)) as client:
-        for _ in range(turns):
-            take_turn(client, talk, "counted", NEW.tail)
+async def stored(upstream: str, turns: int) -> dict[str, float]:
+    """What a session of so many turns holds."""
 
+    def grow(port: int) -> None:
+        talk = NEW.talk("counted")
+        with contextlib.closing(Client(port)) as client:
+            for _ in range(turns):
+                take_turn(client, talk, "counted", NEW.tail)
 
-async def main(upstream: str, turns: int) -> dict[str, float]:
     store = MemoryStore()
     async with serving(Settings(upstream=upstream, port=0), store) as (url, _):
         before = weigh(store)
-        await asyncio.to_thread(grow, urlsplit(url).port or 0, turns)
+        await asyncio.to_thread(grow, urlsplit(url).port or 0)
         last = (await store.turns("counted"))[-1]
-        tokens = last.prompt_tokens + last.completion_tokens
-        size = weigh(store) - before
+        tokens, size = last.prompt_tokens + last.completion_tokens, weigh(store) - before
         return {"turns": turns, "tokens": tokens, "stored_bytes": size, "bytes_per_token": round(size / tokens, 2)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1], int(sys.argv[2])))))

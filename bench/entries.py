@@ -1,27 +1,22 @@
 """Counts the Python functions that one call enters, by package: `python -m bench.entries [--functions N]`.
 
 An entry is a call of a Python function, or a coroutine or generator that is resumed. Each costs about a microsecond, and most of a call's
-CPU follows from their number. So a change of the call's path is judged by them: they are the same in each run, however busy the
-machine is. Calls of C functions are shown beside them. Only the thread of the proxy's event loop is counted (`bench.warm_call`), on uvloop,
-as in `tokencache serve`.
+CPU follows from their number, which is the same in each run, however busy the machine is. Only the thread of the proxy's event loop is
+counted (`bench.warm_call`), on uvloop, as in `tokencache serve`.
 """
 
 import argparse
 import contextlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvloop
 
-import tokencache
 from bench.targets import redis, redis_url
-from bench.warm_call import Talk, follow_last_call
+from bench.warm_call import PACKAGE, Talk, follow_last_call
 
-_OURS = f"{Path(tokencache.__file__).parent}/"
 _REDIS, _FILE = "redis", "file"
 CASES = {
     "memory, 1 KB": Talk(size=1_000),
@@ -38,12 +33,7 @@ CASES = {
 
 
 class Entries:
-    """What a thread enters.
-
-    Attributes:
-        python: function → entries; a function is its file and name.
-        c: number of calls of C functions.
-    """
+    """What a thread enters: `python` has the entries of each function (its file and name), `c` is the number of calls of C functions."""
 
     def __init__(self) -> None:
         self.python = Counter[tuple[str, str]]()
@@ -57,22 +47,21 @@ class Entries:
             self.c += 1
 
     def by_package(self) -> Counter[str]:
-        """Entries by package: ours, one level below `tokencache`; others, by distribution; the standard library."""
+        """Entries by package."""
         found = Counter[str]()
         for (file, _), times in self.python.items():
             found[package_of(file)] += times
         return found
 
-
-def ours(found: Entries) -> int:
-    """How many entries are of our own functions."""
-    return sum(times for package, times in found.by_package().items() if package.startswith("tokencache."))
+    def ours(self) -> int:
+        """How many entries are of our own functions."""
+        return sum(times for package, times in self.by_package().items() if package.startswith("tokencache."))
 
 
 def package_of(file: str) -> str:
-    """The package of a file of source."""
-    if file.startswith(_OURS):
-        return "tokencache." + file.removeprefix(_OURS).partition("/")[0].removesuffix(".py")
+    """The package of a file of source: ours, one level below `tokencache`; others, by distribution; the standard library."""
+    if file.startswith(PACKAGE):
+        return "tokencache." + file.removeprefix(PACKAGE).partition("/")[0].removesuffix(".py")
     _, _, installed = file.rpartition("/site-packages/")
     return installed.partition("/")[0].removesuffix(".py") if installed != file else "the standard library"
 
@@ -81,21 +70,15 @@ def measured(talk: Talk, *, runs: int = 6) -> Entries:
     """What the last call enters, in the run with the fewest entries: in others, work in the background ran too."""
     found = [Entries() for _ in range(runs)]
     for one in found:
-        with _store(talk.store) as url:
-            uvloop.run(follow_last_call(talk._replace(store=url), one.follow))
+        with contextlib.ExitStack() as opened:
+            if talk.store == _REDIS:
+                store = redis_url(opened.enter_context(redis()))
+            elif talk.store == _FILE:
+                store = f"file:{opened.enter_context(tempfile.TemporaryDirectory())}/sessions.db"
+            else:
+                store = talk.store
+            uvloop.run(follow_last_call(talk._replace(store=store), one.follow))
     return min(found, key=lambda one: one.python.total())
-
-
-@contextlib.contextmanager
-def _store(kind: str) -> Iterator[str]:
-    if kind == _REDIS:
-        with redis() as server:
-            yield redis_url(server)
-    elif kind == _FILE:
-        with tempfile.TemporaryDirectory() as folder:
-            yield f"file:{folder}/sessions.db"
-    else:
-        yield kind
 
 
 def main() -> None:
@@ -104,7 +87,7 @@ def main() -> None:
     options = asked.parse_args()
     for title, talk in CASES.items():
         found = measured(talk)
-        print(f"{title}: {found.python.total()} entries, {ours(found)} of them ours; {found.c} calls of C functions", flush=True)
+        print(f"{title}: {found.python.total()} entries, {found.ours()} of them ours; {found.c} calls of C functions", flush=True)
         print("   ", ", ".join(f"{package} {times}" for package, times in found.by_package().most_common(14)))
         for (file, name), times in found.python.most_common(options.functions):
             print(f"    {times:5}  {package_of(file)}: {name}")

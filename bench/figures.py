@@ -1,4 +1,4 @@
-"""Turns the results of a run into figures that can be compared with another run's.
+"""Turns the results of a run into figures that can be compared with another run's, and judges the project's aims.
 
 A figure's name is a path: part, shape, target, measure. Ratios to the bare relay of the same run are compared with the baseline wherever
 it was made; absolute ones (`absolute`) only on the same kind of machine.
@@ -6,65 +6,17 @@ it was made; absolute ones (`absolute`) only on the same kind of machine.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from bench.machine import same
+from bench.run import same_machine
 from bench.stats import Better, compare, figure
+from bench.targets import FLOOR, FLOOR_NAMED, FLOOR_PROVEN, PLUGIN, PROXY, PROXY_REDIS
 
-Figures = dict[str, dict[str, Any]]
+Aim = dict[str, Any]
 BEYOND = {"in all": None, "beyond reading the body": "objects", "beyond the bare relay": "relay", "beyond the floor": "floor"}
 """What is subtracted from a call's CPU before late and early calls are compared: nothing, a way of reading the body, a target's CPU."""
-
-
-class Series(NamedTuple):
-    """A figure's repetitions."""
-
-    name: str
-    values: Sequence[float]
-    unit: str
-    better: Better = "lower"
-    absolute: bool = False
-
-
-def figures(found: dict[str, Any]) -> Figures:
-    """All figures of a run, by name."""
-    parts: dict[str, Callable[[Any], Iterator[Series]]] = {
-        "cost": _cost,
-        "growth": _growth,
-        "load": _load,
-        "rollouts": _rollouts,
-        "streams": lambda runs: (Series(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B") for run in runs),
-        "exports": lambda rows: (Series(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x") for row in rows),
-        "stored": lambda one: iter([Series("stored/memory/bytes per token", [one["bytes_per_token"]], "B")]),
-        "start_s": lambda walls: iter([Series("start/seconds to ready", walls, "s", absolute=True)]),
-    }
-    seen = [one for part, read in parts.items() if part in found for one in read(found[part])]
-    return {one.name: figure(one.values, one.unit, one.better) | ({"absolute": True} if one.absolute else {}) for one in seen if one.values}
-
-
-def _cost(rows: list[dict[str, Any]]) -> Iterator[Series]:
-    for row in rows:
-        relay, direct = row["targets"].get("relay"), row["targets"]["direct"]
-        for name, seen in row["targets"].items():
-            where = f"cost/{row['case']}/{name}"
-            if name == "direct":
-                continue
-            if relay:
-                base = statistics.median(relay["cpu_blocks"])
-                yield Series(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
-            yield Series(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
-            yield Series(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
-
-
-def _growth(grown: dict[str, Any]) -> Iterator[Series]:
-    for name in grown["marks"][0]["targets"]:
-        if name.startswith("proxy"):
-            yield Series(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
-    if grown["redis_bytes_per_token"]:
-        yield Series("stored/redis/bytes per token", [grown["redis_bytes_per_token"]], "B")
-
-
+FLOORS = (FLOOR, FLOOR_PROVEN, FLOOR_NAMED)
 LEAST_CALLS = 20
 """A run with too few answered calls, or with sessions that were not continued, yields no figure."""
 
@@ -73,23 +25,62 @@ def counts(run: dict[str, Any]) -> bool:
     return int(run["calls"]) >= LEAST_CALLS and not run["torn"]
 
 
-def _load(rows: list[dict[str, Any]]) -> Iterator[Series]:
-    for row in rows:
-        where = f"load/{row['shape']} x{row['connections']}"
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The repetition with the median of calls per second."""
+    return sorted(runs, key=lambda run: float(run["calls_per_s"]))[len(runs) // 2]
+
+
+class Figures(dict[str, dict[str, Any]]):
+    """All figures of a run, by name."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        super().__init__()
+        for row in found.get("cost", ()):
+            self._add_cost(row)
+        for row in found.get("load", ()):
+            self._add_load(row)
+        if grown := found.get("growth"):
+            for name in (name for name in grown["marks"][0]["targets"] if name.startswith("proxy")):
+                self._add(f"growth/{name}/last over first turn", [growth_beyond(grown["marks"], name, "objects")], "x")
+            self._add("stored/redis/bytes per token", [one for one in [grown["redis_bytes_per_token"]] if one], "B")
+        rates = defaultdict(list)
+        for run in filter(counts, found.get("rollouts", ())):
+            rates[run["target"]].append(run["calls_per_s"])
+        for name, values in rates.items():
+            self._add(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
+        for run in found.get("streams", ()):
+            self._add(f"streams/{run['target']}/bytes per stream", [run["bytes_per_stream"]], "B")
+        for row in found.get("exports", ()):
+            self._add(f"exports/{row['target']}/p50 over busy neighbour", [row["p50_ratio"]], "x")
+        if "stored" in found:
+            self._add("stored/memory/bytes per token", [found["stored"]["bytes_per_token"]], "B")
+        self._add("start/seconds to ready", found.get("start_s", ()), "s", absolute=True)
+
+    def _add(self, name: str, values: Sequence[float], unit: str, better: Better = "lower", **absolute: bool) -> None:
+        """Adds a figure with these repetitions, if there are any."""
+        if values:
+            self[name] = figure(values, unit, better) | absolute
+
+    def _add_cost(self, row: dict[str, Any]) -> None:
+        relay, direct = row["targets"].get("relay"), row["targets"]["direct"]
+        for name, seen in row["targets"].items():
+            where = f"cost/{row['case']}/{name}"
+            if name == "direct":
+                continue
+            if relay:
+                base = statistics.median(relay["cpu_blocks"])
+                self._add(f"{where}/CPU over relay", [value / base for value in seen["cpu_blocks"]], "x")
+            self._add(f"{where}/added p50", [value - direct["p50_us"] for value in seen["p50_blocks"]], "us", absolute=True)
+            self._add(f"{where}/CPU", seen["cpu_blocks"], "us", absolute=True)
+
+    def _add_load(self, row: dict[str, Any]) -> None:
         relay = row["targets"].get("relay", ())
         for name, runs in row["targets"].items():
-            yield Series(f"{where}/{name}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
+            where = f"load/{row['shape']} x{row['connections']}/{name}"
+            self._add(f"{where}/calls per s", [run["calls_per_s"] for run in runs if counts(run)], "1/s", "higher", absolute=True)
             if name != "direct":
                 ratios = [mine["cpu_us"] / its["cpu_us"] for mine, its in zip(runs, relay, strict=False) if counts(mine) and counts(its)]
-                yield Series(f"{where}/{name}/CPU over relay", ratios, "x")
-
-
-def _rollouts(runs: list[dict[str, Any]]) -> Iterator[Series]:
-    rates = defaultdict(list)
-    for run in filter(counts, runs):
-        rates[run["target"]].append(run["calls_per_s"])
-    for name, values in rates.items():
-        yield Series(f"rollouts/{name}/turns per s", values, "1/s", "higher", absolute=True)
+                self._add(f"{where}/CPU over relay", ratios, "x")
 
 
 def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) -> float:
@@ -103,8 +94,87 @@ def growth_beyond(marks: Sequence[dict[str, Any]], name: str, what: str | None) 
     return round(beyond(marks[-1]) / beyond(marks[0]), 3)
 
 
-def verdicts(now: Figures, machine: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
+def verdicts(now: dict[str, dict[str, Any]], machine: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
     """Compares each figure with the baseline's: `worse`, `better`, `same`, `new`; absolute ones only on the same kind of machine."""
-    comparable = same(machine, baseline["machine"])
+    comparable = same_machine(machine, baseline["machine"])
     then = baseline["figures"]
     return {name: compare(one, then.get(name)) for name, one in now.items() if comparable or not one.get("absolute")}
+
+
+# --- Aims.
+
+OVER_RELAY = {
+    ("1 KB", 64): {PROXY: 3.8, PROXY_REDIS: 4.6},
+    ("141 KB", 16): {PROXY: 5.5, PLUGIN: 4.5},
+    ("141 KB, 500 chunks of 10 ms", 64): {PROXY: 1.25, PROXY_REDIS: 1.25},
+}
+"""The most that CPU a call may be over the bare relay's: shape and rollouts at once → target → ratio."""
+OVER_LITELLM = {("1 KB", 64): 14.0, ("141 KB", 16): 9.0}
+"""The least that calls a second may be over LiteLLM's, each on one core."""
+
+
+def aims(found: dict[str, Any]) -> list[Aim]:
+    """Each aim that this run can judge: its text, the figure, the limit, `met`; `floors`: the floors' figures for it, if they ran."""
+    return [*_load_aims(found.get("load", ())), *_other_aims(found)]
+
+
+def verdict(aim: Aim) -> str:
+    """`met`; `out of reach` if a floor misses it too, as then no Python program that does this work can meet it; or `not met`."""
+    if aim["met"]:
+        return "met"
+    missed = any(value < aim["limit"] if aim.get("least") else value > aim["limit"] for value in aim["floors"].values())
+    return "out of reach" if missed else "not met"
+
+
+def _most(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None, *, plugin: bool = False) -> Aim:
+    """An aim that is met by figures up to the limit; `all_`: the same figure of all targets; with `plugin` its own floor counts."""
+    floors = {name: round(all_[name], 3) for name in FLOORS if name in all_ and (name == FLOOR_NAMED) == plugin} if all_ else {}
+    return {"aim": words, "figure": round(value, 3), "limit": limit, "unit": unit, "met": value <= limit, "floors": floors}
+
+
+def _least(words: str, value: float, limit: float, unit: str, all_: dict[str, float] | None = None) -> Aim:
+    return {**_most(words, value, limit, unit, all_), "least": True, "met": value >= limit}
+
+
+def _over(targets: dict[str, list[dict[str, Any]]], what: str, base: str) -> dict[str, float]:
+    """The median of each target's runs that count, as a multiple of one target's; empty if that one is missing."""
+    good = {name: [run[what] for run in runs if counts(run)] for name, runs in targets.items()}
+    medians = {name: statistics.median(values) for name, values in good.items() if values}
+    return {name: value / medians[base] for name, value in medians.items()} if base in medians else {}
+
+
+def _load_aims(rows: Sequence[dict[str, Any]]) -> Iterator[Aim]:
+    for row in rows:
+        where, words = (row["shape"], row["connections"]), f"{row['shape']}, {row['connections']} at once"
+        cpu = _over(row["targets"], "cpu_us", "relay")
+        for name, limit in OVER_RELAY.get(where, {}).items():
+            if name in cpu:
+                yield _most(f"{words}, {name}: CPU over the bare relay's", cpu[name], limit, "x", cpu, plugin=name == PLUGIN)
+        rates = _over(row["targets"], "calls_per_s", "litellm")
+        if where in OVER_LITELLM and PROXY in rates:
+            yield _least(f"{words}, {PROXY}: calls per s over LiteLLM's", rates[PROXY], OVER_LITELLM[where], "x", rates)
+
+
+def _other_aims(found: dict[str, Any]) -> Iterator[Aim]:
+    if grown := found.get("growth"):
+        marks = grown["marks"]
+        words = f"turn {marks[-1]['turn']} over turn {marks[0]['turn']}"
+        beyond = {name: growth_beyond(marks, name, "objects") for name in marks[0]["targets"] if name != "direct"}
+        for name, value in beyond.items():
+            if name.startswith("proxy") and " x" not in name:
+                yield _most(f"{words}, {name}: CPU beyond reading the body", value, 1.1, "x", beyond)
+        if grown["redis_bytes_per_token"]:
+            yield _most("redis: stored bytes a token", grown["redis_bytes_per_token"], 10.0, "B")
+    rates = [run["calls_per_s"] for run in found.get("rollouts", ()) if run["target"] == PROXY and counts(run)]
+    if rates:
+        yield _least(f"32 sessions at once, {PROXY}: turns per s", statistics.median(rates), 1500.0, "1/s")
+    for run in (run for run in found.get("streams", ()) if run["target"] == PROXY):
+        words = f"{run['streams']:,} streams at once in one process"
+        short = f", what {run['wanted']:,} would take" if run["streams"] < run["wanted"] else ""
+        yield _most(f"{words}: errors", run["errors"] + run["unfinished"] + len(run["torn"]), 0, "")
+        yield _most(f"{words}: slowest over median", run["slowest_over_median"] or 99.0, 3.0, "x")
+        yield _most(f"{words}: memory{short}", (run["idle_bytes"] + run["bytes_per_stream"] * run["wanted"]) / 2**30, 3.0, "GiB")
+    if "stored" in found:
+        yield _most("memory: stored bytes a token", found["stored"]["bytes_per_token"], 10.0, "B")
+    if "start_s" in found:
+        yield _most("start to ready, no local tokenizer", statistics.median(found["start_s"]), 1.0, "s")

@@ -1,27 +1,18 @@
-"""The floor: only what any proxy for exact tokens must do in front of a stock vLLM, in Python on aiohttp.
+"""The floor: only what any proxy for exact tokens must do in Python on aiohttp: `python -m bench.floor PORT UPSTREAM [--local]`.
 
-Beyond what the bare relay does, every such proxy needs these four:
-
-1. a second, small call to the engine: `/tokenize` returns the ids that the template puts after the last reply (the tail);
-2. the ids of the whole history go to the engine with the messages (`kv_transfer_params.prompt_token_ids`), and the sampled ids are
-   requested with their log probabilities;
-3. vLLM returns the ids of the prompt in its answer: they are read, located, and cut out of what the client gets;
-4. the sampled ids are kept for the session's next call.
-
-The floor verifies, compares, matches and records nothing. It parses no JSON: it searches for a few byte strings that the bench and its
-mock engine are known to write, and raises an error if they are missing. It assumes that each call of a session continues the previous one,
-and forgets sessions when there are many. Its output cannot be used for training; it shows how much cheaper a proxy could still become.
-
-    python -m bench.floor PORT UPSTREAM [--local]
+It relays a call, and does these four: a second, small call (`/tokenize`) for the ids that the template puts after the last reply (the
+tail); the ids of the whole history to the engine; their echo cut out of the answer; the sampled ids kept for the session's next call.
+It verifies nothing, and parses no JSON: it searches for a few byte strings that the bench and its mock engine are known to write.
 
 `--local` omits the second call, as if a tokenizer in the proxy cost nothing: the tail is then the same made-up ids at each call.
 """
 
 import sys
+from typing import Any
 
 import aiohttp
-import uvloop
 from aiohttp import web
+from cachetools import LRUCache
 from yarl import URL
 
 from bench.relay import Relay, begun, passed_on, serve
@@ -29,13 +20,11 @@ from bench.relay import Relay, begun, passed_on, serve
 SESSION = "X-Tokencache-Session"
 STOP = b"151645,"
 """`bench.mock.END` with the comma after it: a tail begins there."""
-
-_CHAT = "/v1/chat/completions"
-_JSON = {"Content-Type": "application/json"}
-_LAST, LAST_END = b'{"role":', b'],"model"'
-_ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
+LAST_END = b'],"model"'
 WANTED = b',"return_token_ids":true,"logprobs":true'
 SUPPLIED = b',"kv_transfer_params":{"prompt_token_ids":['
+_LAST = b'{"role":'
+_ASK = b'{"model":"mock","messages":[{"role":"assistant","content":"x"},%s],"add_generation_prompt":true}'
 _ECHO = b'"prompt_token_ids":['
 _SAMPLED = b'"token_ids":['  # does not match `_ECHO`, where no quote precedes these words
 _NO_ECHO = "the engine did not return the prompt ids that it used"
@@ -44,40 +33,26 @@ _MOST = 512 * 2**20
 """Bytes of ids that are kept."""
 
 
-class Sessions:
+def kept_sessions() -> LRUCache[str, list[bytes]]:
     """The ids of each session's history so far: pieces of JSON that are joined only when they are sent."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[str, list[bytes]] = {}
-        self._sizes: dict[str, int] = {}
-        self._total = 0
-
-    def take(self, session: str) -> list[bytes]:
-        """Takes the pieces of a session out until `keep`; empty if the session is unknown."""
-        self._total -= self._sizes.pop(session, 0)
-        return self._pieces.pop(session, [])
-
-    def keep(self, session: str, pieces: list[bytes]) -> None:
-        self.take(session)  # two calls at once: the later one counts
-        self._pieces[session], self._sizes[session] = pieces, sum(map(len, pieces))
-        self._total += self._sizes[session]
-        while self._total > _MOST:
-            self.take(next(iter(self._pieces)))
+    return LRUCache(_MOST, getsizeof=lambda pieces: sum(map(len, pieces)))
 
 
-class Floor:
-    def __init__(self, upstream: str, engine: aiohttp.ClientSession, *, local: bool) -> None:
-        self.engine, self.local = engine, local
-        self.chat, self.tokenize = URL(upstream + _CHAT), URL(upstream + "/tokenize")
-        self.relay = Relay(upstream, engine)
-        self.sessions = Sessions()
+class Floor(Relay):
+    """The relay, for calls without a session; the floor for others."""
+
+    def __init__(self, upstream: str, engine: aiohttp.ClientSession, *, local: bool = False) -> None:
+        super().__init__(upstream, engine)
+        self.local = local
+        self.chat, self.tokenize = URL(upstream + "/v1/chat/completions"), URL(upstream + "/tokenize")
+        self.sessions: Any = kept_sessions()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         session = request.headers.get(SESSION)
         if session is None:
-            return await self.relay.handle(request)
+            return await super().handle(request)
         body = await request.read()
-        pieces = self.sessions.take(session)
+        pieces = self.sessions.pop(session, [])
         sent = [memoryview(body)[:-1], WANTED]
         if pieces:
             pieces += (b",", await self.tail(body))
@@ -87,7 +62,7 @@ class Floor:
                 response, answer_body = await self.stream(request, answer, pieces)
             else:
                 response, answer_body = self.whole(answer, await answer.read(), pieces)
-        self.sessions.keep(session, [*pieces, sampled_in(answer_body)])
+        self.sessions[session] = [*pieces, sampled_in(answer_body)]
         return response
 
     async def tail(self, body: bytes) -> bytes:
@@ -95,7 +70,8 @@ class Floor:
         if self.local:
             return _MADE_UP
         end = body.rindex(LAST_END)
-        async with self.engine.post(self.tokenize, headers=_JSON, data=_ASK % body[body.rindex(_LAST, 0, end) : end]) as answer:
+        asked = _ASK % body[body.rindex(_LAST, 0, end) : end]
+        async with self.engine.post(self.tokenize, headers={"Content-Type": "application/json"}, data=asked) as answer:
             answer_body = await answer.read()
         at = answer_body.index(STOP) + len(STOP)
         return answer_body[at : answer_body.index(b"]", at)]
@@ -145,4 +121,4 @@ def sampled_in(answer_body: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Floor(sys.argv[2], engine, local="--local" in sys.argv).handle))
+    serve(Floor, local="--local" in sys.argv)

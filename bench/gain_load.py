@@ -1,33 +1,29 @@
 """Measures what operators ask, on a real vLLM: `python -m bench.gain_load [--quick]`. Writes bench/out/gain-load-<time>.json.
 
 *Load*: 32 sessions share a history of 8k or 32k tokens and talk on, each call after the reply to the one before. The model has one layer,
-so the API server is the limit and not the engine process. For each target: calls per second, the time to the first token (p50 and p99), and
-the CPU of the API server and of the program in front of it, per call.
+so the API server is the limit and not the engine process.
 
 *Workload*: the calls of real agent programs, those of tests/system/corpus that use chat completions without images. The engine is made to
 sample the recorded replies, a tenth of their tokens in two pieces (*drift*). What the program sent back in its later requests is unchanged,
-but for the ids of calls, which are new. So direct calls lose what the program loses, and the engine's own tokenizing. For each target: how
-much of the prompts the engine finds in its prefix cache.
+but for the ids of calls, which are new. So direct calls lose what the program loses, and the engine's own tokenizing.
 """
 
 import argparse
-import asyncio
+import contextlib
+import itertools
 import json
 import random
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import aiohttp
-import uvloop
-
-from bench.client import CHAT
-from bench.gain_bodies import history
+from bench.client import Client
 from bench.gain_engine import CONFIG, MODEL, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, opened
+from bench.gain_rollout import DRIFT, OWN, PEERS, PLUGIN, STREAMED, TOOL, CallTarget, assembled, forced, history, opened
 from bench.processes import ROOT
-from bench.progress import Progress
+from bench.run import Run
 from bench.stats import percentile
 from tests.system.corpus.format import Call, Recording, read
 from tests.system.corpus.replies import read_reply
@@ -38,92 +34,75 @@ SECONDS = 15.0
 WARMING = 2
 """Calls of each session before the clock starts."""
 REPLY = "<think>\nGo on.\n</think>\n\nDone."
-ONE_LAYER = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
+ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "head_dim": 64}
+ONE_LAYER |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+CORPUS = ROOT / "tests/system/corpus"
 
 
 class Session:
-    """One of the concurrent sessions: a shared history, then its own messages."""
+    """One of the concurrent sessions: a shared history, then its own messages, over one connection."""
 
-    def __init__(self, shared: bytes, name: str, say: list[int]) -> None:
-        self.name = name
-        self._messages = shared
+    def __init__(self, port: int, shared: bytes, name: str, say: list[int]) -> None:
+        self.name, self._connection, self._messages = name, Client(port), shared
         self._rest = b"]," + json.dumps({"tools": [TOOL], **STREAMED, **forced(say)}).encode()[1:]
         self._add({"role": "user", "content": f"{name}: begin."})
 
     def _add(self, message: dict[str, Any]) -> None:
         self._messages += b"," + json.dumps(message).encode()
 
-    async def call(self, http: aiohttp.ClientSession, url: str) -> tuple[float, float]:
-        """Makes the next call; returns when it was sent and when the first event came.
+    def call(self) -> float:
+        """Makes the next call; returns the seconds to the first event.
 
         Raises:
             RuntimeError: The answer is not a stream with the forced reply.
         """
-        headers = {"Content-Type": "application/json", "X-Tokencache-Session": self.name}
-        sent, first, received = time.monotonic(), 0.0, b""
-        async with http.post(url, data=b'{"messages":[' + self._messages + self._rest, headers=headers) as answer:
-            async for part in answer.content.iter_any():
-                received += part
-                if not first and b"data: {" in received:
-                    first = time.monotonic()
-        if answer.status != 200 or not first:
-            raise RuntimeError(f"{url} answered {answer.status}: {received[:500]!r}")
-        message = assembled(received)[0]
-        if message["content"] != "Done.":
-            raise RuntimeError(f"{url} answered {received[:1000]!r}")
+        seen: list[int] = []
+        body = b'{"messages":[' + self._messages + self._rest
+        answer = self._connection.post(body, self.name, at_event=lambda: seen.append(time.monotonic_ns()))
+        message, _ = assembled(answer.body)
+        if not seen or message["content"] != "Done.":
+            raise RuntimeError(f"port {self._connection.port} answered {answer.body[:1000]!r}")
         self._add(message)
         self._add({"role": "user", "content": "And now the next one, please, with all that you know."})
-        return sent, first
+        return (seen[0] - answer.begun) / 1e9
 
 
-async def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
+def run_load(target: CallTarget, tokens: int, seconds: float) -> dict[str, Any]:
     """A closed loop: new sessions with a history of about `tokens`, for a time. Each makes some calls before the clock starts."""
-    engine, url = target.engine, target.process.url + CHAT
-    messages = history(engine, tokens)
+    engine, messages = target.engine, history(target.engine, tokens)
     messages[0]["content"] = f"{target.name} {time.time_ns()}"  # no two runs share a block of the prefix cache
-    shared = ",".join(map(json.dumps, messages)).encode()
-    say = engine.tokenizer.encode(REPLY)
-    sessions = [Session(shared, f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", ""), say) for n in range(SESSIONS)]
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(300)) as http:
-        await sessions[0].call(http, url)
+    shared, say = ",".join(map(json.dumps, messages)).encode(), engine.tokenizer.encode(REPLY)
+    names = [f"{messages[0]['content']}-{n}".replace(" ", "-").replace(",", "") for n in range(SESSIONS)]
+    sessions = [Session(target.process.port, shared, name, say) for name in names]
+    sessions[0].call()
+    with ThreadPoolExecutor(SESSIONS) as threads:
         for _ in range(WARMING):
-            await asyncio.gather(*(session.call(http, url) for session in sessions))
-        seen: list[tuple[float, float]] = []
-        looked_up, cpu, begun = await asyncio.to_thread(engine.prefix_cache), target.cpu(), time.monotonic()
+            list(threads.map(Session.call, sessions))
+        looked_up, cpu, begun = engine.prefix_cache(), target.cpu(), time.monotonic()
 
-        async def talk(session: Session) -> None:
+        def talk(session: Session) -> list[float]:
+            seen = []
             while time.monotonic() < begun + seconds:
-                seen.append(await session.call(http, url))
+                seen.append(session.call())
+            return seen
 
-        await asyncio.gather(*map(talk, sessions))
+        firsts = sorted(itertools.chain.from_iterable(threads.map(talk, sessions)))
         took, used = time.monotonic() - begun, [now - then for now, then in zip(target.cpu(), cpu, strict=True)]
     queries, hits = (now - then for now, then in zip(engine.prefix_cache(), looked_up, strict=True))
-    if target.name in OWN[1:] and min(target.continued(session.name) for session in sessions) < WARMING:
-        raise RuntimeError(f"{target.name}: turns are missing")
-    firsts = sorted(first - sent for sent, first in seen)
+    if target.name in OWN:
+        for session in sessions:
+            target.check_continued(session.name, WARMING)
     return {
         "target": target.name,
         "tokens": tokens,
-        "calls": len(seen),
-        "calls_per_s": round(len(seen) / took, 2),
+        "calls": len(firsts),
+        "calls_per_s": round(len(firsts) / took, 2),
         "ttft_p50_ms": round(percentile(firsts, 50) * 1e3, 1),
         "ttft_p99_ms": round(percentile(firsts, 99) * 1e3, 1),
-        "api_cpu_ms": round(used[0] / len(seen) * 1e3, 2),
-        "front_cpu_ms": round(used[1] / len(seen) * 1e3, 2),
-        "api_busy": round(used[0] / took, 3),
+        "api_cpu_ms": round(used[0] / len(firsts) * 1e3, 2),
+        "front_cpu_ms": round(used[1] / len(firsts) * 1e3, 2),
         "found_cached": round(hits / queries, 4),
     }
-
-
-CORPUS = ROOT / "tests/system/corpus"
 
 
 def recordings() -> list[Recording]:
@@ -149,7 +128,9 @@ class Player:
         say = self._engine.tokenizer.resample(str(call.said), self._rng, DRIFT)
         for limit in ("max_tokens", "max_completion_tokens"):
             body.pop(limit, None)
-        _mark(body["messages"][0], self.name)
+        first = body["messages"][0]
+        place, member = (first, "content") if isinstance(first["content"], str) else (first["content"][0], "text")
+        place[member] = f"{self.name}\n{place[member]}"
         return body | {"model": MODEL} | forced(say)
 
     def served(self, call: Call, answer: str) -> None:
@@ -164,31 +145,19 @@ class Player:
         self._renamed.update((old, new) for (_, old), (_, new) in zip(call.served, now, strict=True))
 
 
-def _mark(message: dict[str, Any], name: str) -> None:
-    content = message["content"]
-    if isinstance(content, str):
-        message["content"] = f"{name}\n{content}"
-    else:
-        content[0]["text"] = f"{name}\n{content[0]['text']}"
-
-
-async def run_workload(target: CallTarget) -> list[dict[str, Any]]:
+def run_workload(target: CallTarget) -> list[dict[str, Any]]:
     """Plays all sessions, call after call; returns the tokens that were looked up and found, for each program."""
     engine, found = target.engine, []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as http:
-        for recording in recordings():
-            harness = recording.header.harness
-            player = Player(f"{target.name} {harness}".replace(",", ""), engine)
-            before = engine.prefix_cache()
+    for recording in recordings():
+        harness = recording.header.harness
+        player = Player(f"{target.name} {harness}".replace(",", ""), engine)
+        before = engine.prefix_cache()
+        with contextlib.closing(Client(target.process.port)) as client:
             for call in recording.calls:
-                headers = {"X-Tokencache-Session": player.name.replace(" ", "-")}
-                async with http.post(target.process.url + CHAT, json=player.body(call), headers=headers) as answer:
-                    text = await answer.text()
-                if answer.status != 200:
-                    raise RuntimeError(f"{player.name}, call {call.call}: {answer.status} {text[:500]}")
-                player.served(call, text)
-            queries, hits = (now - then for now, then in zip(engine.prefix_cache(), before, strict=True))
-            found.append({"target": target.name, "harness": harness, "calls": len(recording.calls), "queries": queries, "hits": hits})
+                answer = client.post(json.dumps(player.body(call)).encode(), player.name.replace(" ", "-"))
+                player.served(call, answer.body.decode())
+        queries, hits = (now - then for now, then in zip(engine.prefix_cache(), before, strict=True))
+        found.append({"target": target.name, "harness": harness, "calls": len(recording.calls), "queries": queries, "hits": hits})
     return found
 
 
@@ -199,26 +168,26 @@ def main() -> None:
     asked.add_argument("--quick", action="store_true", help="8k only, five seconds each")
     options = asked.parse_args()
     lengths, seconds = ([8_000], 5.0) if options.quick else (LENGTHS, SECONDS)
-    progress = Progress()
+    run = Run()
     found: dict[str, Any] = {"load": [], "workload": [], "skipped": {}}
-    progress.say("starting vLLM, stock and with the plugin: about two minutes")
+    run.say("starting vLLM, stock and with the plugin: about two minutes")
     with engines(found, CONFIG | ONE_LAYER, f"--max-num-seqs {SESSIONS}") as (stock, plugin):
         for name in (*OWN, *PEERS):
             try:
                 with opened(name, plugin if name == PLUGIN else stock) as target:
                     for tokens in lengths:
-                        progress.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
-                        found["load"].append(uvloop.run(run_load(target, tokens, seconds)))
+                        run.say(f"{name}: {SESSIONS} sessions at {tokens:,} tokens")
+                        found["load"].append(run_load(target, tokens, seconds))
                     if name in OWN:
-                        progress.say(f"{name}: recorded agents")
-                        found["workload"] += uvloop.run(run_workload(target))
+                        run.say(f"{name}: recorded agents")
+                        found["workload"] += run_workload(target)
             except (FileNotFoundError, RuntimeError) as why:
                 if name not in PEERS:
                     raise
                 found["skipped"][name] = str(why)
-    found["seconds"] = progress.seconds
-    show(found, progress.console)
-    progress.keep(found, "gain-load-", "; python -m bench.gain_report writes the page")
+    found["seconds"] = run.seconds
+    show(found, run.console)
+    run.keep(found, "gain-load-", "; python -m bench.gain_report writes the page")
 
 
 if __name__ == "__main__":

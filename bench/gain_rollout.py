@@ -5,29 +5,20 @@ what the direct calls lose comes from the text alone: tokenizing again, and what
 """
 
 import contextlib
-import http.client
 import json
 import os
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import targets
-from bench.client import turns
+from bench import client, targets
 from bench.gain_engine import MODEL, Engine
 from bench.processes import Process, cpu_seconds
-from bench.talk import text
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-    },
-}
+_PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+TOOL = {"type": "function", "function": {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}}
 DIRECT, PROXY, PLUGIN = OWN = "direct", "proxy", "proxy, plugin"
 RERENDER, LITELLM = PEERS = "rerender", "litellm"
 LONG, SHORT = (32, 16), (8, 8)
@@ -37,8 +28,8 @@ SMALL = 60
 DRIFT = 0.1
 """Share of the tokens that a drifting reply emits in two pieces."""
 SETTLE_S = 0.02
-
-
+PER_MESSAGE = 150
+"""Tokens per message of a history: 32k tokens in some 200 messages, like agents' histories."""
 STREAMED = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -47,14 +38,13 @@ def forced(say: list[int]) -> dict[str, Any]:
     return {"temperature": 0, "max_tokens": len(say) + 8, "vllm_xargs": {"say": say}}
 
 
-@dataclass
-class StreamedAnswer:
-    """A streamed answer: seconds to its first event, the message that a harness builds from it, the usage that the engine reports."""
+class StreamedAnswer(NamedTuple):
+    """A streamed answer: seconds and CPU accounts to its first event, the message that a harness builds of it, the engine's usage."""
 
     first: float
+    at_first: list[float]
     message: dict[str, Any]
     usage: dict[str, Any]
-    at_first: list[float]
 
 
 @dataclass(frozen=True)
@@ -74,16 +64,9 @@ class CallTarget:
         """CPU seconds so far of the engine's API server (not of its engine process, which computes) and of the program in front of it."""
         return [cpu_seconds(self.engine.process.pid), self.front.cpu() if self.front else 0.0]
 
-    def continued(self, session: str) -> int:
-        """Checks that the proxy matched each call of a session as the continuation of the one before. Returns the number of its turns.
-
-        Raises:
-            RuntimeError: It did not, so the figures do not measure what they should: a proxy that only relays is fast, too.
-        """
-        kinds = [turn["match"] for turn in turns(self.process.port, session)]
-        if set(kinds[1:]) != {"continue"}:
-            raise RuntimeError(f"{self.name}: a session was torn: {' '.join(kinds)}")
-        return len(kinds)
+    def check_continued(self, session: str, least: int) -> int:
+        """Returns the number of a session's turns. Raises the errors of `client.check_continued`."""
+        return client.check_continued([self.process.port], session, least) if self.front else least
 
 
 @contextlib.contextmanager
@@ -91,11 +74,10 @@ def opened(name: str, engine: Engine, *, tokenizer: bool = True) -> Iterator[Cal
     """A target: the engine itself, another program in front of it, or the proxy with the engine's tokenizer, or without one."""
     with contextlib.ExitStack() as stack:
         front = None
-        if name == RERENDER:
+        if name in PEERS:
             os.environ["BENCH_TOKENIZER"] = str(engine.model_dir)
-            front = stack.enter_context(targets.program(engine.process, "rerender")).processes[0]
-        elif name == LITELLM:
-            front = stack.enter_context(targets.litellm(engine.process, MODEL)).processes[0]
+            peer = targets.litellm(engine.process, MODEL) if name == LITELLM else targets.program(engine.process, name)
+            front = stack.enter_context(peer).processes[0]
         elif name != DIRECT:
             more = ["--tokenizer", str(engine.model_dir)] if tokenizer else []
             front = stack.enter_context(targets.serve(engine.process, "memory:", *more))
@@ -108,22 +90,12 @@ def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -
     Raises:
         RuntimeError: The answer is not a stream.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", target.process.port, timeout=300)
-    connection.connect()
-    headers = {"Content-Type": "application/json"} | ({"X-Tokencache-Session": session} if session else {})
-    begun = time.perf_counter()
-    connection.request("POST", "/v1/chat/completions", body, headers)
-    answer = connection.getresponse()
-    line = answer.readline()
-    while answer.status == 200 and line and not line.startswith(b"data: {"):
-        line = answer.readline()  # keep-alive comments are no tokens
-    first, at_first = time.perf_counter() - begun, target.cpu()
-    whole = line + answer.read()
-    connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{target.name} answered {answer.status}: {whole[:500]!r}")
-    message, usage = assembled(whole)
-    return StreamedAnswer(first, message, usage, at_first)
+    seen: list[tuple[int, list[float]]] = []
+    with contextlib.closing(client.Client(target.process.port)) as connection:
+        answer = connection.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
+    if not seen:
+        raise RuntimeError(f"{target.name} answered {answer.body[:500]!r}")
+    return StreamedAnswer((seen[0][0] - answer.begun) / 1e9, seen[0][1], *assembled(answer.body))
 
 
 def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,8 +113,22 @@ def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
                     calls.append({"id": piece["id"], "type": "function", "function": {"name": "", "arguments": ""}})
                 for name, value in (piece.get("function") or {}).items():
                     calls[piece["index"]]["function"][name] += value or ""
-    message = {"role": "assistant", "content": content.strip(), "reasoning": reasoning, "tool_calls": calls}
-    return {name: value for name, value in message.items() if value or name == "content"}, usage
+    more = {"reasoning": reasoning, "tool_calls": calls}
+    return {"role": "assistant", "content": content.strip()} | {name: value for name, value in more.items() if value}, usage
+
+
+def history(engine: Engine, tokens: int) -> list[dict[str, Any]]:
+    """An agent's history of about this many tokens: thinking and a call, its result, and so on."""
+    rng = random.Random(tokens)
+    third = PER_MESSAGE // 3
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"bodies {tokens}"}]
+    messages.append({"role": "user", "content": engine.words(rng, PER_MESSAGE)})
+    for n in range(tokens // (2 * PER_MESSAGE)):
+        call = {"name": "bash", "arguments": json.dumps({"command": engine.words(rng, third)})}
+        calls = [{"id": f"call_{n}", "type": "function", "function": call}]
+        messages.append({"role": "assistant", "content": "", "reasoning": engine.words(rng, third), "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": f"call_{n}", "content": engine.words(rng, PER_MESSAGE)})
+    return messages
 
 
 @dataclass
@@ -167,8 +153,7 @@ class Rollout:
 
     def words(self, tokens: int) -> str:
         """Text of about this many tokens."""
-        encoded = self.target.engine.tokenizer.encode(text(self.rng, 8 * tokens + 40))
-        return self.target.engine.tokenizer.decode(encoded[:tokens]).strip()
+        return self.target.engine.words(self.rng, tokens).strip()
 
     def reply(self, sizes: tuple[int, int], *, calls: bool) -> str:
         """The text the model is to emit, exactly as the template would render it."""
@@ -180,10 +165,8 @@ class Rollout:
     def add_input(self, tokens: int) -> None:
         """Adds the next input: results of the open calls, or else a user message."""
         calls = self.messages[-1].get("tool_calls")
-        words = self.words(max(1, tokens))
-        self.messages.append(
-            {"role": "tool", "tool_call_id": calls[0]["id"], "content": words} if calls else {"role": "user", "content": words}
-        )
+        answers = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+        self.messages.append({**answers, "content": self.words(max(1, tokens))})
 
     def call(self, kind: str, mark: int, new_tokens: int, sizes: tuple[int, int], *, calls: bool) -> None:
         """One turn: input is added, the model replies, and the accounts are read.
@@ -192,32 +175,22 @@ class Rollout:
             RuntimeError: The reply is not the forced one, so the figures would measure something else.
         """
         self.add_input(new_tokens)
-        sampled_text = self.reply(sizes, calls=calls)
-        say = self.target.engine.tokenizer.resample(sampled_text, self.rng, self.drift)
+        engine, sampled_text = self.target.engine, self.reply(sizes, calls=calls)
+        say = engine.tokenizer.resample(sampled_text, self.rng, self.drift)
         sent = json.dumps({"messages": self.messages, **STREAMED, **({"tools": [TOOL]} if self.tools else {}), **forced(say)}).encode()
-        looked_up = self.target.engine.prefix_cache()
+        looked_up = engine.prefix_cache()
         time.sleep(SETTLE_S)  # background work of an earlier call must not count as this call's CPU
         before = self.target.cpu()
         answered = send_streamed(self.target, sent, self.name if self.target.front else None)
-        queries, hits = (now - then for now, then in zip(self.target.engine.prefix_cache(), looked_up, strict=True))
+        queries, hits = (now - then for now, then in zip(engine.prefix_cache(), looked_up, strict=True))
         if bool(answered.message.get("tool_calls")) != calls or not answered.message.get("reasoning"):
             raise RuntimeError(f"the model should have replied {sampled_text!r}, but replied {answered.message!r}")
         self.messages.append(answered.message)
         self.tokens = answered.usage["total_tokens"]
-        api_cpu, proxy_cpu = (now - then for now, then in zip(answered.at_first, before, strict=True))
-        self.records.append(
-            {
-                "kind": kind,
-                "mark": mark,
-                "ttft_ms": round(answered.first * 1e3, 2),
-                "prompt_tokens": answered.usage["prompt_tokens"],
-                "cached_tokens": (answered.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-                "queries": queries,
-                "hits": hits,
-                "api_cpu_ms": round(api_cpu * 1e3, 2),
-                "proxy_cpu_ms": round(proxy_cpu * 1e3, 2),
-            }
-        )
+        spent = {"queries": queries, "hits": hits, "prompt_tokens": answered.usage["prompt_tokens"]}
+        api_cpu, proxy_cpu = (round((now - then) * 1e3, 2) for now, then in zip(answered.at_first, before, strict=True))
+        times = {"ttft_ms": round(answered.first * 1e3, 2), "api_cpu_ms": api_cpu, "proxy_cpu_ms": proxy_cpu}
+        self.records.append({"kind": kind, "mark": mark, **spent, **times})
 
 
 def agent(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int] = LONG) -> Iterator[None]:

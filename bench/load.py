@@ -1,48 +1,33 @@
-"""The load generator: a separate process that runs rollouts and reports how long each call took; README.md explains closed and open loop.
-
-    python -m bench.load '{"ports": [8100], "sessions": true, "connections": 64, "seconds": 3}'
-
-prints `go` when the measured time begins, `end` when it is over, then one line of JSON.
-"""
+"""The load generator: runs rollouts and reports how long each call took; README.md explains closed and open loop."""
 
 import asyncio
-import json
 import random
 import re
-import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-import uvloop
 
+from bench import client
 from bench.mock import reply_of
-from bench.stats import percentile, quantiles
+from bench.stats import quantiles
 from bench.talk import Shape
 
 CONNECTING = 128
-PER_SOURCE = 20_000
-"""Connections per source address of this machine: each has 28,000 ports for one destination."""
-
 _SHORT = 8
 """Tokens of the reply of a call before the clock starts."""
 LATE_SECONDS = 120.0
 """How long calls in progress may take once the time is over."""
-
-
-_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 _NUMBER = re.compile(rb'"content": ?"(\d{8})')
-_SENT = re.compile(rb'"mock_sent": ?(\d+)')
-_LAST_CHUNK = b"0\r\n\r\n"
 
 
 class Answer(NamedTuple):
-    """CLOCK_MONOTONIC in nanoseconds. `pause`: the longest time between two arrivals; `sent`: when the mock wrote the last event, or 0."""
+    """What counts of a `client.Answer`, whose times it has. `number`: the mock's of this answer, with which its text begins."""
 
     status: int
-    first: int
     ended: int
     pause: int
     sent: int
@@ -50,72 +35,37 @@ class Answer(NamedTuple):
     error: str = ""
 
 
+def failed(words: str) -> Answer:
+    return Answer(0, time.monotonic_ns(), 0, 0, b"", words)
+
+
 class Connection(asyncio.Protocol):
-    """A connection that carries one call at a time.
+    """A connection that carries one call at a time."""
 
-    It parses only what marks the end of an answer. An answer of a known length ends there, a chunked one at its last chunk.
-    """
-
-    def __init__(self) -> None:
-        self.transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
+    transport: asyncio.Transport
+    _waiting: asyncio.Future[Answer] | None = None
 
     @classmethod
-    async def open(cls, port: int, source: str) -> "Connection":
-        loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(cls, "127.0.0.1", port, local_addr=(source, 0) if source else None)
-        return made
+    async def open(cls, port: int) -> "Connection":
+        return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
 
-    @property
-    def usable(self) -> bool:
-        return self.transport is not None and not self.transport.is_closing()
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-
-    def call(self, head: bytes, body: bytes) -> "asyncio.Future[Answer]":
-        assert self.transport is not None  # noqa: S101 - `open` returns connected ones only
-        self._got = bytearray()
-        self._first = self._last = self._pause = 0
-        self._end = self._start = -1
+    def call(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
+        self._answer = client.Answer()
         self._waiting = asyncio.get_running_loop().create_future()
         self.transport.writelines([head, body])
         return self._waiting
 
     def data_received(self, data: bytes) -> None:
-        now = time.monotonic_ns()
-        if self._waiting is None:
-            return
-        self._got += data
-        if self._start < 0:
-            found = self._got.find(b"\r\n\r\n")
-            if found < 0:
-                return
-            self._start = found + 4
-            length = _LENGTH.search(self._got, 0, self._start)
-            self._end = self._start + int(length[1]) if length else -1
-        if self._first:
-            self._pause = max(self._pause, now - self._last)
-        elif len(self._got) > self._start:
-            self._first = now
-        self._last = now
-        if len(self._got) >= self._end if self._end >= 0 else self._got.endswith(_LAST_CHUNK):
-            self._finish(now)
-
-    def _finish(self, now: int) -> None:
-        status = int(self._got[9:12])
-        number, sent = _NUMBER.search(self._got, self._start), _SENT.search(self._got, max(0, len(self._got) - 400))
-        error = "" if status == 200 and number else bytes(self._got[self._start : self._start + 300]).decode(errors="replace")
-        answer = Answer(status, self._first, now, self._pause, int(sent[1]) if sent else 0, number[1] if number else b"", error)
-        self._settle(answer)
+        if self._waiting is not None and self._answer.add(data):
+            got, number = self._answer, _NUMBER.search(self._answer.got)
+            error = "" if got.status == 200 and number else got.body[:300].decode(errors="replace")
+            self._settle(Answer(got.status, got.ended, got.pause, got.sent, number[1] if number else b"", error))
 
     def connection_lost(self, reason: Exception | None) -> None:
-        now = time.monotonic_ns()
-        self._settle(Answer(0, now, now, 0, 0, b"", f"connection lost: {reason or 'closed'}"))
+        self._settle(failed(f"connection lost: {reason or 'closed'}"))
 
     def _settle(self, answer: Answer) -> None:
         waiting, self._waiting = self._waiting, None
@@ -152,35 +102,27 @@ class Rollout:
         self.session = f"{spec.name}-{number}"
         self.talk = spec.shape.talk(self.session, 0 if spec.once else spec.turns)
         self.port = spec.ports[number % len(spec.ports)]
-        self.source = f"127.0.0.{2 + number // PER_SOURCE}" if number >= PER_SOURCE else ""
         self.turn = 0
         self.connection: Connection | None = None
-        named = f"X-Tokencache-Session: {self.session}\r\n" if spec.sessions else ""
-        self._head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{named}Content-Length: "
-
-    async def connect(self, gate: asyncio.Semaphore) -> None:
-        if self.connection is None or not self.connection.usable:
-            async with gate:
-                self.connection = await Connection.open(self.port, self.source)
 
     async def call(self, gate: asyncio.Semaphore, *, short: bool = False) -> Answer:
         """Makes the next call. A failure to connect counts as an answer that reports the error."""
         tokens = _SHORT if short else self.spec.shape.tokens
         body = self.talk.body({"model": "mock", "mock_tokens": tokens} if short else None)
-        try:
-            await self.connect(gate)
-        except OSError as error:
-            now = time.monotonic_ns()
-            return Answer(0, now, now, 0, 0, b"", f"no connection: {error}")
-        assert self.connection is not None  # noqa: S101 - just made
-        answer = await self.connection.call(f"{self._head}{len(body)}\r\n\r\n".encode(), body)
+        if self.connection is None or self.connection.transport.is_closing():
+            try:
+                async with gate:
+                    self.connection = await Connection.open(self.port)
+            except OSError as error:
+                return failed(f"no connection: {error}")
+        answer = await self.connection.call(client.head(self.session if self.spec.sessions else None, len(body)), body)
         self.turn += 1
         self.talk.add_turn(answer.number.decode() + reply_of(tokens).json_text.decode(), self.spec.shape.tail)
         return answer
 
     def close(self) -> None:
         if self.connection is not None:
-            self.connection.close()
+            self.connection.transport.close()
 
 
 class Generator:
@@ -188,8 +130,8 @@ class Generator:
         self.spec = spec
         self.calls: list[tuple[int, Answer]] = []  # when it was due, its answer
         self.gate = asyncio.Semaphore(CONNECTING)
+        self.tasks: set[asyncio.Task[None]] = set()
         self.made = 0
-        self.warmed = 0
         self.stop = False
         self.under_way = self.peak = 0
         self.finished: deque[tuple[str, int]] = deque(maxlen=5)
@@ -207,12 +149,8 @@ class Generator:
         if answer.status == 200 and rollout.turn > 1:
             self.finished.append((rollout.session, rollout.turn))
 
-    async def closed(self, rollout: Rollout, go: asyncio.Event) -> None:
+    async def closed(self, rollout: Rollout) -> None:
         """Runs rollouts one after the other over one connection, each call after the answer to the previous one."""
-        if self.spec.warm_turn:
-            await rollout.call(self.gate, short=True)
-            self.warmed += 1
-        await go.wait()
         if self.spec.ramp_s:
             await asyncio.sleep(random.Random(rollout.session).uniform(0, self.spec.ramp_s))
         while not self.stop:
@@ -227,7 +165,7 @@ class Generator:
             rollout = another
         rollout.close()
 
-    def open(self, tasks: "set[asyncio.Task[None]]") -> threading.Thread:
+    def open(self) -> threading.Thread:
         """Starts calls when they are due. A thread keeps the time: the loop's own timers have a resolution of milliseconds."""
         idle: deque[Rollout] = deque(self.rollout() for _ in range(int(self.spec.rate * self.spec.seconds / self.spec.turns) + 64))
         rng = random.Random(self.spec.name)
@@ -243,53 +181,46 @@ class Generator:
 
         def start(due: int) -> None:
             task = loop.create_task(one(due))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
         def arrivals() -> None:
             due = time.monotonic_ns()
             while not self.stop:
                 due += int(rng.expovariate(self.spec.rate) * 1e9)
-                pause = due - time.monotonic_ns()
-                if pause > 0:
-                    time.sleep(pause / 1e9)
+                time.sleep(max(0.0, (due - time.monotonic_ns()) / 1e9))
                 loop.call_soon_threadsafe(start, due)
 
         clock = threading.Thread(target=arrivals, daemon=True)
         clock.start()
         return clock
 
-    async def run(self) -> dict[str, Any]:
-        tasks: set[asyncio.Task[None]] = set()
-        go = asyncio.Event()
-        clock = self.open(tasks) if self.spec.rate else None
+    async def run(self, at_bounds: Callable[[], None]) -> dict[str, Any]:
+        """Runs the load; `at_bounds` is called when the measured time begins and when it is over."""
+        clock = self.open() if self.spec.rate else None
         if clock is None:
-            tasks |= {asyncio.create_task(self.closed(self.rollout(), go)) for _ in range(self.spec.connections)}
+            rollouts = [self.rollout() for _ in range(self.spec.connections)]
             if self.spec.warm_turn:
-                while self.warmed < self.spec.connections:  # noqa: ASYNC110 - thousands would set the event
-                    await asyncio.sleep(0.05)
-            go.set()
+                await asyncio.gather(*(rollout.call(self.gate, short=True) for rollout in rollouts))
+            self.tasks |= {asyncio.create_task(self.closed(rollout)) for rollout in rollouts}
         await asyncio.sleep(self.spec.warm_s)
+        at_bounds()
         begun, cpu = time.monotonic_ns(), time.process_time()
-        print("go", flush=True)
         if self.spec.once:
-            await asyncio.wait(tasks, timeout=self.spec.seconds)
+            await asyncio.wait(self.tasks, timeout=self.spec.seconds)
         else:
             await asyncio.sleep(self.spec.seconds)
         ended, used = time.monotonic_ns(), time.process_time() - cpu
-        print("end", flush=True)
+        at_bounds()
         self.stop = True
         if clock is not None:
             await asyncio.to_thread(clock.join)
             await asyncio.sleep(0)  # the last calls started
-        late = 0
-        if tasks:
-            _, pending = await asyncio.wait(set(tasks), timeout=LATE_SECONDS)
-            late = len(pending)
-            for task in pending:
-                task.cancel()
+        pending = (await asyncio.wait(set(self.tasks), timeout=LATE_SECONDS))[1] if self.tasks else set()
+        for task in pending:
+            task.cancel()
         return summary(self.calls, begun, ended, open_loop=self.spec.rate > 0) | {
-            "late": late,
+            "late": len(pending),
             "generator_cpu_s": round(used, 4),
             "peak": self.peak,
             "sessions": list(self.finished) if self.spec.sessions else [],
@@ -301,35 +232,20 @@ def summary(calls: list[tuple[int, Answer]], begun: int, ended: int, *, open_loo
     inside = [(due, a) for due, a in calls if (begun <= due <= ended if open_loop else begun <= a.ended <= ended)]
     good = [(due, a) for due, a in inside if not a.error]
     done = sum(begun <= a.ended <= ended and not a.error for _, a in calls)
-    walls = [(a.ended - due) / 1e3 for due, a in good]
     window = (ended - begun) / 1e9
-    lags = [(a.ended - a.sent) / 1e3 for _, a in good if a.sent]
-    streamed = {
-        "first_us": _spread([(a.first - due) / 1e3 for due, a in good]),
-        "pause_us": _spread([a.pause / 1e3 for _, a in good]),
-        "lag_us": _spread(lags),
-    }
-    return {
+    found = {
         "calls": len(good),
         "window_s": round(window, 4),
         "calls_per_s": round(done / window, 2),
         "errors": len(inside) - len(good),
         "error_words": Counter(f"{a.status}: {a.error[:160]}" for _, a in inside if a.error).most_common(3),
-        "latency_us": _spread(walls),
-        "p999_us": round(percentile(sorted(walls), 99.9)) if walls else None,
-        **(streamed if lags else {}),
+        "latency_us": _spread([a.ended - due for due, a in good]),
     }
+    if lags := [a.ended - a.sent for _, a in good if a.sent]:
+        found |= {"pause_us": _spread([a.pause for _, a in good]), "lag_us": _spread(lags)}
+    return found
 
 
-def _spread(values: list[float]) -> list[int]:
+def _spread(nanoseconds: list[int]) -> list[int]:
     """Percentiles 0 to 100 in whole microseconds."""
-    return [round(value) for value in quantiles(values)]
-
-
-def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1].encode(), type=Spec)
-    print(json.dumps(uvloop.run(Generator(spec).run())), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return [round(value / 1e3) for value in quantiles(nanoseconds)]

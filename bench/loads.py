@@ -1,47 +1,32 @@
-"""Puts load on targets: calls per second, latency and cost per call, from one rollout at a time to thousands.
+"""Puts load on targets, from one rollout at a time to thousands: calls per second, latency, cost per call (README.md).
 
 Every row is measured in rounds, target after target within each round, so that a change of the machine's speed appears as spread and not as
-a difference between targets. With two cores or more, a single-process target has one core and everything else shares the others. Its calls
-per second are then those of *one core*, and a figure names what limited it (`limited_by`).
+a difference between targets.
 """
 
-import json
+import gc
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import uvloop
 
-from bench import client
-from bench.cost import SLOW
-from bench.load import Spec
-from bench.processes import ROOT, Process
-from bench.talk import LONG, LONGEST, NEW, SMALL, Shape
-from bench.targets import NOT_STREAMED, Target
-
-SHAPES = {
-    "1 KB": SMALL,
-    "141 KB": LONG,
-    "1 MB": LONGEST,
-    "1 KB, 100 chunks of 50 ms": msgspec.structs.replace(SMALL, tokens=100, chunks=100, pace_ms=50),
-    "141 KB, 500 chunks of 10 ms": msgspec.structs.replace(LONG, tokens=500, chunks=500, pace_ms=10),
-}
+from bench.client import check_continued
+from bench.load import Generator, Spec
+from bench.processes import Process
+from bench.talk import SHAPES, Shape
+from bench.targets import NOT_STREAMED, SLOW, Target
 
 FEW = 64
 """Maximum for LiteLLM and the rendering capture, which also run without streams: their queue would be minutes long."""
-
 FAST_SECONDS = 4.0
 """Maximum seconds for targets without sessions: thousands wait for the proxy, but not for these."""
-
-MILES = Spec(connections=32, once=True, shape=NEW, seconds=30.0)
-"""The shape of miles' published throughput of its session server: 32 sessions x 50 turns on a mock backend (radixark/miles #1660).
-
-A run is cut off after half a minute; its turns per second are then those of the shorter histories.
-"""
+BUSY = 0.85
+"""Share of its cores above which a target counts as the limit."""
+_CORES = sorted(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,7 @@ class Row:
     shape: str
     connections: int
     seconds: float
-    rounds: int
+    rounds: int = 1
 
     def spec(self, *, slow: bool = False, fast: bool = False) -> Spec:
         """What to run; `slow` targets get three times as long, for enough answers, `fast` ones only as long as they need."""
@@ -85,7 +70,7 @@ def chosen(targets: Mapping[str, Target], row: Row) -> dict[str, Target]:
 
 
 def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[str, Any]:
-    """One row: each target, in rounds, slow ones once. A target that the limit of open files excludes is named in `impossible`."""
+    """One row: each target, in rounds, slow ones once; without those that the limit of open files excludes."""
     able = chosen(targets, row)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in able}
     for n in range(row.rounds):
@@ -93,29 +78,13 @@ def run_load(engine: Process, targets: Mapping[str, Target], row: Row) -> dict[s
             if n == 0 or name not in SLOW:
                 spec = row.spec(slow=name in SLOW, fast=not target.records)
                 runs[name].append(drive(engine, target, spec, alone=target.workers == 1))
-    impossible = {name: t.streams_possible() for name, t in targets.items() if name != "direct" and t.streams_possible() < row.connections}
-    return {"shape": row.shape, "connections": row.connections, "impossible": impossible, "targets": runs}
-
-
-def run_open(engine: Process, targets: Sequence[Target], capacity: float, shares: Sequence[float], seconds: float) -> list[dict[str, Any]]:
-    """Poisson arrivals of 141 KB calls at shares of a capacity, to each target at the same rates."""
-    found = []
-    for share in shares:
-        spec = Spec(rate=round(capacity * share, 1), seconds=seconds, warm_s=0.5, shape=LONG)
-        found += [{"share": share, **drive(engine, target, spec)} for target in targets]
-    return found
-
-
-def run_rollouts(engine: Process, targets: Sequence[Target], rounds: int, turns: int) -> list[dict[str, Any]]:
-    """32 new sessions of `turns` turns at once, on all cores."""
-    spec = msgspec.structs.replace(MILES, turns=turns)
-    return [drive(engine, target, spec, alone=False) for _ in range(rounds) for target in targets]
+    return {"shape": row.shape, "connections": row.connections, "targets": runs}
 
 
 def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pace_ms: int, ramp_s: float) -> dict[str, Any]:
     """This many streams at once through one target, or as many as its open-file limit allows; each continues its own session."""
     possible = wanted if target.name == "direct" else min(wanted, target.streams_possible())
-    shape = Shape(tokens=chunks, chunks=chunks, pace_ms=pace_ms)
+    shape = Shape().streamed(chunks, pace_ms)
     spec = Spec(connections=possible, once=True, warm_turn=True, turns=1, ramp_s=ramp_s, seconds=240.0, shape=shape)
     found = drive(engine, target, spec, alone=target.workers == 1)
     walls, lags = found["latency_us"], found.get("lag_us")
@@ -133,60 +102,35 @@ def run_streams(engine: Process, target: Target, wanted: int, *, chunks: int, pa
     }
 
 
-BUSY = 0.85
-"""Share of its cores above which a target counts as the limit."""
-
-_CORES = sorted(os.sched_getaffinity(0))
-
-
 def drive(engine: Process, target: Target, spec: Spec, *, alone: bool = True) -> dict[str, Any]:
-    """Puts load on a target. `alone`: pin it to one core and the rest to the others; otherwise all share all cores.
-
-    Raises:
-        RuntimeError: The generator failed.
-    """
+    """Puts load on a target. `alone`: pin it to one core and the rest, this process included, to the others; otherwise all share all."""
     engine = target.engine or engine
     pinned = alone and len(_CORES) > 1 and target.processes != (engine,)
+    rest = set(_CORES[1:]) if pinned else set(_CORES)
     spec = msgspec.structs.replace(spec, ports=target.ports, sessions=target.sessions, name=f"{spec.name}-{time.monotonic_ns() % 10**12}")
+    for process in (engine, *target.stores):
+        process.pin(rest)
     for process in target.processes:
         process.pin({_CORES[0]} if pinned else set(_CORES))
         process.forget_peak()
-    before = sum(process.peak() for process in target.processes)
-    rest = set(_CORES[1:]) if pinned else set(_CORES)
-    for process in (engine, *target.stores):
-        if process not in target.processes:
-            process.pin(rest)
-    command = [sys.executable, "-m", "bench.load", msgspec.json.encode(spec).decode()]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as generator:
-        Process("generator", 0, generator.pid, ROOT).pin(rest)
-        try:
-            found = _watch(engine, target, generator)
-        finally:
-            if generator.poll() is None:
-                generator.kill()
-    found["idle_bytes"] = before
+    idle_bytes = sum(process.peak() for process in target.processes)
+    seen: list[list[float]] = []
+
+    def look() -> None:
+        cpus = [sum(process.cpu() for process in some) for some in (target.processes, (engine,), target.stores)]
+        seen.append([*cpus, sum(process.waited() for process in target.processes)])
+
+    os.sched_setaffinity(0, rest)
+    gc.freeze()  # what was here before costs no call anything
+    try:
+        found = uvloop.run(Generator(spec).run(look))
+    finally:
+        gc.unfreeze()
+        os.sched_setaffinity(0, _CORES)
+    used = (now - then for then, now in zip(*seen, strict=True))
+    found |= dict(zip(("cpu_s", "engine_cpu_s", "store_cpu_s", "waited_s"), used, strict=True))
+    found |= {"idle_bytes": idle_bytes, "peak_bytes": sum(process.peak() for process in target.processes)}
     return _checked(target, found, spec, 1 if pinned else len(_CORES))
-
-
-def _watch(engine: Process, target: Target, generator: "subprocess.Popen[str]") -> dict[str, Any]:
-    def line() -> str:
-        assert generator.stdout is not None  # noqa: S101 - it was opened with a pipe
-        got = generator.stdout.readline()
-        if not got:
-            raise RuntimeError(f"the load generator exited with code {generator.wait()}")
-        return got
-
-    def accounts() -> list[float]:
-        return [target.cpu(), engine.cpu(), target.store_cpu(), sum(process.waited() for process in target.processes)]
-
-    line()
-    before = accounts()
-    line()
-    used = [now - then for now, then in zip(accounts(), before, strict=True)]
-    found: dict[str, Any] = json.loads(line())
-    found |= {"cpu_s": used[0], "engine_cpu_s": used[1], "store_cpu_s": used[2], "waited_s": round(used[3], 4)}
-    found["peak_bytes"] = sum(process.peak() for process in target.processes)
-    return found
 
 
 def limit(shares: dict[str, float], waited: float) -> str:
@@ -198,33 +142,25 @@ def limit(shares: dict[str, float], waited: float) -> str:
     return max(("engine", "generator"), key=lambda name: shares[name])
 
 
-def _torn(target: Target, session: str, turns: int) -> str:
-    """What is wrong with a session: every call must have continued the previous one. Empty if the session is as it should be."""
-    try:
-        known = next(filter(None, (client.turns(port, session) for port in target.ports)), [])
-    except RuntimeError as why:
-        return str(why)
-    kinds = [turn["match"] for turn in known]
-    if len(kinds) >= turns and kinds[1:] == ["continue"] * (len(kinds) - 1):
-        return ""
-    return f"{len(kinds)} of {turns} turns: {' '.join(kinds)[:80]}"
+def _torn(target: Target, played: Sequence[tuple[str, int]]) -> list[str]:
+    """What is wrong with sessions of so many turns."""
+    found = []
+    for session, turns in played if target.records else ():
+        try:
+            check_continued(target.ports, session, turns)
+        except RuntimeError as why:
+            found.append(str(why))
+    return found
 
 
 def _checked(target: Target, found: dict[str, Any], spec: Spec, cores: int) -> dict[str, Any]:
     """Adds what follows from the accounts. A run with `torn` sessions yields no figure: a proxy that only relays is fast, too."""
-    played = found.pop("sessions")
-    found["torn"] = [words for session, turns in played if (words := _torn(target, session, turns))] if target.records else []
-    calls = max(1, found["calls_per_s"] * found["window_s"])
+    found["torn"], window = _torn(target, found.pop("sessions")), found["window_s"]
+    calls = max(1, found["calls_per_s"] * window)
     for name in ("cpu", "engine_cpu", "store_cpu", "generator_cpu"):
         found[f"{name}_us"] = round(found[f"{name}_s"] / calls * 1e6, 1)
-    window = found["window_s"]
     own = min(cores, target.workers) if target.name != "direct" else 1
-    shares = {
-        "target": found["cpu_s"] / window / own,
-        "engine": found["engine_cpu_s"] / window,
-        "generator": found["generator_cpu_s"] / window,
-    }
+    shares = {name: found[f"{name}_cpu_s"] / window for name in ("engine", "generator")} | {"target": found["cpu_s"] / window / own}
     found["busy"] = {name: round(share, 3) for name, share in shares.items()}
     found["limited_by"] = limit(shares, found["waited_s"] / window / own)
-    found |= {"target": target.name, "connections": spec.connections, "rate": spec.rate}
-    return found
+    return found | {"target": target.name, "connections": spec.connections, "rate": spec.rate}

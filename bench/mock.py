@@ -1,17 +1,12 @@
 """The mock engine: the part of vLLM that the proxy uses, at the lowest possible cost.
 
-A raw `asyncio.Protocol` on uvloop, no framework. Supplied prompt ids are never parsed: their JSON is copied from the request to the
-reply. Replies are joined from byte strings made once. The tokenizer is exact and trivial: any four bytes of a text are one token, and
-special tokens enclose each message; so a tail is a suffix of the full rendering, as with a real template. All ids have six digits, so
-that a text becomes the JSON of its ids by one table look-up.
+Supplied prompt ids are never parsed: their JSON is copied from the request to the reply. Replies are joined from byte strings made once.
+The tokenizer is exact and trivial: any four bytes of a text are one token, and special tokens enclose each message; so a tail is a suffix
+of the full rendering, as with a real template. All ids have six digits, so that a text becomes the JSON of its ids by one table look-up.
 
-Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_chunks` (chunks of a stream),
-`mock_pace_ms` (pause between them; 0: as fast as the socket accepts them), `mock_halt` (after so many of them a stream with pauses goes on
-no more).
-
-With `--plugin` it also takes prompts by hash, as vLLM does with the plugin (`tokencache_vllm.prefixes`), and packs its replies.
-
-Each reply contains the time when its last byte was written: `"mock_sent": nanoseconds` of CLOCK_MONOTONIC, in the last event of a stream.
+Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_pace_ms` (the pause before each token of
+a stream), `mock_halt` (after so many tokens a stream goes on no more). The last event of a stream has the time when it was written:
+`"mock_sent": nanoseconds` of CLOCK_MONOTONIC. With `--plugin` it also takes prompts by hash, and packs replies.
 """
 
 import argparse
@@ -26,6 +21,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 import uvloop
+from cachetools import FIFOCache
 
 START, END = 151644, 151645
 FIRST, SPREAD = 100_000, 1 << 15
@@ -35,10 +31,8 @@ MODEL = "mock"
 _ROLE_END = b"\n"
 _SUPPLIED = b'"kv_transfer_params":{"prompt_token_ids":['
 _NAMED = b'"kv_transfer_params":{"tokencache_prefix":'
-_KEPT = 4_096
-"""Prompts with their replies that the engine keeps, with the plugin."""
 _OPTIONS = 600
-_OPTION = re.compile(rb'"mock_(tokens|chunks|pace_ms|halt)": ?(\d+)')
+_OPTION = re.compile(rb'"mock_(tokens|pace_ms|halt)": ?(\d+)')
 _counter = itertools.count()
 
 
@@ -89,26 +83,9 @@ _decode = msgspec.json.Decoder(_Body).decode
 _decode_name = msgspec.json.Decoder(_Name).decode
 
 
-class KeptPrompts:
-    """What the engine keeps with the plugin: the SHA-256 of a prompt with its reply → their packed ids; the oldest leave first."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, bytes] = {}
-
-    def prompt(self, name: _Name) -> bytes | None:
-        """The packed ids of a prompt that has a tail; `None` if its prefix is not there."""
-        found = self._kept.get(name.hash, b"" if not name.hash else None)
-        return None if found is None else found + name.tail
-
-    def keep(self, prompt: bytes, reply: bytes) -> str:
-        """Keeps a prompt with its reply. Returns the prompt's hash."""
-        hashed = hashlib.sha256(prompt)
-        digest = hashed.hexdigest()
-        hashed.update(reply)
-        self._kept[hashed.hexdigest()] = prompt + reply
-        if len(self._kept) > _KEPT:
-            del self._kept[next(iter(self._kept))]
-        return digest
+def kept_prompts() -> FIFOCache[str, bytes]:
+    """What the engine keeps with the plugin: the SHA-256 of a prompt with its reply → their packed ids."""
+    return FIFOCache(4_096)
 
 
 def packed_ids(json_ids: bytes) -> bytes:
@@ -139,34 +116,25 @@ class MockReply:
         members = tuple(base64.b64encode(data) for data in (self.packed, b"f" + logprobs))
         self.with_packed = self.plain + b',"tokencache":{"ids":"%s","logprobs":"%s"}' % members
 
-    def events(self, chunks: int, *, ids: bool) -> list[bytes]:
-        """The deltas of a stream, without the head that all of one call share."""
-        size = max(1, len(self.ids) // chunks)
+    def events(self, *, ids: bool) -> list[bytes]:
+        """The deltas of a stream, one for each token, without the head that all of one call share."""
         found = []
-        for at in range(0, len(self.ids), size):
-            last = at + size >= len(self.ids)
-            parts = slice(at, at + size)
-            found.append(
-                b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,%s"token_ids":%s}]}\n\n'
-                % (
-                    "".join(self.texts[parts]).encode(),
-                    b'{"content":[' + b",".join(self.logprob_entries[parts]) + b"]}" if ids else b"null",
-                    b'"stop"' if last else b"null",
-                    b'"stop_reason":null,' if last else b"",
-                    b"[%s]" % b",".join(b"%d" % i for i in self.ids[parts]) if ids else b"null",
-                )
-            )
+        for token, text, entry in zip(self.ids, self.texts, self.logprob_entries, strict=True):
+            logprobs, token_ids = (b'{"content":[%s]}' % entry, b"[%d]" % token) if ids else (b"null", b"null")
+            finish = b'"stop","stop_reason":null' if token == END else b"null"
+            parts = text.encode(), logprobs, finish, token_ids
+            found.append(b'{"index":0,"delta":{"content":"%s"},"logprobs":%s,"finish_reason":%s,"token_ids":%s}]}\n\n' % parts)
         return found
 
 
 reply_of = lru_cache(32)(MockReply)
-events_of = lru_cache(64)(lambda n, chunks, ids: reply_of(n).events(chunks, ids=ids))
+events_of = lru_cache(64)(lambda n, ids: reply_of(n).events(ids=ids))
 
 
 class Server(asyncio.Protocol):
-    """One connection; requests follow one another. `kept` is what the engine keeps; `None` without the plugin."""
+    """One connection; requests follow one another. `kept`: what the engine keeps; `None` without the plugin."""
 
-    def __init__(self, kept: KeptPrompts | None = None) -> None:
+    def __init__(self, kept: FIFOCache[str, bytes] | None = None) -> None:
         self.kept = kept
         self.buffer = bytearray()
         self.wanted = 0
@@ -240,23 +208,25 @@ class Server(asyncio.Protocol):
             options = {name: int(value) for name, value in _OPTION.findall(body)}
             self._named(self.kept, _decode_name(body[named + len(_NAMED) : -2]), prompt, reply_of(options.get(b"tokens", 16)), number)
             return
+        echo = b"[%s]" % prompt if wants_ids else b"null"
         if b'"stream":true' in rest or b'"stream": true' in rest:
-            first = b"[%s]" % prompt if wants_ids else b"null"
             usage = _usage(_count(prompt), n) if b'"include_usage":true' in rest else b""
-            pace_ms, halt = options.get(b"pace_ms", 0), options.get(b"halt", 0)
-            self._stream(events_of(n, options.get(b"chunks", n), wants_ids), pace_ms, number, first, usage, halt=halt)
+            self._stream(events_of(n, wants_ids), options.get(b"pace_ms", 1), number, echo, usage, halt=options.get(b"halt", 0))
             return
         reply = reply_of(n)
-        choice, echo = (reply.with_ids, b"[%s]" % prompt) if wants_ids else (reply.plain, b"null")
-        self._json(_whole(number, reply, choice, _count(prompt), echo))
+        self._json(_whole(number, reply, reply.with_ids if wants_ids else reply.plain, _count(prompt), echo))
 
-    def _named(self, kept: KeptPrompts, name: _Name, rendered: bytes, reply: MockReply, number: bytes) -> None:
+    def _named(self, kept: FIFOCache[str, bytes], name: _Name, rendered: bytes, reply: MockReply, number: bytes) -> None:
         """Answers a whole reply to a prompt by its hash, or to one that was rendered because the request has no tail."""
-        prompt = kept.prompt(name) if name.tail else packed_ids(rendered)
-        if prompt is None:
+        known = kept.get(name.hash) if name.tail and name.hash else b""
+        if known is None:
             self._json(b'{"error":{"message":"no such prefix","code":400}}', b"400 Bad Request", b"x-tokencache-prefix: miss\r\n")
             return
-        digest = kept.keep(prompt, reply.packed)
+        prompt = known + name.tail if name.tail else packed_ids(rendered)
+        hashed = hashlib.sha256(prompt)
+        digest = hashed.hexdigest()
+        hashed.update(reply.packed)
+        kept[hashed.hexdigest()] = prompt + reply.packed
         echo = b',"tokencache":{"prompt":"%s"}' % base64.b64encode(prompt) if name.echo or not name.tail else b""
         body = _whole(number, reply, reply.with_packed, len(prompt) // 4, b"null" + echo)
         self._json(body, more=b"x-tokencache-prompt: %s\r\n" % digest.encode())
@@ -264,32 +234,18 @@ class Server(asyncio.Protocol):
     def _forced(self, asked: _Body) -> None:
         """Answers the probe's question: does generation stop at this token?"""
         token = (asked.allowed_token_ids or [END])[0]
-        stops = token == END
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": ""},
-            "finish_reason": "stop" if stops else "length",
-            "stop_reason": None,
-            "token_ids": [token] * (1 if stops else min(2, asked.max_tokens)),
-        }
+        finish, count = ("stop", 1) if token == END else ("length", min(2, asked.max_tokens))
+        message = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "stop_reason": None, "token_ids": [token] * count}
         self._json(msgspec.json.encode({"model": MODEL, "choices": [choice], "prompt_token_ids": [START]}))
 
     def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes, usage: bytes, *, halt: int) -> None:
         head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
         first = (
-            head
-            + b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}],"prompt_token_ids":' % number
-            + prompt
-            + b',"prompt_text":null}\n\n'
+            b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}],"prompt_token_ids":' % number
         )
-        self.transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n" + _framed(first)
-        )
-        if not pace_ms:
-            for delta in deltas:
-                self.transport.write(_framed(head + delta))
-            self._end(head, usage)
-            return
+        begin = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        self.transport.write(begin + _framed(head + first + prompt + b',"prompt_text":null}\n\n'))
         loop = asyncio.get_running_loop()
         begun, sent = loop.time(), 0
 
@@ -300,16 +256,13 @@ class Server(asyncio.Protocol):
             self.transport.write(_framed(head + deltas[sent]))
             sent += 1
             if sent == len(deltas):
-                self._end(head, usage)
+                counted = head + b'],"usage":%s}\n\n' % usage if usage else b""
+                last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
+                self.transport.write(_framed(counted + last) + b"0\r\n\r\n")
             elif sent != halt:
                 loop.call_at(begun + (sent + 1) * pace_ms / 1000, step)
 
         loop.call_at(begun + pace_ms / 1000, step)
-
-    def _end(self, head: bytes, usage: bytes) -> None:
-        counted = head + b'],"usage":%s}\n\n' % usage if usage else b""
-        last = b'data: {"mock_sent":%d,"choices":[]}\n\ndata: [DONE]\n\n' % time.monotonic_ns()
-        self.transport.write(_framed(counted + last) + b"0\r\n\r\n")
 
 
 def _count(json_ids: bytes) -> int:
@@ -336,8 +289,7 @@ def _framed(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-async def main(port: int, *, plugin: bool) -> None:
-    kept = KeptPrompts() if plugin else None
+async def main(port: int, kept: FIFOCache[str, bytes] | None) -> None:
     server = await asyncio.get_running_loop().create_server(lambda: Server(kept), "127.0.0.1", port, backlog=4096)
     await server.serve_forever()
 
@@ -347,4 +299,4 @@ if __name__ == "__main__":
     asked.add_argument("port", type=int)
     asked.add_argument("--plugin", action="store_true", help="take prompts by hash")
     options = asked.parse_args()
-    uvloop.run(main(options.port, plugin=options.plugin))
+    uvloop.run(main(options.port, kept_prompts() if options.plugin else None))

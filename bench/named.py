@@ -1,26 +1,21 @@
-"""The floor with the plugin: what any proxy must do that names prompts by a hash, verifies the tokens and keeps them.
+"""The floor with the plugin: `bench.proven` in front of an engine that takes prompts by hash: `python -m bench.named PORT UPSTREAM`.
 
-As `bench.proven`, but the prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands
-for all, and the answer has a hash of the prompt and a packed reply (`tokencache_vllm.prefixes`). So neither request nor answer
-grows. A prefix that the engine does not have is an error here: the bench's engine keeps all that it needs.
-
-    python -m bench.named PORT UPSTREAM
+The prompt goes to the engine as the hash and length of its beginning and the ids of the tail, one message stands for all, and the answer
+has a hash of the prompt and a packed reply. So neither request nor answer grows. A prefix that the engine does not have is an error here.
 """
 
 import base64
 import hashlib
 import math
 import struct
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 
 from bench.floor import LAST_END, WANTED
-from bench.proven import Known, Message, Proven, pack_json_ids
+from bench.proven import MESSAGE, Known, Proven, pack_json_ids
 from bench.relay import serve
 
 _HEADER = "x-tokencache-prompt"
@@ -30,26 +25,10 @@ _NAMED = b',"kv_transfer_params":{"tokencache_prefix":{"hash":"%s","length":%d,"
 _PACKED, _PACKED_END = b',"tokencache":{"ids":', b"}"
 
 
-class _Packed(msgspec.Struct):
-    ids: bytes
-    logprobs: bytes
-
-
-class _Choice(msgspec.Struct):
-    message: Message
-    tokencache: _Packed
-
-
-class _Prompt(msgspec.Struct):
-    prompt: bytes
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-    tokencache: _Prompt | None = None
-
-
-_REPLY = msgspec.json.Decoder(_Reply)
+_REPLY_IDS = msgspec.defstruct("_REPLY_IDS", [("ids", bytes), ("logprobs", bytes)])
+_CHOICE = msgspec.defstruct("_CHOICE", [("message", MESSAGE), ("tokencache", _REPLY_IDS)])
+_PROMPT = msgspec.defstruct("_PROMPT", [("prompt", bytes)])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE]), ("tokencache", _PROMPT | None, None)]))
 
 
 @dataclass(slots=True)
@@ -97,4 +76,4 @@ def _hidden(reply: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Named(sys.argv[2], engine).handle))
+    serve(Named)

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.page import replaced
+from bench.tables import Table, write
 from tokencache.engine.admission import Admission
 from tokencache.engine.placement import IDLE_SECONDS, Placement
 from tokencache.engine.pool import preference
@@ -36,7 +36,6 @@ STEP, PER_REQUEST, PER_CONTEXT_TOKEN = 6e-3, 5e-5, 2.8e-7
 """Seconds."""
 EXPECTED = 12_000
 """Tokens that a session is expected to have until some have ended."""
-PAGE = Path("docs/several-engines.md")
 
 
 class Load(NamedTuple):
@@ -320,13 +319,11 @@ class Replay:
     def _begin(self) -> None:
         if self._waiting:
             rollout = self._waiting.popleft()
-            self._later(max(0.0, rollout.start - self._now), partial(self._create, rollout))
+            self._later(max(0.0, rollout.start - self._now), partial(self._admit, rollout))
 
-    def _create(self, rollout: Rollout) -> None:
-        self._created.append(rollout)
-        self._admit()
-
-    def _admit(self) -> None:
+    def _admit(self, *created: Rollout) -> None:
+        """Begin the rollouts that were created and fit, oldest first."""
+        self._created += created
         while self._created and self._has_room(self._created[0].name):
             run = Run(self._created.popleft())
             first, *others = [n for n, call in enumerate(run.rollout.calls) if not call.after]
@@ -340,16 +337,13 @@ class Replay:
         empty = sum(not self._placement.load(url, self._now) for url in self._engines)
         return self._admission.admits(session, self._now, self._now, capacity=self._capacity, empty=empty)
 
-    def _place(self, session: str) -> str:
-        urls = list(self._engines)
-        if not self._sticky:
-            return urls[preference(session, urls)[0]]
-        return self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
-
     def _ask(self, run: Run, n: int) -> None:
-        session, call = run.rollout.name, run.rollout.calls[n]
-        name, url = f"{session}/{n}", self._place(session)
-        self._bound[session] = url
+        session, call, urls = run.rollout.name, run.rollout.calls[n], list(self._engines)
+        if self._sticky:
+            url = self._placement.choose(session, self._bound.get(session, ""), urls, self._now)
+        else:
+            url = urls[preference(session, urls)[0]]
+        name, self._bound[session] = f"{session}/{n}", url
         self._placement.begin(name, session, url, call.prompt)
 
         def done() -> None:
@@ -371,7 +365,6 @@ class Replay:
 POLICIES = {"hash": {"sticky": False}, "sticky": {"sticky": True}, "admission": {"sticky": True, "admits": True}}
 Outcome = dict[str, tuple[float, float]]
 """Policy → makespan, and mean time until a group is complete, in seconds."""
-HEAD = "| load | hash, s | sticky, s | ratio | from, to | groups | admission | groups |\n|---|--:|--:|--:|--:|--:|--:|--:|"
 
 
 def replayed(load: Load, made: Sequence[Rollout]) -> Outcome:
@@ -383,34 +376,37 @@ def ratios(found: Sequence[Outcome], policy: str, *, groups: bool = False) -> li
     return [one[policy][groups] / one["hash"][groups] for one in found]
 
 
-def table_row(name: str, found: Sequence[Outcome]) -> str:
-    makespans = [f"{statistics.median(one[policy][0] for one in found):.0f}" for policy in ("hash", "sticky")]
-    sticky = ratios(found, "sticky")
-    others = [ratios(found, "sticky", groups=True), ratios(found, "admission"), ratios(found, "admission", groups=True)]
-    medians = [f"{statistics.median(values):.2f}" for values in (sticky, *others)]
-    cells = [name, *makespans, medians[0], f"{min(sticky):.2f} to {max(sticky):.2f}", *medians[1:]]
-    return f"| {' | '.join(cells)} |"
+def table(found: dict[str, list[Outcome]]) -> Table:
+    """Medians over the seeds of each load."""
+    rows = []
+    for name, one in found.items():
+        makespans = [f"{statistics.median(outcome[policy][0] for outcome in one):.0f}" for policy in ("hash", "sticky")]
+        cells = [
+            f"{statistics.median(ratios(one, policy, groups=groups)):.2f}" for policy in ("sticky", "admission") for groups in (False, True)
+        ]
+        sticky = ratios(one, "sticky")
+        rows.append([name, *makespans, cells[0], f"{min(sticky):.2f} to {max(sticky):.2f}", *cells[1:]])
+    return Table("", ["load", "hash, s", "sticky, s", "ratio", "from, to", "groups", "admission", "groups"], rows)
 
 
 def main() -> None:
     asked = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__.partition("\n")[0])
     asked.add_argument("--seeds", type=int, default=5)
     asked.add_argument("--loads", default=",".join(LOADS), help="names of loads, or their beginnings")
-    asked.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
+    asked.add_argument("--write", action="store_true", help="write the table into docs/several-engines.md")
     asked.add_argument("--trace", type=Path, help="replay the rollouts of this file, once, in place of those of the loads")
     options = asked.parse_args()
     if options.trace and options.write:
         asked.error("--write is for the loads of the page, not for a trace")
     traced = [recorded(options.trace)] if options.trace else None
-    lines = [HEAD]
-    print(HEAD, flush=True)
+    found: dict[str, list[Outcome]] = {}
     for name, load in LOADS.items():
         if any(name.startswith(wanted) for wanted in options.loads.split(",")):
             played = traced or [rollouts(load, seed) for seed in range(options.seeds)]
-            lines.append(table_row(name, [replayed(load, made) for made in played]))
-            print(lines[-1], flush=True)
+            found[name] = [replayed(load, made) for made in played]
+    print(shown := table(found).markdown())
     if options.write:
-        PAGE.write_text(replaced(PAGE.read_text(), "placement", "\n".join(lines)))
+        write("several-engines.md", {"placement": shown})
 
 
 if __name__ == "__main__":

@@ -5,21 +5,15 @@ A target has the same colour in all of them. SVG without a date and with fixed i
 
 import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from bench.report import middle
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from bench.gain_report import Point
+from bench.figures import middle
 
 COLOURS = {
     "direct": "#8c8c8c",
@@ -55,45 +49,42 @@ STYLE = {
 }
 
 
-def draw(found: dict[str, Any], folder: Path) -> list[str]:
-    """Draws the pictures for which the run has figures; returns the names of the files."""
-    makers: dict[str, tuple[str, Callable[[Any], None]]] = {
-        "bench-latency.svg": ("load", _latency),
-        "bench-throughput.svg": ("load", _throughput),
-        "bench-open.svg": ("open", _open),
-        "bench-growth.svg": ("growth", _growth),
-    }
-    kept = {name: (part, make) for name, (part, make) in makers.items() if part in found}
-    for name, (part, make) in kept.items():
-        _save(folder / name, partial(make, found[part]))
-    return [*kept]
+def draw(found: dict[str, Any], folder: Path) -> None:
+    """Draws the pictures for which the run has figures."""
+    makers = [("bench-latency", "load", _latency), ("bench-throughput", "load", _throughput)]
+    for name, part, make in [*makers, ("bench-open", "open", _open), ("bench-growth", "growth", _growth)]:
+        if part in found:
+            _save(folder / f"{name}.svg", make, found[part])
 
 
-def _save(file: Path, make: Callable[[], None]) -> None:
+def draw_gain(seen: list[Any], titles: dict[str, str], folder: Path) -> None:
+    """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
+    _save(folder / "gain.svg", _gain, seen, titles)
+
+
+def _save(file: Path, make: Callable[..., None], *figures: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        make()
+        make(*figures)
         plt.savefig(file, metadata={"Date": None})
         plt.close("all")
+    print(f"docs/images/{file.name}")
 
 
-def _columns(count: int, width: float, height: float, **more: Any) -> "list[Axes]":
+def _columns(count: int, width: float, height: float, **more: Any) -> list[Any]:
     """Empty diagrams, side by side."""
     return list(plt.subplots(1, count, figsize=(width * count, height), squeeze=False, **more)[1][0])
 
 
-def _percentiles(axes: "Axes", name: str, latency: list[float]) -> None:
+def _percentiles(axes: Any, name: str, latency: list[float]) -> None:
     """Latency over the fraction of calls that are slower, logarithmic: 50 % at the left, 99 % at the right."""
     shown = range(1, 100)
     axes.plot([100 / (100 - q) for q in shown], [latency[q] / 1000 for q in shown], "-", color=COLOURS.get(name), label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log", xlabel="percentile of calls", ylabel="latency, ms")
     axes.set_xticks([1, 2, 10, 100], ["0", "50", "90", "99"])
-    axes.set_xlabel("percentile of calls")
-    axes.set_ylabel("latency, ms")
 
 
-def _legend(axes: "Axes") -> None:
+def _legend(axes: Any) -> None:
     """To the right of the last diagram."""
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
@@ -114,20 +105,13 @@ def _throughput(load: list[dict[str, Any]]) -> None:
     columns = _columns(len(shapes), 4.2, 3.6)
     for axes, shape in zip(columns, shapes, strict=True):
         for name, colour in COLOURS.items():
-            points = {
-                row["connections"]: [run["calls_per_s"] for run in row["targets"][name]]
-                for row in load
-                if row["shape"] == shape and row["targets"].get(name)
-            }
+            rows = [row for row in load if row["shape"] == shape and row["targets"].get(name)]
+            points = {row["connections"]: [run["calls_per_s"] for run in row["targets"][name]] for row in rows}
             if points:
                 rates = points.values()
                 axes.plot([*points], [*map(statistics.median, rates)], "o-", ms=3, color=colour, label=name)
                 axes.fill_between([*points], [*map(min, rates)], [*map(max, rates)], color=colour, alpha=0.15)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_title(shape)
-        axes.set_xlabel("rollouts at once")
-        axes.set_ylabel("calls a second")
+        axes.set(xscale="log", yscale="log", title=shape, xlabel="rollouts at once", ylabel="calls a second")
     _legend(columns[-1])
 
 
@@ -143,26 +127,18 @@ def _open(found: dict[str, Any]) -> None:
 
 
 def _growth(grown: dict[str, Any]) -> None:
-    for axes, without, title in zip(
-        _columns(2, 4.2, 3.6), ({"direct", "rerender", "litellm"}, {"direct"}), ("", "with rerender and LiteLLM"), strict=True
-    ):
+    slow = ["rerender", "litellm"]
+    for axes, without, title in zip(_columns(2, 4.2, 3.6), (["direct", *slow], ["direct"]), ("", "with rerender and LiteLLM"), strict=True):
         for name, colour in COLOURS.items():
             points = [(mark["turn"], mark["targets"][name]["cpu_us"] / 1000) for mark in grown["marks"] if name in mark["targets"]]
             if name not in without and points:
                 axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=name)
-        axes.set_xlabel("turn of one session")
-        axes.set_ylabel("CPU a call, ms")
+        axes.set(xlabel="turn of one session", ylabel="CPU a call, ms", title=title)
         axes.set_ylim(bottom=0)
-        axes.set_title(title)
         axes.legend()
 
 
-def draw_gain(seen: "list[Point]", titles: dict[str, str], folder: Path) -> None:
-    """Draws gain.svg: a column for each kind of call, times above, hit rates below; without drift the lines are dashed."""
-    _save(folder / "gain.svg", partial(_gain, seen, titles))
-
-
-def _gain(seen: "list[Point]", titles: dict[str, str]) -> None:
+def _gain(seen: list[Any], titles: dict[str, str]) -> None:
     kinds = [kind for kind in titles if any(point.kind == kind for point in seen)]
     marks = sorted({point.mark // 1000 for point in seen})
     _, axes = plt.subplots(2, len(kinds), figsize=(3.6 * len(kinds) + 1.6, 5.6), squeeze=False, sharex=True, sharey="row")
@@ -172,18 +148,14 @@ def _gain(seen: "list[Point]", titles: dict[str, str]) -> None:
                 line = [point for point in seen if (point.kind, point.target, point.drift) == (kind, target, drift)]
                 if not line:
                     continue
-                label = f"{target}{'' if drift else ', no drift'}"
-                at = [point.mark / 1000 for point in line]
-                above.plot(at, [point.ttft_ms for point in line], style, ms=3, color=colour, label=label)
+                at, look = [point.mark / 1000 for point in line], {"ms": 3, "color": colour}
+                above.plot(at, [point.ttft_ms for point in line], style, label=f"{target}{'' if drift else ', no drift'}", **look)
                 above.fill_between(at, [point.least for point in line], [point.most for point in line], color=colour, alpha=0.15)
-                below.plot(at, [100 * point.hit_rate for point in line], style, ms=3, color=colour, label=label)
-        above.set_title(titles[kind])
-        above.set_xscale("log")
-        above.set_yscale("log")
+                below.plot(at, [100 * point.hit_rate for point in line], style, **look)
+        above.set(title=titles[kind], xscale="log", yscale="log")
         above.set_xticks(marks, [f"{mark}k" for mark in marks])
         above.minorticks_off()
-        below.set_ylim(0, 103)
-        below.set_xlabel("tokens of history")
+        below.set(ylim=(0, 103), xlabel="tokens of history")
     axes[0][0].set_ylabel("first token after, ms")
     axes[1][0].set_ylabel("found in the prefix cache, %")
     axes[0][0].legend(loc="upper left")

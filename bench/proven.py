@@ -1,37 +1,31 @@
-"""The floor with verification: the floor plus what it takes to verify the tokens and to keep them.
+"""The floor with verification: the floor plus what it takes to verify the tokens and to keep them: `python -m bench.proven PORT UPSTREAM`.
 
-The floor (`bench.floor`) assumes that each call continues the previous one, so its output cannot be used for training. This module adds
-what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
+It adds what the design's invariants require of any proxy, each in the cheapest way that Python's libraries have for it:
 
 1. the messages are compared with those of the previous call: a hash of the repeated bytes; new messages are decoded and hashed; the reply
-   among them must be the sampled one. The first call of a session decodes and hashes all of it;
+   among them must be the sampled one;
 2. the ids that the engine echoes are compared with those that were sent, and the first call's are read;
 3. the sampled ids are decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, because it requested neither;
-4. the turn is packed as it would be stored: ids and log probabilities in bytes, the new messages deflated; and kept in memory.
+4. the turn is packed as it would be stored, its new messages deflated; and kept in memory.
 
-It omits what else a proxy needs: several conversations in a session, several dialects and engines, a harness that changes what it sends
-back, a client that disconnects, duplicate calls, a tail that depends on its messages, metrics, errors, limits. `tokencache` does all of
-that and costs more; no proxy that verifies its tokens in Python on aiohttp costs much less than this.
-
-    python -m bench.proven PORT UPSTREAM
+It omits several conversations in a session, dialects, several engines, harnesses that change what they send back, clients that disconnect,
+duplicate calls, tails that depend on their messages, metrics, errors, limits.
 """
 
 import hashlib
 import math
 import struct
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 import xxhash
 from aiohttp import web
 from isal import isal_zlib
 
 from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sampled_in
-from bench.relay import passed_on, serve
+from bench.relay import Relay, passed_on, serve
 
 _MESSAGES = b'{"messages":['
 _LOGPROBS, _IDS = (b'"logprobs":{', b',"finish_reason"'), (b'"token_ids":[', b"]")
@@ -39,36 +33,14 @@ _MOST = 1024
 """Sessions that are kept; a forgotten one begins again."""
 
 
-class _Entry(msgspec.Struct):
-    role: str
-    content: str
-
-
-class _Chance(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Chance]
-
-
-class Message(msgspec.Struct):
-    content: str
-
-
-class _Choice(msgspec.Struct):
-    message: Message
-    logprobs: _Logprobs
-    token_ids: list[int]
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_ENTRY = msgspec.defstruct("_ENTRY", [("role", str), ("content", str)])
+_CHANCE = msgspec.defstruct("_CHANCE", [("logprob", float)])
+_CHANCES = msgspec.defstruct("_CHANCES", [("content", list[_CHANCE])])
+MESSAGE = msgspec.defstruct("MESSAGE", [("content", str)])
+_CHOICE = msgspec.defstruct("_CHOICE", [("message", MESSAGE), ("logprobs", _CHANCES), ("token_ids", list[int])])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE])]))
+_ENTRIES = msgspec.json.Decoder(list[_ENTRY])
 _IDS_OF = msgspec.json.Decoder(list[int])
-_REPLY = msgspec.json.Decoder(_Reply)
 _PACK = msgspec.msgpack.Encoder()
 
 
@@ -84,20 +56,20 @@ class Known:
     turns: list[bytes] = field(default_factory=list)
 
 
-class Proven:
+class Proven(Floor):
     """The floor with verification; how the prompt is sent, and how the answer is verified, is in `sent` and `verified`."""
 
     known: type[Known] = Known
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
-        self.floor = Floor(upstream, engine, local=False)
+        super().__init__(upstream, engine)
         self.sessions: dict[str, Any] = {}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Whole replies only: for streams the floor's figures are sufficient."""
         name = request.headers.get(SESSION)
         if name is None:
-            return await self.floor.relay.handle(request)
+            return await Relay.handle(self, request)
         body = await request.read()
         known = self.sessions.pop(name, None) or self.known()
         new = new_messages(known, body)
@@ -106,9 +78,9 @@ class Proven:
         if known.reply:
             if digests[0] != known.reply:
                 raise ValueError("this is not what was sampled")
-            tail = await self.floor.tail(body)
+            tail = await self.tail(body)
         sent, tail = self.sent(known, body, tail)
-        async with self.floor.engine.post(self.floor.chat, headers=passed_on(request.headers), data=sent) as answer:
+        async with self.engine.post(self.chat, headers=passed_on(request.headers), data=sent) as answer:
             answer_body = await answer.read()
         content, turn, brief = self.verified(known, tail, answer, answer_body)
         known.reply = digest("assistant", content)
@@ -187,4 +159,4 @@ def _hidden(reply: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Proven(sys.argv[2], engine).handle))
+    serve(Proven)

@@ -9,6 +9,7 @@ import uvloop
 from aiohttp import web
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
@@ -26,9 +27,6 @@ def pool() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=256 * 1024)
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
 async def listening(port: int, handler: Handler) -> web.AppRunner:
     """A server for all paths; the caller cleans it up."""
     app = web.Application(client_max_size=64 * 2**20)
@@ -39,13 +37,15 @@ async def listening(port: int, handler: Handler) -> web.AppRunner:
     return runner
 
 
-async def serve(
-    port: int, handler: Callable[[aiohttp.ClientSession], Handler], connect: Callable[[], aiohttp.ClientSession] = pool
-) -> None:
-    """Serves until the process ends; `handler` is made from the connections to the engine."""
-    async with connect() as engine:
-        await listening(port, handler(engine))
-        await asyncio.Event().wait()
+def serve(program: Callable[..., "Relay"], connect: Callable[[], aiohttp.ClientSession] = pool, **more: bool) -> None:
+    """Serves a program until the process ends, as its command line says: PORT UPSTREAM."""
+
+    async def forever() -> None:
+        async with connect() as engine:
+            await listening(int(sys.argv[1]), program(sys.argv[2], engine, **more).handle)
+            await asyncio.Event().wait()
+
+    uvloop.run(forever())
 
 
 class Relay:
@@ -68,4 +68,4 @@ class Relay:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Relay(sys.argv[2], engine).handle))
+    serve(Relay)

@@ -2,20 +2,15 @@
 
 A minimal re-creation of the published method of token capture before the engine: miles' session server (`miles/rollout/session`,
 chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture, where the engine repeats the same
-work. A Jinja template and a Hugging Face tokenizer, both kept warm; ids to the engine; ids and log probabilities of the reply kept in
-memory. Their code is not copied, and their further checks are omitted, so it is the floor of the method.
-
-`BENCH_TOKENIZER`: a folder with `tokenizer.json` and `chat_template.jinja`; else the tokenizer of tokencache.testing (6,000 entries).
+work. Template and tokenizer are kept warm; ids and log probabilities of the reply are kept in memory. Further checks are omitted.
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-import uvloop
 from aiohttp import web
 from tokenizers import Tokenizer
 
@@ -23,17 +18,8 @@ from bench.relay import Relay, serve
 from tokencache.testing import build_tokenizer
 from tokencache.testing.template import render
 
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: msgspec.Raw
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-
-
-_reply = msgspec.json.Decoder(_Reply)
+_CHOICE = msgspec.defstruct("_CHOICE", [("token_ids", list[int]), ("logprobs", msgspec.Raw)])
+_REPLY = msgspec.json.Decoder(msgspec.defstruct("_REPLY", [("choices", list[_CHOICE])]))
 
 
 def tokenizer() -> tuple[Tokenizer, str]:
@@ -45,17 +31,17 @@ def tokenizer() -> tuple[Tokenizer, str]:
     return built.backend, built.chat_template
 
 
-class Capture:
+class Capture(Relay):
     """Turns of sessions, as ids; the session is only a key here."""
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
-        self.upstream, self.engine, self.relay = upstream, engine, Relay(upstream, engine)
+        super().__init__(upstream, engine)
         self.backend, self.template = tokenizer()
         self.turns: list[tuple[list[int], list[int], bytes]] = []
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":
-            return await self.relay.handle(request)
+            return await super().handle(request)
         asked: dict[str, Any] = msgspec.json.decode(await request.read())
         text = render(self.template, asked["messages"], asked.get("tools"))
         prompt = self.backend.encode(text, add_special_tokens=False).ids
@@ -63,7 +49,7 @@ class Capture:
         asked |= {"return_token_ids": True, "logprobs": True, "kv_transfer_params": {"prompt_token_ids": prompt}}
         async with self.engine.post(self.upstream + request.path_qs, data=msgspec.json.encode(asked)) as answer:
             body = await answer.read()
-        choice = _reply.decode(body).choices[0]
+        choice = _REPLY.decode(body).choices[0]
         self.turns.append((prompt, choice.token_ids, bytes(choice.logprobs)))
         if len(self.turns) > 1000:
             self.turns.clear()
@@ -80,4 +66,4 @@ def connect() -> aiohttp.ClientSession:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), lambda engine: Capture(sys.argv[2], engine).handle, connect))
+    serve(Capture, connect)

@@ -1,46 +1,45 @@
 """Computes what 16 thousand, 160 thousand and 1.6 million concurrent rollouts need, from what the bench measured.
 
-    python -m bench.scale bench/results.json [--write]
-
-prints the tables of docs/several-engines.md; `--write` puts them there. The model: each rollout makes a fixed number of calls per
-minute; each call costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does; a core is used up to `busy`. The
-queueing simulation (bench/queueing.py) shows the effect of that share on latency, and is checked against the measured open loop.
+`python -m bench.scale bench/results.json [--write]` prints the tables of docs/several-engines.md; `--write` puts them there. Each call
+costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does. The queueing simulation (bench/queueing.py) shows what
+the share of a core that is used does to latency, and is checked against the measured open loop.
 """
 
 import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
+from bench.page import ms
+from bench.queueing import empirical, simulate
+from bench.tables import Table, write
 
-from bench.page import markdown, replaced
-from bench.queueing import Draw, empirical, simulate
-from bench.report import Shown, ms
-
-DOC = Path(__file__).parent.parent / "docs" / "several-engines.md"
 ROLLOUTS = (16_000, 160_000, 1_600_000)
+ENGINE_SECONDS, BUSY = 10.0, 0.6
+"""How long a call is in flight, and the share of a core that is used."""
+KEPT_STEPS = 2
+"""Rollouts kept in Redis for each running one."""
+IDLE_BYTES = 90 * 2**20
+NIC_GBIT, NODE_CORES, REDIS_GIB = 25.0, 64, 64.0
+"""A machine."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(NamedTuple):
     """The assumed load of a rollout. Bytes per token are of the harness's JSON text, `id_bytes` of an id in JSON."""
 
     turns_per_minute: float = 2.0
     turns: int = 50
     new_tokens: int = 400
-    sampled_tokens: int = 200
     history_tokens: int = 33_000
     bytes_per_token: float = 4.3
     id_bytes: float = 7.0
     chunk_bytes: float = 250.0
     chunks: int = 200
-    busy: float = 0.6
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
+class Costs(NamedTuple):
     """Costs of a call: seconds of CPU; bytes of memory per stream in flight and per stored token."""
 
     call_s: float
@@ -48,20 +47,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     redis_s: float
     stream_bytes: float
     token_bytes: float
-    idle_bytes: float = 90 * 2**20
-
-
-class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """What a number of rollouts needs."""
-
-    rollouts: int
-    calls_per_s: float
-    in_flight: float
-    proxies: int
-    proxy_gib: float
-    redis_shards: int
-    redis_gib: float
-    network_gbit: float
 
 
 def costs(found: dict[str, Any]) -> Costs:
@@ -82,58 +67,54 @@ def costs(found: dict[str, Any]) -> Costs:
     )
 
 
-def need(rollouts: int, load: Load, cost: Costs, *, engine_s: float = 10.0, kept_steps: float = 2.0) -> Need:
-    """What this many rollouts need. `engine_s`: how long a call is in flight; `kept_steps`: rollouts kept in Redis per running one."""
+NEEDS = {
+    "calls a second": ",.0f",
+    "calls in flight": ",.0f",
+    "proxy processes, a core each": ",",
+    "memory of all proxies, GiB": ",.0f",
+    "Redis shards, by CPU": ",",
+    "Redis memory, GiB": ",.0f",
+    "network of all proxies, Gbit/s": ",.1f",
+}
+"""What a number of rollouts needs, and how it is written."""
+
+
+def need(rollouts: int, load: Load, cost: Costs) -> dict[str, float]:
+    """What this many rollouts need, by the names of `NEEDS`."""
     calls = rollouts * load.turns_per_minute / 60
-    cpu = calls * (cost.call_s + load.chunks * cost.chunk_s)
-    proxies = max(1, math.ceil(cpu / load.busy))
-    in_flight = calls * engine_s
-    prompt = load.history_tokens
-    body = prompt * load.bytes_per_token
-    engine_bytes = body + 2 * prompt * load.id_bytes  # text and ids to the engine, the prompt echo back
-    reply = load.chunks * load.chunk_bytes
-    final = load.turns * load.new_tokens
-    return Need(
-        rollouts=rollouts,
-        calls_per_s=calls,
-        in_flight=in_flight,
-        proxies=proxies,
-        # A call in flight holds its body and its ids, and what a stream takes.
-        proxy_gib=(proxies * cost.idle_bytes + in_flight * (cost.stream_bytes + body)) / 2**30,
-        redis_shards=max(1, math.ceil(calls * cost.redis_s / load.busy)),
-        redis_gib=rollouts * kept_steps * final * cost.token_bytes / 2**30,
-        network_gbit=calls * (body + engine_bytes + 2 * reply) * 8 / 1e9,
-    )
+    proxies = max(1, math.ceil(calls * (cost.call_s + load.chunks * cost.chunk_s) / BUSY))
+    in_flight = calls * ENGINE_SECONDS
+    body = load.history_tokens * load.bytes_per_token
+    engine_bytes = body + 2 * load.history_tokens * load.id_bytes  # text and ids to the engine, the prompt echo back
+    # A call in flight holds its body and its ids, and what a stream takes.
+    proxy_bytes = proxies * IDLE_BYTES + in_flight * (cost.stream_bytes + body)
+    shards = max(1, math.ceil(calls * cost.redis_s / BUSY))
+    redis_bytes = rollouts * KEPT_STEPS * load.turns * load.new_tokens * cost.token_bytes
+    network_bytes = calls * (body + engine_bytes + 2 * load.chunks * load.chunk_bytes)
+    values = calls, in_flight, proxies, proxy_bytes / 2**30, shards, redis_bytes / 2**30, network_bytes * 8 / 1e9
+    return dict(zip(NEEDS, values, strict=True))
 
 
-def first_bottleneck(one: Need, *, nic_gbit: float = 25.0, node_cores: int = 64, redis_gib: float = 64.0) -> str:
+def first_bottleneck(one: dict[str, float]) -> str:
     """The scarcest resource, in machines: nodes of proxies by their cores or their network, Redis by CPU or by memory."""
     machines = {
-        "proxy CPU": one.proxies / node_cores,
-        "network": one.network_gbit / nic_gbit,
-        "Redis CPU": one.redis_shards / node_cores,
-        "Redis memory": one.redis_gib / redis_gib,
+        "proxy CPU": one["proxy processes, a core each"] / NODE_CORES,
+        "network": one["network of all proxies, Gbit/s"] / NIC_GBIT,
+        "Redis CPU": one["Redis shards, by CPU"] / NODE_CORES,
+        "Redis memory": one["Redis memory, GiB"] / REDIS_GIB,
     }
     name = max(machines, key=lambda what: machines[what])
     return f"{name} ({machines[name]:.1f} machines)"
 
 
-def table(load: Load, cost: Costs) -> Shown:
+def needs_table(load: Load, cost: Costs) -> Table:
     needs = [need(rollouts, load, cost) for rollouts in ROLLOUTS]
-    rows = [
-        ["calls a second", *(f"{one.calls_per_s:,.0f}" for one in needs)],
-        ["calls in flight", *(f"{one.in_flight:,.0f}" for one in needs)],
-        ["proxy processes, a core each", *(f"{one.proxies:,}" for one in needs)],
-        ["memory of all proxies, GiB", *(f"{one.proxy_gib:,.0f}" for one in needs)],
-        ["Redis shards, by CPU", *(f"{one.redis_shards:,}" for one in needs)],
-        ["Redis memory, GiB", *(f"{one.redis_gib:,.0f}" for one in needs)],
-        ["network of all proxies, Gbit/s", *(f"{one.network_gbit:,.1f}" for one in needs)],
-        ["scarce first", *(first_bottleneck(one) for one in needs)],
-    ]
-    return Shown("", ["concurrent rollouts", *(f"{n:,}" for n in ROLLOUTS)], rows)
+    rows = [[name, *(format(one[name], form) for one in needs)] for name, form in NEEDS.items()]
+    rows.append(["scarce first", *map(first_bottleneck, needs)])
+    return Table("", ["concurrent rollouts", *(f"{n:,}" for n in ROLLOUTS)], rows)
 
 
-def costs_table(cost: Costs) -> Shown:
+def costs_table(cost: Costs) -> Table:
     rows = [
         ["a call of 141 KB (33,000 tokens), proxy with Redis", f"{cost.call_s * 1e6:,.0f} µs of CPU"],
         ["each chunk of a stream", f"{cost.chunk_s * 1e6:,.1f} µs"],
@@ -141,40 +122,26 @@ def costs_table(cost: Costs) -> Shown:
         ["a stream in flight", f"{cost.stream_bytes / 1024:,.0f} KiB of the proxy's memory"],
         ["a stored token", f"{cost.token_bytes:.1f} bytes of Redis' memory"],
     ]
-    return Shown("", ["measured", "figure"], rows)
+    return Table("", ["measured", "figure"], rows)
 
 
-def service_of(runs: Sequence[dict[str, Any]], cpu_us: float) -> Draw:
-    """Service times: the distribution of the latencies at the lowest rate, scaled to the mean CPU of a call.
+def checked(opened: dict[str, Any]) -> Table:
+    """The simulation next to the measured open loop.
 
-    At a low rate calls hardly wait for each other, so that distribution is nearly that of the service. But part of it is the engine and the
-    network, during which no proxy is busy. Therefore the mean is that of the CPU.
+    Service times: the distribution of the latencies at the lowest rate, where calls hardly wait for each other. Part of these is the
+    engine and the network, during which no proxy is busy. So they are scaled to the mean CPU of a call.
     """
-    lowest = min(runs, key=lambda run: float(run["rate"]))["latency_us"]
-    factor = cpu_us / statistics.fmean(lowest)
-    return empirical([factor * value for value in lowest])
-
-
-def checked(found: dict[str, Any], name: str = "proxy memory") -> Shown:
-    """The simulation next to the measured open loop."""
-    opened = found["open"]
-    runs = sorted((run for run in opened["runs"] if run["target"] == name), key=lambda run: float(run["rate"]))
-    service = service_of(runs, opened["cpu_us"])
-    # What a call takes apart from its time on the proxy's core: the engine's part and the network.
-    idle = simulate(runs[0]["rate"] / 1e6, service)
-    beside = max(0.0, runs[0]["latency_us"][50] - idle[50])
+    runs = sorted((run for run in opened["runs"] if run["target"] == "proxy memory"), key=lambda run: float(run["rate"]))
+    lowest, cpu_us = runs[0]["latency_us"], opened["cpu_us"]
+    service = empirical([cpu_us / statistics.fmean(lowest) * value for value in lowest])
+    beside = max(0.0, lowest[50] - simulate(runs[0]["rate"] / 1e6, service)[50])  # the engine's part of a call, and the network
     rows = []
     for run in runs:
-        try:
-            predicted = simulate(run["rate"] / 1e6, service)
-        except ValueError as overloaded:
-            rows.append([f"{run['rate']:,.0f}", "", str(overloaded), ms(run["latency_us"][50]), "", ms(run["latency_us"][99])])
-            continue
-        share = run["rate"] * opened["cpu_us"] / 1e6
+        predicted = simulate(run["rate"] / 1e6, service)
         pairs = [(predicted[q] + beside, run["latency_us"][q]) for q in (50, 99)]
-        rows.append([f"{run['rate']:,.0f}", f"{share:.0%}", *(ms(value) for pair in pairs for value in pair)])
+        rows.append([f"{run['rate']:,.0f}", f"{run['rate'] * cpu_us / 1e6:.0%}", *(ms(value) for pair in pairs for value in pair)])
     head = ["calls/s", "core used", "p50 predicted", "measured", "p99 predicted", "measured"]
-    return Shown("", head, rows, f"ms, 141 KB, {name}; the first row fits the time outside the core, the others are predictions")
+    return Table("", head, rows, "ms, 141 KB, proxy memory; the first row fits the time outside the core, the others are predictions")
 
 
 def main() -> None:
@@ -183,17 +150,12 @@ def main() -> None:
     asked.add_argument("--write", action="store_true", help="write the tables into docs/several-engines.md")
     options = asked.parse_args()
     found = json.loads(options.results.read_text())
-    cost = costs(found)
-    usual = Load()
-    whole = msgspec.structs.replace(usual, chunks=0)
-    parts = {"costs": costs_table(cost), "streamed": table(usual, cost), "whole": table(whole, cost), "queue": checked(found)}
-    text = DOC.read_text() if options.write else ""
-    for name, shown in parts.items():
-        print(markdown(shown), end="\n\n")
-        if options.write:
-            text = replaced(text, name, markdown(shown))
+    cost, usual = costs(found), Load()
+    tables = {"costs": costs_table(cost), "streamed": needs_table(usual, cost), "whole": needs_table(usual._replace(chunks=0), cost)}
+    parts = {name: table.markdown() for name, table in (tables | {"queue": checked(found["open"])}).items()}
+    print(*parts.values(), sep="\n\n")
     if options.write:
-        DOC.write_text(text)
+        write("several-engines.md", parts)
 
 
 if __name__ == "__main__":

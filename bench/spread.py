@@ -1,11 +1,9 @@
 """Measures what several proxy processes that share one Redis do: `python -m bench.spread [--processes 1,2,4] [--load]`.
 
-One process after the other serves some calls, one at a time, and only the CPU of the proxies counts (and, beside it, that of Redis). So
-neither the number of cores, nor the engine and the generator, which share them in `bench.load`, have an effect on the figures. All numbers
-of processes take turns, so disturbances of the machine affect them alike.
+One process after the other serves some calls, one at a time, and only the CPU of the proxies and of Redis counts. So neither the number of
+cores, nor the engine and the generator, have an effect on the figures. All numbers of processes take turns.
 
 With `--load` all of them serve at once, each with an engine of its own, as many rollouts as keep them busy, and calls per second count.
-This needs three cores for two processes, and three for the others.
 """
 
 import argparse
@@ -16,37 +14,33 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.client import Client, take_turn
-from bench.held import SIZES
+from bench.held import SHAPES
 from bench.loads import Row, drive
 from bench.processes import Process
-from bench.talk import Talk
+from bench.talk import Shape
 from bench.targets import Target, mock, redis, redis_url, serve
 
-_SESSIONS, _TURNS, _ROUNDS, _TAIL = 4, 4, 8, 200
+_SESSIONS, _TURNS, _ROUNDS = 4, 4, 8
 
 
 class _Proxy:
     """One process, and the sessions that it serves."""
 
-    def __init__(self, process: Process, store: Process, name: str, size: int) -> None:
-        self._process, self._store, self._client = process, store, Client(process.port)
-        names = [f"{name} {number}" for number in range(_SESSIONS)]
-        self._talks = {name.replace(" ", "-"): Talk(name, size=size, messages=max(2, size // 700), mock_tokens=20) for name in names}
+    def __init__(self, process: Process, store: Process, name: str, shape: Shape) -> None:
+        self._process, self._store, self.client, self._tail = process, store, Client(process.port), shape.tail
+        self._talks = {f"{name}-{number}": shape.talk(f"{name}-{number}") for number in range(_SESSIONS)}
 
     def cost(self) -> tuple[float, float]:
         """Make some calls in each session; return the CPU seconds of the proxy and of the store, for one call."""
         proxy, store = self._process.cpu(), self._store.cpu()
         for _ in range(_TURNS):
             for name, talk in self._talks.items():
-                take_turn(self._client, talk, name, _TAIL)
+                take_turn(self.client, talk, name, self._tail)
         calls = _SESSIONS * _TURNS
         return (self._process.cpu() - proxy) / calls, (self._store.cpu() - store) / calls
 
-    def close(self) -> None:
-        self._client.close()
 
-
-def spread(numbers: Sequence[int], size: int) -> dict[int, tuple[float, float]]:
+def spread(numbers: Sequence[int], shape: Shape) -> dict[int, tuple[float, float]]:
     """Return for each number of processes the medians of the CPU seconds of a call: of the proxies, and of Redis."""
     with contextlib.ExitStack() as opened:
         engine = opened.enter_context(mock())
@@ -54,10 +48,10 @@ def spread(numbers: Sequence[int], size: int) -> dict[int, tuple[float, float]]:
         for number in numbers:
             store = opened.enter_context(redis())
             processes = [opened.enter_context(serve(engine, redis_url(store))) for _ in range(number)]
-            made[number] = [_Proxy(process, store, f"spread {number} {size} {one}", size) for one, process in enumerate(processes)]
-        for proxy in [proxy for proxies in made.values() for proxy in proxies]:
-            opened.callback(proxy.close)
-            proxy.cost()  # the first calls of its sessions
+            made[number] = [_Proxy(process, store, f"spread-{number}-{shape.size}-{n}", shape) for n, process in enumerate(processes)]
+            for proxy in made[number]:
+                opened.callback(proxy.client.close)
+                proxy.cost()  # the first calls of its sessions
         found: dict[int, list[tuple[float, float]]] = {number: [] for number in numbers}
         for turn in range(_ROUNDS):
             for number in numbers if turn % 2 else reversed(numbers):
@@ -70,7 +64,7 @@ def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], second
 
     Args:
         numbers: the numbers of processes.
-        shapes: names of shapes in `bench.loads`, each with the rollouts at once for one process.
+        shapes: names of shapes in `bench.talk`, each with the rollouts at once for one process.
         seconds: how long each runs.
     """
     with contextlib.ExitStack() as opened:
@@ -80,7 +74,7 @@ def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], second
         for shape, each in shapes:
             for number in numbers:
                 target = Target("proxies", (*processes[:number],), (store,), sessions=True, records=True, workers=number, engine=engines[0])
-                yield shape, number, drive(engines[0], target, Row(shape, each * number, seconds, 1).spec(), alone=False)
+                yield shape, number, drive(engines[0], target, Row(shape, each * number, seconds).spec(), alone=False)
 
 
 def main() -> None:
@@ -96,8 +90,8 @@ def main() -> None:
             costs = f"{found['cpu_us']:,.0f} µs of the proxies, {found['store_cpu_us']:,.0f} µs of Redis, limited by {found['limited_by']}"
             print(f"{shape}, {number} processes: {found['calls_per_s']:,.0f} calls/s, {costs}", *found["torn"], flush=True)
         return
-    for title, size in SIZES.items():
-        for number, (proxies, store) in spread(numbers, size).items():
+    for title, shape in SHAPES.items():
+        for number, (proxies, store) in spread(numbers, shape).items():
             print(f"{title}, {number} processes: {proxies * 1e6:,.0f} µs of the proxies, {store * 1e6:,.0f} µs of Redis", flush=True)
 
 

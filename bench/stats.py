@@ -1,4 +1,4 @@
-"""The bench's statistics: quantiles, figures with their measurement noise, and when one is worse than another.
+"""The bench's statistics: quantiles, and figures with their measurement noise.
 
 A *figure* is the stored form of one number of the bench: the median of its repetitions, and their spread. Two figures differ only if
 their distance exceeds the noise of both, and a share that a reader would not call a change.
@@ -43,26 +43,9 @@ def blocks(values: Sequence[Any], count: int) -> list[Sequence[Any]]:
 
 
 def figure(values: Sequence[float], unit: str, better: Better = "lower") -> dict[str, Any]:
-    """The median of repetitions and their spread: half the distance of the outermost.
-
-    Raises:
-        ValueError: There are no values.
-    """
-    if not values:
-        raise ValueError("a figure needs at least one value")
-    middle = statistics.median(values)
-    return {
-        "median": _rounded(middle),
-        "spread": _rounded((max(values) - min(values)) / 2),
-        "n": len(values),
-        "unit": unit,
-        "better": better,
-    }
-
-
-def _rounded(value: float) -> float:
-    """Rounds to four digits: more are never significant here."""
-    return float(f"{value:.4g}")
+    """The median of repetitions and half the distance of the outermost, to four digits: more are never significant here."""
+    middle, spread = (float(f"{value:.4g}") for value in (statistics.median(values), (max(values) - min(values)) / 2))
+    return {"median": middle, "spread": spread, "n": len(values), "unit": unit, "better": better}
 
 
 def compare(now: dict[str, Any], then: dict[str, Any] | None) -> Verdict:

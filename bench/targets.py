@@ -24,7 +24,8 @@ PROXY, PROXY_REDIS, TWO, TWO_REDIS = "proxy memory", "proxy redis", "proxy memor
 PLUGIN = "proxy memory, plugin"
 NOT_STREAMED = {FLOOR_LOCAL, FLOOR_PROVEN, FLOOR_NAMED, PLUGIN}
 """The call that `floor local` omits is negligible next to hundreds of chunks; the others do not stream."""
-TOKENCACHE = str(Path(sys.executable).parent / "tokencache")
+SLOW = {"rerender", "litellm"}
+"""Targets that are called only a few times: they are tens of milliseconds slower than the others."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,14 @@ class Target:
     def ports(self) -> list[int]:
         return [process.port for process in self.processes]
 
-    def cpu(self) -> float:
-        return sum(process.cpu() for process in self.processes)
-
-    def store_cpu(self) -> float:
-        return sum(process.cpu() for process in self.stores)
-
     def streams_possible(self) -> int:
         """How many calls at once the limit of open files allows: each takes two, and some more are needed."""
         return self.workers * ((resource.prlimit(self.processes[0].pid, resource.RLIMIT_NOFILE)[0] - 300) // 2)
 
 
+Opened = contextlib.AbstractContextManager
 _KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
 """Keep the memory of large replies instead of returning it each time (glibc): that was half of the mock's CPU, and is not measured here."""
-
-
-Opened = contextlib.AbstractContextManager
 
 
 def mock(*more: str) -> Opened[Process]:
@@ -81,17 +74,9 @@ def program(engine: Process, module: str, *more: str, name: str = "", sessions: 
         yield Target(name or module, (process,), sessions=sessions)
 
 
-@contextlib.contextmanager
-def named(engine: Process) -> Iterator[Target]:
-    """The least that a proxy must do with the plugin, with a mock engine of its own."""
-    del engine
-    with mock("--plugin") as own, program(own, "named", name=FLOOR_NAMED, sessions=True) as target:
-        yield dataclasses.replace(target, engine=own)
-
-
 def serve(engine: Process, store: str = "memory:", *more: str) -> Opened[Process]:
     """Runs `tokencache serve`; `store` is a URL, `more` are further words of the command line."""
-    command = [TOKENCACHE, "serve", "--upstream", engine.url, "--store", store, *more]
+    command = [str(Path(sys.executable).parent / "tokencache"), "serve", "--upstream", engine.url, "--store", store, *more]
     return running("proxy", lambda port: [*command, "--port", str(port)], "/readyz")
 
 
@@ -110,11 +95,10 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
 
 
 @contextlib.contextmanager
-def proxy_with_plugin(engine: Process) -> Iterator[Target]:
-    """`tokencache serve` in front of a mock engine of its own, which takes prompts by hash; it does not stream."""
-    del engine
-    with mock("--plugin") as own, proxy(own) as target:
-        yield dataclasses.replace(target, name=PLUGIN, engine=own)
+def with_plugin(make: Callable[[Process], Opened[Target]], name: str) -> Iterator[Target]:
+    """A target in front of a mock engine of its own, which takes prompts by hash; it does not stream."""
+    with mock("--plugin") as own, make(own) as target:
+        yield dataclasses.replace(target, name=name, engine=own)
 
 
 @contextlib.contextmanager
@@ -125,7 +109,7 @@ def redis() -> Iterator[Process]:
         FileNotFoundError: There is none on this machine.
     """
     with RealRedis() as server:
-        yield Process("redis", server.port, server.pid or 0, Path(os.devnull))
+        yield Process("redis", server.port, server.pid or 0)
 
 
 def redis_url(store: Process) -> str:
@@ -150,17 +134,11 @@ http {{
 """
 
 
-def nginx_binary() -> str | None:
-    for place in (*OTHERS.glob("nginx/lib/python*/site-packages/nginx*/**/nginx"), *OTHERS.glob("nginx/bin/nginx")):
-        if place.is_file() and os.access(place, os.X_OK):
-            return str(place)
-    return shutil.which("nginx")
-
-
 @contextlib.contextmanager
 def nginx(engine: Process) -> Iterator[Target]:
     """One worker of nginx: the cost of a proxy in C that inspects nothing."""
-    binary = nginx_binary()
+    installed = [*OTHERS.glob("nginx/lib/python*/site-packages/nginx*/**/nginx"), *OTHERS.glob("nginx/bin/nginx")]
+    binary = next((str(place) for place in installed if place.is_file() and os.access(place, os.X_OK)), shutil.which("nginx"))
     if binary is None:
         raise FileNotFoundError("nginx is not installed: make bench-others")
     files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 20)
@@ -168,8 +146,7 @@ def nginx(engine: Process) -> Iterator[Target]:
 
         def command(port: int) -> list[str]:
             written = Path(folder, "nginx.conf")
-            text = NGINX.format(folder=folder, files=files, connections=files - 100, engine=engine.port, port=port)
-            written.write_text(text)
+            written.write_text(NGINX.format(folder=folder, files=files, connections=files - 100, engine=engine.port, port=port))
             return [binary, "-p", folder, "-c", str(written), "-e", f"{folder}/error.log"]
 
         with running("nginx", command, "/version") as process:
@@ -182,6 +159,12 @@ model_list:
     litellm_params: {{model: openai/{model}, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
 litellm_settings: {{telemetry: false, request_timeout: 600, num_retries: 0}}
 """
+LITELLM_ENV = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it fetches its price list from the internet
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_MODE": "PRODUCTION",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # it listens on loopback only, and this way it works less
+}
 
 
 @contextlib.contextmanager
@@ -190,17 +173,11 @@ def litellm(engine: Process, model: str = "mock") -> Iterator[Target]:
     binary = OTHERS / "litellm" / "bin" / "litellm"
     if not binary.exists():
         raise FileNotFoundError("LiteLLM is not installed: make bench-others")
-    # Otherwise it fetches its price list from the internet. No key: it listens on loopback only, and this way it works less.
-    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
-    env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"
     with tempfile.TemporaryDirectory(prefix="bench-litellm-") as folder:
         written = Path(folder, "config.yaml")
         written.write_text(LITELLM.format(engine=engine.port, model=model))
-
-        def command(port: int) -> list[str]:
-            return [str(binary), "--config", str(written), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1"]
-
-        with running("litellm", command, "/health/liveliness", env=env) as process:
+        command = [str(binary), "--config", str(written), "--host", "127.0.0.1", "--num_workers", "1", "--port"]
+        with running("litellm", lambda port: [*command, str(port)], "/health/liveliness", env=LITELLM_ENV) as process:
             yield Target("litellm", (process,))
 
 
@@ -210,13 +187,13 @@ MAKERS: dict[str, Callable[[Process], Opened[Target]]] = {
     FLOOR: lambda engine: program(engine, "floor", sessions=True),
     FLOOR_LOCAL: lambda engine: program(engine, "floor", "--local", name=FLOOR_LOCAL, sessions=True),
     FLOOR_PROVEN: lambda engine: program(engine, "proven", name=FLOOR_PROVEN, sessions=True),
-    FLOOR_NAMED: named,
+    FLOOR_NAMED: lambda _: with_plugin(lambda own: program(own, "named", sessions=True), FLOOR_NAMED),
     "nginx": nginx,
     "rerender": lambda engine: program(engine, "rerender"),
     "litellm": litellm,
     PROXY: proxy,
     PROXY_REDIS: lambda engine: proxy(engine, "redis"),
-    PLUGIN: proxy_with_plugin,
+    PLUGIN: lambda _: with_plugin(proxy, PLUGIN),
     TWO: lambda engine: proxy(engine, workers=2),
     TWO_REDIS: lambda engine: proxy(engine, "redis", workers=2),
 }

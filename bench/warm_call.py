@@ -1,17 +1,16 @@
 """Makes calls of one session against the simulated engine in this process, and follows what the proxy's thread runs for the last one.
 
-The proxy logs as `tokencache serve` does by default, a line for each call, but into nothing.
-Engine and client run in threads of their own, so that only the proxy is followed. The client is asked through a queue, and answers through
-a future. Both are C code, so what passes a question on is not counted.
+The proxy logs as `tokencache serve` does by default, but into nothing. Engine and client run in threads of their own. The client is asked
+through a queue, and answers through a future. Both are C code, so what passes a question on is not counted.
 """
 
 import asyncio
 import contextlib
 import http.client
 import inspect
+import io
 import json
 import logging
-import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,8 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
+import tokencache
 from tests.support.plugin_engine import PluginEngine
 from tokencache import logs
 from tokencache.background import repeat
@@ -29,26 +28,16 @@ from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
 from tokencache.store import open_store
 
-Follower = Callable[[FrameType, str, Any], object]
-"""As `sys.setprofile` takes it."""
-
+PACKAGE = f"{Path(tokencache.__file__).parent}/"
 _SETTLING_SECONDS = 0.5
 """Work in the background of the call before ends within it."""
 
 
 class Talk(NamedTuple):
-    """What is said.
+    """What is said: so many calls, of which the last one is followed.
 
-    Attributes:
-        calls: the number of calls; the last one is followed.
-        stream: whether replies are streamed.
-        messages: the number of messages of the first request; odd, as users and assistants take turns.
-        size: bytes of their content.
-        store: the URL of the proxy's store.
-        prefixes: whether the engine takes prompts by hash.
-        reply: the text of each reply.
-        engines: the number of engines; `placement` is which of them a session uses.
-        token_seconds: the engine's pause before each token. Without one, the chunks of a stream arrive together, in parts that differ.
+    `messages`: of the first request, odd, with `size` bytes of content; `store`: a URL; `prefixes`: engines take prompts by hash.
+    `token_seconds`: the engine's pause before each token. Without one, the chunks of a stream arrive together, in parts that differ.
     """
 
     calls: int = 4
@@ -57,14 +46,17 @@ class Talk(NamedTuple):
     size: int = 0
     store: str = "memory:"
     prefixes: bool = False
-    reply: str = "<think>\nOne step more.\n</think>\n\nDone with this step."
     engines: int = 1
     placement: PlacementPolicy = "sticky"
     token_seconds: float = 0.0
 
 
-async def follow_last_call(talk: Talk, follow: Follower) -> None:
-    """Make the calls of a session, and pass what the last one runs to `follow`.
+_REPLY = "Done with this step."
+_Asked = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]
+
+
+async def follow_last_call(talk: Talk, follow: Callable[[FrameType, str, Any], object]) -> None:
+    """Make the calls of a session, and pass what the last one runs to `follow`, as `sys.setprofile` does.
 
     Raises:
         RuntimeError: a turn did not continue the one before.
@@ -78,10 +70,12 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
             await proxy.engine.model()
             while not all(map(proxy.pool.serves, proxy.pool.monitors)):  # noqa: ASYNC110 - nothing announces it
                 await asyncio.sleep(_SETTLING_SECONDS / 10)
-            bodies = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]()
-            client = threading.Thread(target=_answer, args=(urlsplit(url).netloc, bodies, loop))
+            bodies = _Asked()
+            client = threading.Thread(target=_answer, args=(url.removeprefix("http://"), bodies, loop))
             client.start()
-            messages = _first(talk)
+            each = "word " * (talk.size // talk.messages // 5)
+            texts = [(("user", "assistant")[n % 2], f"EPISODE:steps {n} {each}") for n in range(talk.messages)]
+            messages = [{"role": role, "content": text} for role, text in texts]
             try:
                 for call in range(talk.calls):
                     body = json.dumps({"model": "sim", "messages": messages, "stream": talk.stream}).encode()
@@ -93,8 +87,7 @@ async def follow_last_call(talk: Talk, follow: Follower) -> None:
                     bodies.put((body, answered))
                     await answered
                     sys.setprofile(None)
-                    messages.append({"role": "assistant", "content": talk.reply.partition("</think>")[2]})
-                    messages.append({"role": "user", "content": "go on"})
+                    messages += [{"role": "assistant", "content": f"\n\n{_REPLY}"}, {"role": "user", "content": "go on"}]
             finally:
                 bodies.put(None)
             client.join()
@@ -117,16 +110,15 @@ def _stop_background() -> None:
 def _logging() -> Iterator[None]:
     log = logging.getLogger("tokencache")
     handlers, level, propagate = log.handlers, log.level, log.propagate
-    with Path(os.devnull).open("w") as nothing:
-        handler = logging.StreamHandler(nothing)
-        handler.setFormatter(logs.LineFormatter(messages=False))
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            log.handlers, log.propagate = handlers, propagate
-            log.setLevel(level)
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(logs.LineFormatter(messages=False))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @contextlib.asynccontextmanager
@@ -134,16 +126,12 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
     """The simulated engines, in a thread of their own; yields their URLs as one upstream."""
     found = asyncio.Queue[str]()
     loop, done = asyncio.get_running_loop(), threading.Event()
+    episodes = {"steps": [f"<think>\nOne step more.\n</think>\n\n{_REPLY}"] * talk.calls}
 
     async def serve() -> None:
         async with contextlib.AsyncExitStack() as opened:
             for _ in range(talk.engines):
-                engine = PluginEngine(
-                    episodes={"steps": [talk.reply] * talk.calls},
-                    seed=1,
-                    prefixes=talk.prefixes,
-                    token_delay=talk.token_seconds,
-                )
+                engine = PluginEngine(episodes=episodes, seed=1, prefixes=talk.prefixes, token_delay=talk.token_seconds)
                 loop.call_soon_threadsafe(found.put_nowait, await opened.enter_async_context(engine.serve()))
             await asyncio.to_thread(done.wait)
 
@@ -156,13 +144,7 @@ async def _engines(talk: Talk) -> AsyncIterator[str]:
         thread.join()
 
 
-def _first(talk: Talk) -> list[dict[str, str]]:
-    each = "word " * (talk.size // talk.messages // 5)
-    roles = ["user", "assistant"] * talk.messages
-    return [{"role": role, "content": f"EPISODE:steps {place} {each}"} for place, role in zip(range(talk.messages), roles, strict=False)]
-
-
-def _answer(address: str, bodies: SimpleQueue[tuple[bytes, asyncio.Future[None]] | None], loop: asyncio.AbstractEventLoop) -> None:
+def _answer(address: str, bodies: _Asked, loop: asyncio.AbstractEventLoop) -> None:
     """Post bodies, one after the other, over one connection."""
     client = http.client.HTTPConnection(address)
     while (asked := bodies.get()) is not None:

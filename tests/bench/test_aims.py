@@ -2,10 +2,9 @@
 
 import pytest
 
-from bench.aims import aims, verdict
-from bench.figures import figures, growth_beyond, verdicts
+from bench.figures import Figures, aims, growth_beyond, verdict, verdicts
 from bench.loads import limit
-from bench.report import aim_rows, growth
+from bench.page import aim_table, growth
 
 MACHINE = {"cpu": "c", "cores": 2, "python": "3"}
 
@@ -21,7 +20,7 @@ def cost(proxy, case="141 KB"):
 
 
 def test_a_cost_is_kept_as_ratio_to_the_relay_with_its_noise():
-    found = figures({"cost": [cost(300.0)]})
+    found = Figures({"cost": [cost(300.0)]})
     ratio = found["cost/141 KB/proxy memory/CPU over relay"]
     assert (ratio["median"], ratio["spread"], ratio["unit"]) == (1.5, 0.01, "x")
     assert found["cost/141 KB/proxy memory/added p50"]["median"] == 800.0
@@ -97,8 +96,8 @@ def test_growth_excludes_what_reading_the_body_costs():
 
 
 def test_absolute_figures_are_compared_on_the_same_machine_only():
-    was = {"machine": MACHINE, "figures": figures({"cost": [cost(300.0)]})}
-    now = figures({"cost": [cost(400.0)]})
+    was = {"machine": MACHINE, "figures": Figures({"cost": [cost(300.0)]})}
+    now = Figures({"cost": [cost(400.0)]})
     here = verdicts(now, MACHINE, was)
     assert here["cost/141 KB/proxy memory/CPU"] == here["cost/141 KB/proxy memory/CPU over relay"] == "worse"
     assert here["cost/141 KB/relay/CPU"] == "same"
@@ -122,7 +121,7 @@ def test_what_limited_a_target_is_named(shares, waited, what):
 
 def test_the_page_shows_the_floors_beside_an_aim():
     row = loaded("1 KB", 64, relay=(200.0, 1.0), floor=(500.0, 1.0), floor_proven=(600.0, 1.0), proxy_memory=(700.0, 1.0))
-    assert [line[-3:] for line in aim_rows({"aims": aims({"load": [row]})}).rows] == [["2.5 x", "3 x", ""]]
+    assert [line[-3:] for line in aim_table(aims({"load": [row]})).rows] == [["2.5 x", "3 x", ""]]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,16 @@
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from bench import gain_report
 from bench.gain import FULL
-from bench.gain_engine import counted
+from bench.gain_engine import Engine, counted
 from bench.gain_report import bodies, first_tokens, parts, points, tables
 from bench.gain_rollout import LONG, TOOL, CallTarget, Rollout, agent, assembled, chat
-from bench.page import filled
 from bench.plots import draw_gain
+from bench.tables import DOCS, filled
 from tokencache.testing import build_tokenizer
 
 
@@ -92,7 +91,7 @@ def test_the_page_has_a_place_for_every_table_of_a_full_run(found):
     cases = {(case.play, bool(case.drift)) for case in FULL.cases}
     assert cases == {("agent", True), ("agent", False), ("chat", True), ("chat", False)}
     assert len(tables(found)) == 7
-    text = filled(gain_report.PAGE.read_text(), parts(found))
+    text = filled((DOCS / "gain.md").read_text(), parts(found))
     # not those of `bench.gain_load` and of an earlier run on a GPU
     others = re.sub(r"<!-- (load|gpu) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
     assert others.count("| direct |") == 12
@@ -144,7 +143,7 @@ class InstantRollout(Rollout):
 
 @pytest.fixture
 def rollout_of():
-    engine = SimpleNamespace(tokenizer=build_tokenizer())
+    engine = Engine(process=None, model_dir=None, model="m", tokenizer=build_tokenizer())
     return lambda tools: InstantRollout(CallTarget("direct", engine), "a session", "seed", tools, 0.0)
 
 

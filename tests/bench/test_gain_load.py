@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench.gain_load import Player, recordings
-from bench.gain_report import PAGE, load, parts, workload
-from bench.page import filled
+from bench.gain_report import load, parts, workload
+from bench.tables import DOCS, filled
 from tokencache.testing import build_tokenizer
 
 
@@ -43,7 +43,7 @@ def test_the_last_row_is_for_all_programs():
 def test_the_page_has_a_place_for_each_table():
     machine = {"date": "d", "cores": 2, "cpu": "c", "memory_gib": 1.0, "system": "s", "python": "3", "load_average": [0.1]}
     found = {"load": LOAD, "workload": WORKLOAD, "machine": {**machine, "versions": {"tokencache": "0"}}}
-    written = filled(PAGE.read_text(), parts({**found, "vllm": "0.32.0", "model": "one layer", "seconds": 60}))
+    written = filled((DOCS / "gain.md").read_text(), parts({**found, "vllm": "0.32.0", "model": "one layer", "seconds": 60}))
     assert "| 32,000 | direct | 100 |" in written
     assert "| all | 14 |" in written
 

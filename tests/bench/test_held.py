@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.held import SIZES, held
+from bench.held import SHAPES, held
 
 KIB = 1024
 LIMITS = {"1 KB": 25, "141 KB": 26}
@@ -11,8 +11,8 @@ tokens have arrived."""
 SLACK = 1.02
 
 
-@pytest.mark.parametrize("title", SIZES)
+@pytest.mark.parametrize("title", SHAPES)
 def test_a_stream_holds_no_more(title):
-    found = held(SIZES[title])
+    found = held(SHAPES[title])
     assert found.size <= SLACK * LIMITS[title] * KIB
     assert found.coroutines <= 9

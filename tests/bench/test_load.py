@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from bench import client
 from bench.load import Answer, Connection, Generator, Spec, summary
 from bench.loads import Row, chosen
 from bench.mock import Server, reply_of
@@ -21,7 +22,7 @@ async def port():
 
 
 def answer(ended_ms, status=200, error=""):
-    return Answer(status, ended_ms * MS, ended_ms * MS, 0, 0, b"1", error)
+    return Answer(status, ended_ms * MS, 0, 0, b"1", error)
 
 
 def test_open_loop_counts_from_when_a_call_was_due():
@@ -46,35 +47,32 @@ def test_errors_are_counted_and_reported_without_a_latency():
     assert found["latency_us"][100] == 20_000
 
 
-async def test_rollouts_send_back_the_replies(port, capsys):
+async def test_rollouts_send_back_the_replies(port):
     spec = Spec(ports=[port], sessions=True, connections=3, once=True, turns=4, seconds=20.0, shape=SMALL)
-    generator = Generator(spec)
-    found = await generator.run()
+    bounds = []
+    found = await Generator(spec).run(lambda: bounds.append(None))
     assert (found["calls"], found["errors"], found["late"]) == (12, 0, 0)
     assert len(found["sessions"]) == 5
-    assert capsys.readouterr().out.split() == ["go", "end"]
+    assert len(bounds) == 2
 
 
-async def test_streams_report_their_pauses_and_lag(port, capsys):
+async def test_streams_report_their_pauses_and_lag(port):
     shape = Shape(tokens=5, chunks=5, pace_ms=20)
     spec = Spec(ports=[port], sessions=False, connections=2, once=True, turns=1, seconds=20.0, shape=shape, warm_turn=True)
-    found = await Generator(spec).run()
-    assert capsys.readouterr().out
+    found = await Generator(spec).run(lambda: None)
     assert (found["calls"], found["errors"]) == (2, 0)
-    assert found["latency_us"][0] >= 100_000 > found["first_us"][0]
+    assert found["latency_us"][0] >= 100_000 > found["pause_us"][100] > 0
     assert found["lag_us"][0] >= 0
 
 
-async def test_open_loop_calls_start_without_waiting_for_others(port, capsys):
-    found = await Generator(Spec(ports=[port], sessions=False, rate=200.0, seconds=0.5)).run()
-    assert capsys.readouterr().out
+async def test_open_loop_calls_start_without_waiting_for_others(port):
+    found = await Generator(Spec(ports=[port], sessions=False, rate=200.0, seconds=0.5)).run(lambda: None)
     assert found["errors"] == 0
     assert found["calls"] > 0
 
 
-async def test_a_closed_port_is_an_error_not_a_crash(unused_port, capsys):
-    found = await Generator(Spec(ports=[unused_port], sessions=False, connections=1, once=True, turns=2, seconds=5.0)).run()
-    assert capsys.readouterr().out
+async def test_a_closed_port_is_an_error_not_a_crash(unused_port):
+    found = await Generator(Spec(ports=[unused_port], sessions=False, connections=1, once=True, turns=2, seconds=5.0)).run(lambda: None)
     assert (found["calls"], found["errors"]) == (0, 2)
     assert "no connection" in found["error_words"][0][0]
 
@@ -89,10 +87,10 @@ async def unused_port():
 
 
 async def test_a_connection_reads_the_whole_answer(port):
-    connection = await Connection.open(port, "127.0.0.2")
+    connection = await Connection.open(port)
     body = b'{"messages":[{"role":"user","content":"hi"}],"model":"mock","mock_tokens":4}'
     heard = await connection.call(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body), body)
-    connection.close()
+    connection.transport.close()
     assert (heard.status, heard.error) == (200, "")
     assert len(heard.number) == 8
     assert reply_of(4).json_text == b"w000w001w002"
@@ -126,3 +124,13 @@ def test_only_targets_with_sessions_get_the_long_window():
     row = Row("141 KB", 1024, 20.0, 1)
     assert row.spec().seconds - row.spec(fast=True).seconds == 16.0
     assert Row("141 KB", 64, 2.5, 3).spec(fast=True) == Row("141 KB", 64, 2.5, 3).spec()
+
+
+@pytest.mark.parametrize("kinds", [[], ["root"], ["root", "branch"], ["root", "continue", "branch"]])
+def test_sessions_whose_calls_did_not_all_continue_yield_no_figure(monkeypatch, kinds):
+    known = {1: [], 2: [{"match": kind} for kind in kinds]}
+    monkeypatch.setattr(client, "turns", lambda port, _session: known[port])
+    with pytest.raises(RuntimeError, match=f"has {len(kinds)} of 2 turns"):
+        client.check_continued([1, 2], "s", 2)
+    known[1] = [{"match": "root"}, {"match": "continue"}]
+    assert client.check_continued([1, 2], "s", 2) == 2

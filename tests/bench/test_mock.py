@@ -10,7 +10,7 @@ from tests.proxy.kit import proxied
 
 
 async def test_sessions_continue_by_hash(asked):
-    kept = mock.KeptPrompts()
+    kept = mock.kept_prompts()
     server = await asyncio.get_running_loop().create_server(lambda: RecordingEngine(kept), "127.0.0.1", 0)
     async with proxied(upstream=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as rig:
         talk, sizes = Talk("s", size=20_000, messages=20, mock_tokens=50), []

@@ -15,7 +15,7 @@ from tests.bench.conftest import RecordingEngine
 
 @pytest.fixture
 def kept():
-    return mock.KeptPrompts()
+    return mock.kept_prompts()
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ async def test_it_names_the_prompts_and_keeps_the_turns(floor, asked):
 async def test_an_engine_that_used_another_prompt_is_noticed(floor, kept):
     talk = Talk("other", size=3000, messages=4, mock_tokens=8)
     grown(talk, (await floor.ask(talk.body()))[1])
-    (digest, ids) = next(iter(kept._kept.items()))
-    kept._kept[digest] = ids[:-4] + bytes(4)
+    (digest, ids) = next(iter(kept.items()))
+    kept[digest] = ids[:-4] + bytes(4)
     assert (await floor.ask(talk.body()))[0] == 500
 
 
 async def test_a_prefix_that_the_engine_does_not_have_is_noticed(floor, kept):
     talk = Talk("lost", size=3000, messages=4, mock_tokens=8)
     grown(talk, (await floor.ask(talk.body()))[1])
-    kept._kept.clear()
+    kept.clear()
     assert (await floor.ask(talk.body()))[0] == 500

@@ -11,7 +11,7 @@ from tests.support.redis_server import find_binary
 @needs("redis-server", find_binary())
 def test_each_number_of_processes_has_a_figure(monkeypatch):
     monkeypatch.setattr(spread, "_ROUNDS", 1)
-    found = spread.spread([1, 2], 1_000)
+    found = spread.spread([1, 2], spread.SHAPES["1 KB"])
     assert [*found] == [1, 2]
     assert all(proxies > store > 0 for proxies, store in found.values())
 
