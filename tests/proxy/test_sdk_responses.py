@@ -193,6 +193,18 @@ async def test_a_custom_tool_called_with_other_arguments_stays_on_the_line(argum
         await rig.check()
 
 
+async def test_tools_that_are_offered_among_the_items(rig):
+    items = [{"type": "additional_tools", "role": "developer", "tools": FUNCTIONS}, START]
+    async with client(rig) as sdk:
+        for _ in range(3):
+            response = await ask(sdk, True, input=items, tools=openai.omit)
+            items += [*echo(response), *results(response)]
+        previous = await ask(sdk, True, input=items, tools=openai.omit)
+        await ask(sdk, True, input="go on", tools=openai.omit, previous_response_id=previous.id)
+    assert await matches(rig) == ["root", "continue", "continue", "continue", "continue"]
+    await rig.check()
+
+
 async def test_an_error_of_the_engines_within_a_stream(rig):
     rig.engine.faults.append(Fault.error_event(4))
     async with client(rig) as sdk:

@@ -244,6 +244,18 @@ async def test_tools():
     assert "tool_choice" not in only
 
 
+async def test_tools_among_the_items():
+    """Codex 0.171 offers its tools only there, for the models that it knows by name."""
+    more = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [SPACE, WEB, {**FUNCTION, "description": "new"}]}
+    spoken = await Session().spoken(input=[more, USER, SAID, {**more, "tools": [PATCH]}, SAID], tools=[FUNCTION])
+    chat_request = json.loads(spoken.body)
+    assert [tool["function"]["name"] for tool in chat_request["tools"]] == ["f", "agents__spawn", "patch"]
+    assert chat_request["tools"][0]["function"]["description"] == "new"
+    assert [message["role"] for message in chat_request["messages"]] == ["user", "assistant", "assistant"]
+    chosen = await Session().chat(input=[more, USER], tool_choice={"type": "function", "name": "spawn"})
+    assert chosen["tool_choice"]["function"]["name"] == "agents__spawn"
+
+
 @pytest.mark.parametrize(
     ("choice", "told", "shown"),
     [
@@ -280,6 +292,8 @@ REFUSED = [
     ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0]"),
     ({"input": [{"type": "local_shell_call", "id": "x"}]}, "input[0]"),
     ({"input": [{"type": ["x"]}]}, "input[0]"),
+    ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
+    ({"input": [{"type": "additional_tools", "tools": [{**SPACE, "tools": [5]}]}]}, "input[0].tools[0].tools[0]"),
     ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": None}]}, "input[0].output"),

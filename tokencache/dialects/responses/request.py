@@ -53,6 +53,7 @@ class ItemMessages:
         handles: index of an assistant message → the handle that the client sent back with it.
         echoes: index of a message → the token ids that the client sent back with it.
         merged: whether several items became one message.
+        tools: the tools that `additional_tools` items offer, by path.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class ItemMessages:
         self.handles: dict[int, str] = {}
         self.echoes: dict[int, ReturnedIdFragments] = {}
         self.merged = False
+        self.tools: dict[str, Any] = {}
         self._reply: dict[str, list[Any]] = {}  # the incomplete assistant message
         self._handle = self._last = ""
         self._echo: ReturnedIdFragments | None = None
@@ -91,6 +93,9 @@ class ItemMessages:
             case "function_call_output" | "custom_tool_call_output":
                 content = _content(item.get("output"), (at, "output"))
                 self._append({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
+            case "additional_tools":
+                self.close()
+                self.tools[bracketed((at, "tools"))] = item.get("tools")
             case _:
                 raise _wrong(at, f": items of type {kind!r} are not supported")
         if self._reply:  # the last item of a reply has its ids

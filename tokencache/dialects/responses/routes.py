@@ -158,7 +158,7 @@ async def _read(request: DialectRequest) -> _Request:
             await pause()
         translated.add(item, ("input", i), echoes.get(i))
     translated.close()
-    offer = read_tools(shown["tools"])
+    offer = read_tools({"tools": shown["tools"], **translated.tools})
     return _Request(
         fields=fields,
         shown={**shown, "instructions": instructions},
