@@ -93,9 +93,16 @@ CONVERSATIONS = {
         [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x"), told("c1", "x")],
     ),
     "a result of no call": ([HI, user(result({"output": "x"}))], [HI_CHAT, told("call_1", "x")]),
-    "role function": (
-        [HI, model(call(call_id="c1")), {"role": "function", "parts": [result({"output": "x"}, call_id="c1")]}],
-        [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x")],
+    **{
+        f"role {role}": (
+            [HI, model(call(call_id="c1")), {"role": role, "parts": [result({"output": "x"}, call_id="c1")]}],
+            [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x")],
+        )
+        for role in ("function", "tool")
+    },
+    "members beside the data": (
+        [user(text("hi", partMetadata={"a": 1}, speechMetadata={}), PNG | {"mediaProcessing": {}, "documentMetadata": {}})],
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}, PNG_PART]}],
     ),
     "words after results": (
         [HI, model(call(call_id="c1")), user(text("before"), result({"output": "x"}, call_id="c1"), text("after"))],

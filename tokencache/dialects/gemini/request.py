@@ -39,11 +39,14 @@ from tokencache.dialects.gemini.vocabulary import RequestObject, entry, wrong
 from tokencache.dialects.thinking import NOT_IN_TEXT, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
+_USERS = ("user", "function", "tool")
+"""Roles of what is not the model's. google-genai's own examples return results as `tool` (3.4, README)."""
 _BESIDE = frozenset(
-    {"thought", "thoughtSignature", "thought_signature", "videoMetadata", "video_metadata", "mediaResolution", "media_resolution"}
-    | {"partMetadata", "part_metadata", "callIndex"}
+    {"thought", "thoughtSignature", "thought_signature", "mediaResolution", "media_resolution", "mediaProcessing", "media_processing"}
+    | {f"{kind}{name}" for kind in ("video", "part", "speech", "document", "spreadsheet", "audio") for name in ("Metadata", "_metadata")}
+    | {"callIndex"}
 )
-"""Members of a part besides its data (`callIndex` is Gemini CLI's own)."""
+"""Members of a part besides its data (google-genai 3.4, `types.Part`; `callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 
@@ -95,11 +98,11 @@ class Contents:
         role = content.text("role") or "user"
         if role == "model":
             self._add_reply(content)
-        elif role in {"user", "function"}:
+        elif role in _USERS:
             self._reply = None
             self._add_user(content)
         else:
-            raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
+            raise HarnessError(f"{content.at('role')}: please use a valid role: model, {', '.join(_USERS)}", param=content.at("role"))
 
     def close(self) -> None:
         """Complete the model's messages, and put thinking that was in a reply's text back into it."""
