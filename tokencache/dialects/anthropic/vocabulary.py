@@ -132,6 +132,12 @@ def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
         raise unsupported(block, at)
 
 
+def is_text_document(block: dict[str, Any]) -> bool:
+    """Whether a block is a document that `parts_of` translates."""
+    source = block.get("source") if block["type"] == "document" else None
+    return isinstance(source, dict) and source.get("type") in {"text", "content"}
+
+
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})
 """Types of the blocks that add or remove a tool in the middle of a conversation (vLLM 0.32, `entrypoints/anthropic/protocol.py`)."""
 

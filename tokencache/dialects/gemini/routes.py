@@ -82,7 +82,9 @@ async def _generate(request: DialectRequest, model: str, *, stream: bool) -> Mod
     sse = request.query.get("alt") == "sse"
     encoder = GeminiReplyEncoder(model=model, handle=request.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
     media_type = EVENT_STREAM if sse else "application/json"
-    return ModelCall(body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
+    return ModelCall(
+        body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, left_out=contents.left_out, media_type=media_type
+    )
 
 
 async def _count(request: DialectRequest, model: str) -> TokenCount:
