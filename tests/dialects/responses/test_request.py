@@ -138,6 +138,17 @@ CASES = {
             },
         ],
     ),
+    "what an agent of Codex 0.171 writes to another": (
+        [
+            {
+                "type": "agent_message",
+                "author": "/root",
+                "recipient": "/root/t1",
+                "content": [{"type": "input_text", "text": "Payload:\n"}, {"type": "encrypted_content", "encrypted_content": "Look."}],
+            }
+        ],
+        [{"role": "user", "content": [{"type": "text", "text": "Payload:\n"}, {"type": "text", "text": "Look."}]}],
+    ),
     "a custom tool's call": (
         [
             {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": '*** "x"\n☕'},

@@ -30,7 +30,11 @@ from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Item
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
-_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
+_TEXTS = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    **{name: name for name in ("refusal", "encrypted_content")},
+}
+"""Type of a part with text → the member that has it. An `encrypted_content` of Codex is what its model wrote: nothing encrypts it here."""
 _ROLES = frozenset({"user", "system", "developer", "assistant"})
 _DETAILS = "low", "high"
 _UNFINISHED = "in_progress", "incomplete"
@@ -84,15 +88,13 @@ class ItemMessages:
             case "reasoning":
                 self._continue(item, "reasoning")["reasoning"].append(_thought(item, at))
                 self._thinking = item
-            case "function_call":
-                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
-                self._call(item, at, name, _text(item, "arguments", at))
-            case "custom_tool_call":
-                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
-                self._call(item, at, name, msgspec.json.encode({"input": _text(item, "input", at)}).decode())
+            case "function_call" | "custom_tool_call":
+                self._call(item, at)
             case "function_call_output" | "custom_tool_call_output":
                 content = _content(item.get("output"), (at, "output"))
                 self._append({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
+            case "agent_message":  # what one agent of Codex writes to another
+                self._append({"role": "user", "content": _content(item.get("content"), (at, "content"))})
             case "additional_tools":
                 self.close()
                 self.tools[bracketed((at, "tools"))] = item.get("tools")
@@ -155,7 +157,12 @@ class ItemMessages:
             content = "".join(texts)
         self._continue(item, "message")["content"].append(content)
 
-    def _call(self, item: dict[str, Any], at: Position, name: str, arguments: str) -> None:
+    def _call(self, item: dict[str, Any], at: Position) -> None:
+        name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+        if item["type"] == "function_call":
+            arguments = _text(item, "arguments", at)
+        else:
+            arguments = msgspec.json.encode({"input": _text(item, "input", at)}).decode()
         call = {"id": _text(item, "call_id", at), "type": "function", "function": {"name": name, "arguments": arguments}}
         self._continue(item, "call")["tool_calls"].append(call)
 
