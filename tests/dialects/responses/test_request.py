@@ -17,6 +17,8 @@ OURS, OTHER = "0123456789abcdef" * 2, "f" * 32
 USER = {"role": "user", "content": "hi"}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello", "annotations": []}]}
 CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1.50}'}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}
+OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
 
 
@@ -138,6 +140,18 @@ CASES = {
             },
         ],
     ),
+    "files that a tool returned, as AI SDK sends them": (
+        [
+            CALLED,
+            {**OUTPUT, "output": [{"type": "input_text", "text": "PDF read"}, FILE]},
+            {**OUTPUT, "output": [FILE]},
+        ],
+        [
+            {"role": "assistant", "tool_calls": [chat_call("f", '{"a": 1.50}')]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "PDF read"}]},
+            {"role": "tool", "tool_call_id": "c1", "content": ""},
+        ],
+    ),
     "what an agent of Codex 0.171 writes to another": (
         [
             {
@@ -186,6 +200,7 @@ async def test_handles_are_reported_by_index():
     spoken = await Session().spoken(input=items)
     assert spoken.handles == {1: OURS, 5: OTHER}
     assert spoken.left_out == ("items-merged",)
+    assert (await Session().spoken(input=[CALLED, {**OUTPUT, "output": [FILE]}])).left_out == ("result-parts",)
     assert (await Session().spoken(input=[USER, SAID])).left_out == ()
 
 

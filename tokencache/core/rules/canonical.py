@@ -160,9 +160,10 @@ DIALECT: tuple[Rule, ...] = (
         name="result-parts",
         kind="dialect",
         verdict="same",
-        harnesses=("Claude Code", "Gemini CLI"),
+        harnesses=("Claude Code", "Gemini CLI", "OpenCode (responses)"),
         what="parts of a tool's result that chat completions have no equivalent for, such as PDF documents; its text and images stay",
-        source="recorded traffic: Claude Code 2.1.332 `Read`, Gemini CLI 0.61 `read_file`; vLLM 0.32 ignores them in Messages, too",
+        source="recorded traffic: Claude Code 2.1.332 `Read`, Gemini CLI 0.61 `read_file`, OpenCode 1.18 `read`; vLLM 0.32 ignores them in "
+        "Messages, too",
     ),
     Rule(
         name="items-merged",

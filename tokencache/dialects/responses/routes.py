@@ -126,9 +126,13 @@ async def _call(request: DialectRequest) -> ModelCall:
         as_gym=request.token_ids,
         keep=keep,
     )
-    left_out = ("items-merged",) if parsed.translated.merged else ()
+    translated = parsed.translated
     return ModelCall(
-        body=parsed.body(), encoder=encoder, handles=parsed.translated.handles, echoes=parsed.translated.echoes, left_out=left_out
+        body=parsed.body(),
+        encoder=encoder,
+        handles=translated.handles,
+        echoes=translated.echoes,
+        left_out=tuple(sorted(translated.left_out)),
     )
 
 
