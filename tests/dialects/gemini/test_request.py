@@ -375,7 +375,7 @@ def test_a_thousand_tools_and_duplicate_ids():
 
 REFUSED = [
     (b"", "valid JSON"),
-    (b"[]", "must be an object"),
+    (b"[]", "must be a JSON object"),
     ({}, "contents is not specified"),
     ({"contents": []}, "contents is not specified"),
     ({"contents": "hi"}, "contents must be a list"),

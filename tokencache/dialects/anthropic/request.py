@@ -60,7 +60,6 @@ from tokencache.dialects.anthropic.vocabulary import (
     listed,
     optional,
     parts_of,
-    read_object,
     required,
     shown,
     unsupported,
@@ -97,7 +96,7 @@ async def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequ
     Raises:
         HarnessError: chat has no equivalent; the message names the position.
     """
-    fields = read_object(body)
+    fields = json_io.read_body(body)
     model = required(fields, "model", str)
     entries = required(fields, "messages", list)
     if not counting:

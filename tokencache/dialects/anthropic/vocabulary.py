@@ -31,18 +31,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """Read a request's body.
-
-    Raises:
-        HarnessError: it is not a JSON object, or is nested too deeply.
-    """
-    found = json_io.read_body(body)
-    if not isinstance(found, dict):
-        raise HarnessError("the request body must be a JSON object")
-    return found
-
-
 def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
     """Return the value of a member, `None` if it is missing or null. An integer is also a number; a boolean is neither.
 
