@@ -299,7 +299,7 @@ def test_every_rule_is_defined_once_and_has_a_harness_and_a_source():
     assert tried == HARNESS_RULES
     assert {rule.name for rule in RULES.values() if rule.kind == "canonical"} == {
         *("content-shape", "whitespace", "args-json", "inline-think", "reasoning-dropped", "tool-ids"),
-        *("interrupted", "stop-restored", "words-added", "input-as-served"),
+        *("interrupted", "stop-restored", "words-added", "input-as-served", "calls-hidden"),
     }
     for rule in RULES.values():
         assert Leniency().allows(rule.name) is (rule.kind != "harness")

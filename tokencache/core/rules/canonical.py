@@ -128,6 +128,14 @@ CANONICAL: tuple[Rule, ...] = (
         part="text",
     ),
     Rule(
+        name="calls-hidden",
+        kind="canonical",
+        verdict="rewritten",
+        harnesses=("all that use Gemini",),
+        what="calls whose arguments are not a JSON object, which Gemini cannot show (`MALFORMED_FUNCTION_CALL`), are not returned",
+        source="recorded traffic: google-genai 3.4, pydantic-ai 2.68, LangChain 4.4, LiteLLM 1.110 go on after such a reply",
+    ),
+    Rule(
         name="input-as-served",
         kind="canonical",
         verdict="rewritten",
