@@ -191,7 +191,7 @@ def test_every_rule_touches_one_member():
     assert {name for name, member in members.items() if member == "calls"} == {
         *("args-json", "tool-ids", "cd-prefix", "coerced-values", "trailing-blanks", "default-inserted", "unparsed-input"),
         *("name-lowered", "name-aliased", "name-replaced", "repeated-dropped", "null-dropped", "string-decoded"),
-        *("value-wrapped", "null-emptied"),
+        *("value-wrapped", "null-emptied", "input-as-served", "calls-hidden"),
         *("invalid-tool", "args-repaired", "args-emptied", "invalid-json-wrapped", "malformed-wrapped"),
     }
     assert set(members.values()) == set(causes.PARTS)

@@ -260,6 +260,31 @@ def test_a_canonical_rule_can_be_switched_off(rule, served, echoed):
     assert judge(served, served, Leniency(off=frozenset(RULES))).kind == "same"
 
 
+@pytest.mark.parametrize(
+    ("served", "returned"),
+    [
+        ('{"patch": "x"}', '{"patch": "x"}'),
+        ("{}", "{}"),
+        ('{"input": 5}', '{"input": 5}'),
+        ('["x"]', '["x"]'),
+        ("*** Begin \ud800", "*** Begin \ufffd"),
+        ('{"input": "cut', '{"input": "cut'),
+        ('{"input": "a\nb"}', "a\nb"),
+        ('{"input": "x", "why": 1}', None),
+    ],
+)
+def test_arguments_of_a_custom_tool_return_as_its_input(served, returned):
+    ours = call(served, "patch")
+    for text in ("", "x", served + " ", "a"):
+        assert not judge(ours, call({"input": text}, "patch")).supplied
+    if returned is not None:
+        verdict = judge(ours, call({"input": returned}, "patch"))
+        assert (verdict.kind, verdict.rules, verdict.supplied) == ("rewritten", ("input-as-served",), True)
+        for other in (call({"input": returned}, "other"), call({"input": returned, "more": 1}, "patch"), call({"text": returned}, "patch")):
+            assert not judge(ours, other).supplied
+        assert not judge(ours, call({"input": returned}, "patch", "call_2")).supplied
+
+
 def test_of_two_explanations_the_one_that_is_vouched_for_counts():
     served, echoed = call("{"), call("{}")  # emptied, or closed
     for rule in ("args-emptied", "args-repaired"):
@@ -274,7 +299,7 @@ def test_every_rule_is_defined_once_and_has_a_harness_and_a_source():
     assert tried == HARNESS_RULES
     assert {rule.name for rule in RULES.values() if rule.kind == "canonical"} == {
         *("content-shape", "whitespace", "args-json", "inline-think", "reasoning-dropped", "tool-ids"),
-        *("interrupted", "stop-restored", "words-added"),
+        *("interrupted", "stop-restored", "words-added", "input-as-served", "calls-hidden"),
     }
     for rule in RULES.values():
         assert Leniency().allows(rule.name) is (rule.kind != "harness")

@@ -7,12 +7,14 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from tests.proxy.kit import HEADER, TOOLS
+from tests.proxy.kit import CALL, HEADER, TOOLS, proxied
 from tests.support.waiting import until
+from tokencache.testing import SimulatedEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
 FUNCTION = {"name": "bash", "description": "Run a command", "parameters_json_schema": TOOLS[0]["function"]["parameters"]}
+MALFORMED = '<tool_call>\n{"name": "bash", "arguments": [1]}\n</tool_call>'
 IN_ONE_LINE = ["root"] + ["continue"] * 3
 
 
@@ -132,6 +134,31 @@ async def test_its_own_chats_keep_the_history(rig, stream):
     await asyncio.to_thread(talk)
     assert await matches(rig) == IN_ONE_LINE
     await rig.check()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("words", ["", "Look:\n"])
+async def test_a_call_that_cannot_be_shown_costs_no_sequence(words, stream):
+    """A call whose arguments are a list ends the reply with `MALFORMED_FUNCTION_CALL`, and the client's own history goes on without it."""
+    replies = [f"<think>\nhm\n</think>\n\n{words}{said}" for said in (MALFORMED, CALL, "Done.")]
+    async with proxied(SimulatedEngine(episodes={"demo": replies}, seed=3)) as rig:
+        chat = client(rig).aio.chats.create(model="sim", config=config())
+
+        async def send(message):
+            return [r async for r in await chat.send_message_stream(message)] if stream else [await chat.send_message(message)]
+
+        first = await send("EPISODE:demo")
+        assert first[-1].candidates[0].finish_reason == types.FinishReason.MALFORMED_FUNCTION_CALL
+        second = await send("go on")
+        assert await matches(rig) == ["root", "continue"]
+        assert "calls-hidden" in (await rig.turns())[-1]["forgiven"]
+        calls = [call for reply in second for call in reply.function_calls or ()]
+        assert [call.name for call in calls] == ["bash"]
+        for content in chat._curated_history:
+            content.parts = [part for part in content.parts if not part.function_call]
+        await send("go on")
+        assert (await matches(rig))[-1] != "continue"
+        await rig.check()
 
 
 async def test_its_own_function_calling(rig):

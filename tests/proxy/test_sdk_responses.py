@@ -6,8 +6,8 @@ import json
 import openai
 import pytest
 
-from tests.proxy.kit import HEADER, TOOLS
-from tokencache.testing import Fault
+from tests.proxy.kit import HEADER, TOOLS, proxied
+from tokencache.testing import Fault, SimulatedEngine
 
 FUNCTIONS = [{"type": "function", **tool["function"], "strict": False} for tool in TOOLS]
 START = {"role": "user", "content": "EPISODE:demo"}
@@ -174,6 +174,35 @@ async def test_custom_tools_and_namespaces(rig):
     shown = [turn["match"] for turn in await rig.turns()]
     assert shown[0] == "root"
     assert len(shown) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", ['{"patch": "x"}', "{}", '{"input": 5}', '["x"]', '"*** Begin"'])
+async def test_a_custom_tool_called_with_other_arguments_stays_on_the_line(arguments, stream):
+    said = f'<think>\nhm\n</think>\n\n<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
+    tools = [{"type": "custom", "name": "apply_patch", "description": "Patch"}]
+    async with proxied(SimulatedEngine(episodes={"demo": [said, "<think>\nk\n</think>\n\nDone."]}, seed=3)) as rig:
+        async with client(rig) as sdk:
+            response = await ask(sdk, stream, input=[START], tools=tools)
+            custom = response.output[-1]
+            assert (custom.type, custom.input) == ("custom_tool_call", arguments)
+            items = [START, *echo(response), {"type": "custom_tool_call_output", "call_id": custom.call_id, "output": "wrong"}]
+            await ask(sdk, stream, input=items, tools=tools)
+        assert await matches(rig) == ["root", "continue"]
+        assert (await rig.turns())[-1]["forgiven"] == ["input-as-served"]
+        await rig.check()
+
+
+async def test_tools_that_are_offered_among_the_items(rig):
+    items = [{"type": "additional_tools", "role": "developer", "tools": FUNCTIONS}, START]
+    async with client(rig) as sdk:
+        for _ in range(3):
+            response = await ask(sdk, True, input=items, tools=openai.omit)
+            items += [*echo(response), *results(response)]
+        previous = await ask(sdk, True, input=items, tools=openai.omit)
+        await ask(sdk, True, input="go on", tools=openai.omit, previous_response_id=previous.id)
+    assert await matches(rig) == ["root", "continue", "continue", "continue", "continue"]
+    await rig.check()
 
 
 async def test_an_error_of_the_engines_within_a_stream(rig):

@@ -32,7 +32,7 @@ from tokencache.core import ids
 from tokencache.core.messages import Message
 from tokencache.core.rules import RULES, Leniency, Part
 from tokencache.core.turn import Anchor, Turn, TurnMark
-from tokencache.core.verdict import INTERRUPTED, judge
+from tokencache.core.verdict import INTERRUPTED, judge_reply
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ def find_replies(
         for place in range(at, len(messages)):
             if messages[place].role != "assistant":
                 continue
-            verdict = judge(turn.served, messages[place], every_rule)
+            verdict = judge_reply(turn, messages[place], every_rule)
             partly = verdict.kind == "foreign" and TurnMark.ABORTED in turn.marks
             if verdict.kind != "foreign" or partly:
                 found[turn.id] = FoundReply(place, (INTERRUPTED,) if partly else verdict.rules)

@@ -37,6 +37,10 @@ from tokencache.core.turn import Turn, TurnMark
 
 INTERRUPTED = "interrupted"
 """The name of the rule for an echo that is only the beginning of a reply."""
+CALLS_HIDDEN = "calls-hidden"
+"""The name of the rule for an echo without the calls that the dialect of its turn could not show."""
+_HIDING_CALLS = frozenset({"gemini"})
+"""The dialects that do not send a call whose arguments are not a JSON object."""
 CUT_OFF = frozenset({TurnMark.ABORTED, TurnMark.UPSTREAM_BROKE})
 """The marks of a turn whose stream ended before the reply did."""
 
@@ -159,9 +163,15 @@ def _judge_form(form: _Form, understood: Rules, calls: Sequence[ToolCall], echoe
 def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echo with a turn's reply. Reasoning that the client itself wrote must come back: the reply was sampled after it.
 
-    If it is missing, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt.
+    If it is missing, the rules of the verdict still show that the echo may be this reply, so that another one is in doubt. Calls that the
+    turn's dialect did not send cannot come back.
     """
     verdict = judge(turn.served, echoed, leniency)
+    if verdict.kind == "foreign" and turn.dialect in _HIDING_CALLS and leniency.allows(CALLS_HIDDEN):
+        shown = tuple(call for call in turn.served.calls if parse_object(call.arguments) is not None)
+        found = judge(msgspec.structs.replace(turn.served, calls=shown), echoed, leniency) if shown != turn.served.calls else verdict
+        if found.supplied:
+            verdict = found._replace(kind="rewritten", rules=tuple(sorted({*found.rules, CALLS_HIDDEN})))
     if verdict.kind != "foreign" and lacks_own_reasoning(turn, echoed):
         return verdict._replace(kind="rewritten", supplied=False)
     return verdict

@@ -19,6 +19,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from http import HTTPStatus
 from typing import Protocol
+from urllib.parse import unquote
 
 import msgspec
 
@@ -71,6 +72,11 @@ class DialectRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: Callable[[Sequence[str]], Awaitable[list[bytes | None]]]
     forget: Callable[[str], Awaitable[bool]]
     token_ids: bool = False
+
+    async def find_model(self, name: str) -> ServedModel | None:
+        """Find a model by a name that may be percent-encoded; `None` if the engine does not serve it."""
+        name = unquote(name)
+        return next((model for model in await self.served() if model.name == name), None)
 
 
 class CallReader(msgspec.Struct, frozen=True):

@@ -43,7 +43,7 @@ NULL, TRUE = Raw(b"null"), Raw(b"true")
 _KEY = re.compile(rb'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+', re.DOTALL)
 _END = re.compile(rb"\s*+\}\s*+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_TOO_DEEP = "the request is nested too deeply"
+_TOO_DEEP, _NO_OBJECT = "the request is nested too deeply", "the request body must be a JSON object"
 _SHOWN = 80
 
 
@@ -62,11 +62,11 @@ def read(text: str | bytes) -> Any:
         return json.loads(replace_surrogates(written)) if _SURROGATE.search(written) else found
 
 
-def read_body(body: bytes) -> Any:
+def read_body(body: bytes) -> dict[str, Any]:
     """Read the body of a request that is translated.
 
     Raises:
-        HarnessError: the body is not JSON, is nested too deeply, or has a member twice (`refuse_repeated_members`).
+        HarnessError: the body is not a JSON object, is nested too deeply, or has a member twice (`refuse_repeated_members`).
     """
     try:
         found = read(body)
@@ -74,8 +74,9 @@ def read_body(body: bytes) -> Any:
         raise HarnessError(f"the request body is not valid JSON: {why}") from None
     except RecursionError:
         raise HarnessError(_TOO_DEEP) from None
-    if isinstance(found, dict):
-        refuse_repeated_members(body)
+    if not isinstance(found, dict):
+        raise HarnessError(_NO_OBJECT)
+    refuse_repeated_members(body)
     return found
 
 
@@ -118,7 +119,7 @@ def fields_of(body: bytes) -> dict[str, Raw]:
             return {key.encode().decode(): Raw(json.dumps(value).encode()) for key, value in decoded.items()}
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the request body is not valid JSON: {why}") from None
-    raise HarnessError("the request body must be a JSON object")
+    raise HarnessError(_NO_OBJECT)
 
 
 def strict_fields(body: bytes) -> dict[str, Raw]:

@@ -53,10 +53,10 @@ class ProbeDialect(UntranslatedDialect):
         wanted = _MODEL.fullmatch(request.path)
         if wanted is None:
             return DirectReply(body=b"{}")
+        model = await request.find_model(wanted[1])
+        if model is not None:
+            return DirectReply(body=msgspec.json.encode(_card(model)))
         name = unquote(wanted[1])
-        for model in await request.served():
-            if model.name == name:
-                return DirectReply(body=msgspec.json.encode(_card(model)))
         raise HarnessError(f"The model `{name}` does not exist.", status=HTTPStatus.NOT_FOUND, param="model", kind="NotFoundError")
 
 

@@ -138,9 +138,7 @@ class FetchedMedia:
         Raises:
             HarnessError: it does, or it cannot be read.
         """
-        found = json_io.read_body(body)
-        fields = found if isinstance(found, dict) else {"": found}
-        waiting: list[tuple[str, Any]] = [(name, value) for name, value in fields.items() if name not in _WITHOUT_MEDIA]
+        waiting: list[tuple[str, Any]] = [(name, value) for name, value in json_io.read_body(body).items() if name not in _WITHOUT_MEDIA]
         while waiting:
             match waiting.pop():
                 case name, str(text) if name not in _TEXTS and _ADDRESS.match(text) and text[:5].lower() != "data:":

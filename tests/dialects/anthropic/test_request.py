@@ -239,6 +239,20 @@ async def test_rules_for_left_out_parts_are_named(members, left_out):
     assert (await read({"model": "m", "max_tokens": 9, **members})).left_out == left_out
 
 
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}},
+        {"type": "search_result", "source": "u", "title": "t", "content": [text("x")]},
+    ],
+)
+async def test_what_no_chat_shows_of_a_result_is_left_out(block):
+    """As vLLM does: Claude Code's `Read` returns PDFs, and a refusal would end the rollout."""
+    call = await read({"model": "m", "max_tokens": 9, "messages": [HI, said(use()), user(result(content=[text("PDF file read"), block]))]})
+    assert json.loads(call.body)["messages"][-1] == {"role": "tool", "tool_call_id": "c1", "content": "PDF file read"}
+    assert call.left_out == ("result-parts",)
+
+
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 TOOL = {"name": "bash", "description": "Run", "input_schema": SCHEMA}
 FUNCTION = {"type": "function", "function": {"name": "bash", "description": "Run", "parameters": SCHEMA}}
@@ -392,8 +406,8 @@ REFUSED = {
         "messages": [said({"type": "web_search_tool_result", "tool_use_id": "s", "content": []})]
     },
     "messages.0.content.0.type: content blocks of type 'tool_result' are not supported here": {"messages": [said(result())]},
-    "messages.0.content.0.content.0.type: content blocks of type 'search_result' are not supported here": {
-        "messages": [user(result(content=[{"type": "search_result"}]))]
+    "messages.0.content.0.type: content blocks of type 'search_result' are not supported here": {
+        "messages": [user({"type": "search_result"})]
     },
     "messages.0.content.0.source.type: documents of type 'base64' are not supported here; plain text is": {
         "messages": [user({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}})]

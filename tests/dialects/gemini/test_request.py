@@ -47,6 +47,7 @@ def told(call_id, content):
 
 HI, HI_CHAT = user(text("hi")), {"role": "user", "content": "hi"}
 PNG = {"inlineData": {"mimeType": "image/png", "data": "aGk_"}}
+PDF = {"inlineData": {"mimeType": "application/pdf", "data": "JVBERi0="}}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk/"}}
 
 CONVERSATIONS = {
@@ -93,9 +94,16 @@ CONVERSATIONS = {
         [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x"), told("c1", "x")],
     ),
     "a result of no call": ([HI, user(result({"output": "x"}))], [HI_CHAT, told("call_1", "x")]),
-    "role function": (
-        [HI, model(call(call_id="c1")), {"role": "function", "parts": [result({"output": "x"}, call_id="c1")]}],
-        [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x")],
+    **{
+        f"role {role}": (
+            [HI, model(call(call_id="c1")), {"role": role, "parts": [result({"output": "x"}, call_id="c1")]}],
+            [HI_CHAT, asks(("c1", "bash", {})), told("c1", "x")],
+        )
+        for role in ("function", "tool")
+    },
+    "members beside the data": (
+        [user(text("hi", partMetadata={"a": 1}, speechMetadata={}), PNG | {"mediaProcessing": {}, "documentMetadata": {}})],
+        [{"role": "user", "content": [{"type": "text", "text": "hi"}, PNG_PART]}],
     ),
     "words after results": (
         [HI, model(call(call_id="c1")), user(text("before"), result({"output": "x"}, call_id="c1"), text("after"))],
@@ -154,6 +162,14 @@ CONVERSATIONS = {
             told("b", "two"),
             {"role": "user", "content": [PNG_PART, PNG_PART]},
         ],
+    ),
+    "results with PDFs, as Gemini CLI sends them": (
+        [
+            HI,
+            model(call(call_id="a"), call(call_id="b")),
+            user(result({"output": "one"}, call_id="a"), PDF, result({"output": "two"}, call_id="b", parts=[PDF, PNG])),
+        ],
+        [HI_CHAT, asks(("a", "bash", {}), ("b", "bash", {})), told("a", "one"), told("b", [{"type": "text", "text": "two"}, PNG_PART])],
     ),
     "a result with an image in it": (
         [HI, model(call(call_id="a")), user(result({"output": "one"}, call_id="a", parts=[PNG]))],
@@ -218,6 +234,11 @@ def test_handles_are_found_and_other_signatures_ignored():
     meaning = read({"contents": said})
     assert meaning.handles == {1: HANDLE, 3: other}
     assert json.loads(meaning.body)["messages"][1]["content"] == "x"
+
+
+def test_what_was_left_out_of_a_result_is_named():
+    for parts, left_out in (([PNG], ()), ([PDF], ("result-parts",))):
+        assert read({"contents": [HI, model(call()), user(result({}, parts=parts))]}).left_out == left_out
 
 
 def test_two_handles_in_a_row_are_two_replies():
@@ -354,7 +375,7 @@ def test_a_thousand_tools_and_duplicate_ids():
 
 REFUSED = [
     (b"", "valid JSON"),
-    (b"[]", "must be an object"),
+    (b"[]", "must be a JSON object"),
     ({}, "contents is not specified"),
     ({"contents": []}, "contents is not specified"),
     ({"contents": "hi"}, "contents must be a list"),
@@ -371,6 +392,7 @@ REFUSED = [
     ({"contents": [model({"codeExecutionResult": {}})]}, "'codeExecutionResult' is not supported"),
     ({"contents": [model(PNG)]}, "'inlineData' is not supported"),
     ({"contents": [user({"inlineData": {"mimeType": "audio/wav", "data": ""}})]}, "'audio/wav' is not supported"),
+    ({"contents": [user(PDF, result({}))]}, "'application/pdf' is not supported"),
     ({"contents": [model({"functionCall": {}})]}, "functionCall.name is missing"),
     ({"contents": [model({"functionCall": {"name": "f", "args": "x"}})]}, "functionCall.args must be an object"),
     ({"contents": [user({"functionResponse": {"name": "f", "response": "x"}})]}, "functionResponse.response must be an object"),

@@ -17,6 +17,8 @@ OURS, OTHER = "0123456789abcdef" * 2, "f" * 32
 USER = {"role": "user", "content": "hi"}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello", "annotations": []}]}
 CALLED = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1.50}'}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}
+OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
 
 
@@ -138,6 +140,29 @@ CASES = {
             },
         ],
     ),
+    "files that a tool returned, as AI SDK sends them": (
+        [
+            CALLED,
+            {**OUTPUT, "output": [{"type": "input_text", "text": "PDF read"}, FILE]},
+            {**OUTPUT, "output": [FILE]},
+        ],
+        [
+            {"role": "assistant", "tool_calls": [chat_call("f", '{"a": 1.50}')]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "PDF read"}]},
+            {"role": "tool", "tool_call_id": "c1", "content": ""},
+        ],
+    ),
+    "what an agent of Codex 0.171 writes to another": (
+        [
+            {
+                "type": "agent_message",
+                "author": "/root",
+                "recipient": "/root/t1",
+                "content": [{"type": "input_text", "text": "Payload:\n"}, {"type": "encrypted_content", "encrypted_content": "Look."}],
+            }
+        ],
+        [{"role": "user", "content": [{"type": "text", "text": "Payload:\n"}, {"type": "text", "text": "Look."}]}],
+    ),
     "a custom tool's call": (
         [
             {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": '*** "x"\n☕'},
@@ -175,6 +200,7 @@ async def test_handles_are_reported_by_index():
     spoken = await Session().spoken(input=items)
     assert spoken.handles == {1: OURS, 5: OTHER}
     assert spoken.left_out == ("items-merged",)
+    assert (await Session().spoken(input=[CALLED, {**OUTPUT, "output": [FILE]}])).left_out == ("result-parts",)
     assert (await Session().spoken(input=[USER, SAID])).left_out == ()
 
 
@@ -244,6 +270,18 @@ async def test_tools():
     assert "tool_choice" not in only
 
 
+async def test_tools_among_the_items():
+    """Codex 0.171 offers its tools only there, for the models that it knows by name."""
+    more = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [SPACE, WEB, {**FUNCTION, "description": "new"}]}
+    spoken = await Session().spoken(input=[more, USER, SAID, {**more, "tools": [PATCH]}, SAID], tools=[FUNCTION])
+    chat_request = json.loads(spoken.body)
+    assert [tool["function"]["name"] for tool in chat_request["tools"]] == ["f", "agents__spawn", "patch"]
+    assert chat_request["tools"][0]["function"]["description"] == "new"
+    assert [message["role"] for message in chat_request["messages"]] == ["user", "assistant", "assistant"]
+    chosen = await Session().chat(input=[more, USER], tool_choice={"type": "function", "name": "spawn"})
+    assert chosen["tool_choice"]["function"]["name"] == "agents__spawn"
+
+
 @pytest.mark.parametrize(
     ("choice", "told", "shown"),
     [
@@ -280,6 +318,8 @@ REFUSED = [
     ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0]"),
     ({"input": [{"type": "local_shell_call", "id": "x"}]}, "input[0]"),
     ({"input": [{"type": ["x"]}]}, "input[0]"),
+    ({"input": [{"type": "additional_tools"}]}, "input[0].tools"),
+    ({"input": [{"type": "additional_tools", "tools": [{**SPACE, "tools": [5]}]}]}, "input[0].tools[0].tools[0]"),
     ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": None}]}, "input[0].output"),

@@ -1,13 +1,16 @@
 """Lists the rules that hold for all harnesses, and the rules of the dialects' codecs.
 
 `core.messages` gives all canonical variants the same digest, and `core.verdict` reports which rules were needed. So these rules have no
-functions, except for thinking that was cut off: without its end, only the served text shows that it is no text. A dialect's codec leaves
-out what its rules name.
+functions, except for two forms that only the served reply explains: thinking that was cut off, and arguments of a custom tool without its
+text. A dialect's codec leaves out what its rules name.
 """
+
+import json
+from typing import Any
 
 import msgspec
 
-from tokencache.core.messages import BLANK, Message
+from tokencache.core.messages import BLANK, Message, ToolCall, canonical_json
 from tokencache.core.rules.base import Rule
 
 _ALL = ("all",)
@@ -22,6 +25,18 @@ def _thinking_cut_off(served: Message) -> Message | None:
     if served.reasoning or not text.startswith(_OPENING) or _CLOSING in text:
         return None
     return msgspec.structs.replace(served, content=None, reasoning=text.removeprefix(_OPENING))
+
+
+def _served_as_input(ours: ToolCall, theirs: ToolCall, value: dict[str, Any]) -> bool:
+    """Whether the echo has, as `input`, the text that a client of Responses gets for these arguments of a custom tool."""
+    try:
+        read = json.loads(ours.arguments, strict=False)
+    except (ValueError, RecursionError):
+        read = None
+    has_input = isinstance(read, dict) and isinstance(read.get("input"), str)
+    if ours.name != theirs.name or (has_input and len(read) > 1):  # a function's harness may drop members, too
+        return False
+    return canonical_json(value) == canonical_json({"input": read["input"] if has_input else ours.arguments})
 
 
 CANONICAL: tuple[Rule, ...] = (
@@ -112,6 +127,24 @@ CANONICAL: tuple[Rule, ...] = (
         source="public reports: crewAIInc/crewAI#1620, crewAIInc/crewAI#1437",
         part="text",
     ),
+    Rule(
+        name="calls-hidden",
+        kind="canonical",
+        verdict="rewritten",
+        harnesses=("all that use Gemini",),
+        what="calls whose arguments are not a JSON object, which Gemini cannot show (`MALFORMED_FUNCTION_CALL`), are not returned",
+        source="recorded traffic: google-genai 3.4, pydantic-ai 2.68, LangChain 4.4, LiteLLM 1.110 go on after such a reply",
+    ),
+    Rule(
+        name="input-as-served",
+        kind="canonical",
+        verdict="rewritten",
+        harnesses=("Codex", "any that offers custom tools in Responses"),
+        what='arguments of a custom tool that are not `{"input": …}` with one text are returned as the `input` that the client received: '
+        "the arguments themselves",
+        source="vLLM 0.32 `responses/utils.py` (`decode_custom_tool_input`); Codex 0.169 returns `input` verbatim",
+        explains_call=_served_as_input,
+    ),
 )
 
 DIALECT: tuple[Rule, ...] = (
@@ -130,6 +163,15 @@ DIALECT: tuple[Rule, ...] = (
         harnesses=("Claude Code",),
         what="`cache_control`, which moves with every call",
         source=_CAPTURED,
+    ),
+    Rule(
+        name="result-parts",
+        kind="dialect",
+        verdict="same",
+        harnesses=("Claude Code", "Gemini CLI", "OpenCode (responses)"),
+        what="parts of a tool's result that chat completions have no equivalent for, such as PDF documents; its text and images stay",
+        source="recorded traffic: Claude Code 2.1.332 `Read`, Gemini CLI 0.61 `read_file`, OpenCode 1.18 `read`; vLLM 0.32 ignores them in "
+        "Messages, too",
     ),
     Rule(
         name="items-merged",

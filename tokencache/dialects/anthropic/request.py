@@ -31,8 +31,9 @@ Messages become those of vLLM's `_convert_messages` wherever that loses nothing 
   for templates that refuse it there; the dialect cannot know the template);
 * tool results become `tool` messages, in order, before the rest of their entry. Text blocks of a result are joined with newlines; its
   images follow in a user message, the tools that it names (`tool_reference`) in a second tool message; outside of results vLLM
-  ignores such references. Chat has no place for `is_error`. Empty text blocks are dropped, a single one becomes a string,
-  several stay parts;
+  ignores such references. Chat has no place for `is_error`. Other blocks of a result are left out, as in vLLM: a model that reads a PDF
+  (Claude Code's `Read` returns one) must not end its rollout. Empty text blocks are dropped, a single one becomes a string, several
+  stay parts;
 
 It differs where Anthropic's API defines more, and where the proxy knows how a reply was split into blocks:
 
@@ -43,8 +44,8 @@ It differs where Anthropic's API defines more, and where the proxy knows how a r
   signatures belong to two replies: clients that merge entries also merge replies;
 * `tool_use.input` is written compactly. Clients send arguments that were not a JSON object back as they received them, wrapped
   (`vocabulary.UNPARSED`). They are unwrapped, so that the call equals the record. Any other JSON value is written as it is;
-* a plain text document is a text part. Every other kind of document, and every block that chat has no equivalent for, is refused by
-  name (vLLM ignores some of them).
+* a plain text document is a text part. Outside of results, every other kind of document, and every block that chat has no equivalent
+  for, is refused by name.
 """
 
 from typing import Any
@@ -54,11 +55,11 @@ import msgspec
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.vocabulary import (
     TOOL_CHANGES,
+    is_text_document,
     kind_of,
     listed,
     optional,
     parts_of,
-    read_object,
     required,
     shown,
     unsupported,
@@ -95,7 +96,7 @@ async def read_request(body: bytes, *, counting: bool = False) -> TranslatedRequ
     Raises:
         HarnessError: chat has no equivalent; the message names the position.
     """
-    fields = read_object(body)
+    fields = json_io.read_body(body)
     model = required(fields, "model", str)
     entries = required(fields, "messages", list)
     if not counting:
@@ -237,7 +238,7 @@ def _tool(at: Position, tool: Any, left_out: set[str]) -> dict[str, Any]:
 
 
 _BILLING = "x-anthropic-billing-header"
-_BILLING_LINE, _CACHE_MARKS = "billing-line", "cache-marks"
+_BILLING_LINE, _CACHE_MARKS, _RESULT_PARTS = "billing-line", "cache-marks", "result-parts"
 Message = dict[str, Any]
 
 
@@ -268,7 +269,7 @@ class History:
     Attributes:
         messages: chat messages.
         handles: index of a message → the handle that the client sent back with it.
-        left_out: rules by which parts were left out: `billing-line`, `cache-marks`.
+        left_out: rules by which parts were left out.
         tool_changes: the blocks that add or remove a tool, with their positions, in order.
     """
 
@@ -357,12 +358,14 @@ class History:
             elif kind == "tool_reference":  # a tool that a tool search found: templates that support deferred tools expand it
                 if name := optional(inner, "tool_name", str, place) or optional(inner, "name", str, place):
                     references.append({"type": "tool_reference", "name": name})
-            else:
+            elif kind == "image" or is_text_document(inner):
                 for part in parts_of(inner, place):
                     if part["type"] == "text":
                         texts.append(part["text"])
                     else:
                         images.append(part)
+            else:
+                self.left_out.add(_RESULT_PARTS)
         self.messages.append({"role": "tool", "tool_call_id": call, "content": "\n".join(texts)})
         if images:
             self.messages.append({"role": "user", "content": images})

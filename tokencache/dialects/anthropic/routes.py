@@ -73,15 +73,14 @@ def _count(tokens: int) -> bytes:
 
 
 async def _models(request: DialectRequest) -> DirectReply:
-    served = await request.served()
     if request.path == _MODELS:
-        listed = [_model(model) for model in served]
+        listed = [_model(model) for model in await request.served()]
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
         return DirectReply(body=json_io.write({"data": listed, "has_more": False, "first_id": first, "last_id": last}))
-    name = unquote(request.path.removeprefix(_MODELS + "/"))
-    found = next((model for model in served if model.name == name), None)
+    name = request.path.removeprefix(_MODELS + "/")
+    found = await request.find_model(name)
     if found is None:
-        raise HarnessError(f"model: {name}", status=HTTPStatus.NOT_FOUND, kind="not_found_error")
+        raise HarnessError(f"model: {unquote(name)}", status=HTTPStatus.NOT_FOUND, kind="not_found_error")
     return DirectReply(body=json_io.write(_model(found)))
 
 

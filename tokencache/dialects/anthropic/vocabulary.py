@@ -31,18 +31,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """Read a request's body.
-
-    Raises:
-        HarnessError: it is not a JSON object, or is nested too deeply.
-    """
-    found = json_io.read_body(body)
-    if not isinstance(found, dict):
-        raise HarnessError("the request body must be a JSON object")
-    return found
-
-
 def optional(fields: dict[str, Any], name: str, kind: type, at: Position = "") -> Any:
     """Return the value of a member, `None` if it is missing or null. An integer is also a number; a boolean is neither.
 
@@ -130,6 +118,12 @@ def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
             raise wrong((at, "type"), f"documents of type {shown(source.get('type'))} are not supported here; plain text is")
     else:
         raise unsupported(block, at)
+
+
+def is_text_document(block: dict[str, Any]) -> bool:
+    """Whether a block is a document that `parts_of` translates."""
+    source = block.get("source") if block["type"] == "document" else None
+    return isinstance(source, dict) and source.get("type") in {"text", "content"}
 
 
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})

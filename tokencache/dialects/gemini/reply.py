@@ -9,7 +9,7 @@ the first text and of the first call. Gemini 3 signs the first call and the last
 known, and Gemini CLI 0.61 loses a signature on an empty text at the end when it joins texts (`processStreamResponse`).
 
 A call whose arguments are not a JSON object cannot be represented. The reply then ends with `MALFORMED_FUNCTION_CALL`, as Gemini's own
-replies do, or with `MAX_TOKENS` if it was cut off.
+replies do, or with `MAX_TOKENS` if it was cut off. What comes back without it is still this reply (rule `calls-hidden`).
 """
 
 from typing import Any

@@ -11,7 +11,8 @@ Contents (https://ai.google.dev/api/caching#Content):
   would send it; anything else becomes the object's compact JSON. In one content, responses precede texts, as in vLLM's Messages.
 * Calls and responses may lack ids. Then the n-th response with a name answers the n-th call with that name in the previous reply. Gemini
   CLI (0.61) puts `<name>__` before the ids that it received; this prefix is removed.
-* A part that chat has no equivalent for is refused by name: files by reference, executable code, sound.
+* A part that chat has no equivalent for is refused by name: files by reference, executable code, sound. Data that a function returns
+  (in its response, or after it in the same content, as Gemini CLI sends it) is left out if it is no image.
 
 Settings (https://ai.google.dev/api/generate-content#generationconfig): those that vLLM cannot follow are refused by name (tools that Google
 runs, several candidates, sound). Those that do not change the text are ignored (`safetySettings`, `labels`, `responseLogprobs`).
@@ -39,12 +40,16 @@ from tokencache.dialects.gemini.vocabulary import RequestObject, entry, wrong
 from tokencache.dialects.thinking import NOT_IN_TEXT, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
+_USERS = ("user", "function", "tool")
+"""Roles of what is not the model's. google-genai's own examples return results as `tool` (3.4, README)."""
 _BESIDE = frozenset(
-    {"thought", "thoughtSignature", "thought_signature", "videoMetadata", "video_metadata", "mediaResolution", "media_resolution"}
-    | {"partMetadata", "part_metadata", "callIndex"}
+    {"thought", "thoughtSignature", "thought_signature", "mediaResolution", "media_resolution", "mediaProcessing", "media_processing"}
+    | {f"{kind}{name}" for kind in ("video", "part", "speech", "document", "spreadsheet", "audio") for name in ("Metadata", "_metadata")}
+    | {"callIndex"}
 )
-"""Members of a part besides its data (`callIndex` is Gemini CLI's own)."""
+"""Members of a part besides its data (google-genai 3.4, `types.Part`; `callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
+_IMAGES = "image/"
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 
 
@@ -54,11 +59,13 @@ class Contents:
     Attributes:
         messages: chat messages.
         handles: index of a message → the handle that the client sent back with it.
+        left_out: rules by which parts were left out.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
+        self.left_out: tuple[str, ...] = ()
         self._marks: dict[int, Mark] = {}
         """Where the thinking of a message with a handle was."""
         self._reply: dict[str, Any] | None = None
@@ -95,11 +102,11 @@ class Contents:
         role = content.text("role") or "user"
         if role == "model":
             self._add_reply(content)
-        elif role in {"user", "function"}:
+        elif role in _USERS:
             self._reply = None
             self._add_user(content)
         else:
-            raise HarnessError(f"{content.at('role')}: please use a valid role: user, model, function", param=content.at("role"))
+            raise HarnessError(f"{content.at('role')}: please use a valid role: model, {', '.join(_USERS)}", param=content.at("role"))
 
     def close(self) -> None:
         """Complete the model's messages, and put thinking that was in a reply's text back into it."""
@@ -156,14 +163,16 @@ class Contents:
     def _add_user(self, content: RequestObject) -> None:
         """Add a content of the user, or responses of functions."""
         parts: list[dict[str, Any]] = []
+        answers = False  # what follows a response may belong to it
         for part in content.objects("parts"):
             kind = _kind(part)
             if kind == "functionResponse":
                 self.messages.append(self._result(part))
+                answers = True
             elif kind == "text":
                 parts.append(_text_part(part.text("text") or ""))
             elif kind == "inlineData":
-                parts.append(_image(part))
+                parts += self._images([part]) if answers else [_image(part)]
             elif kind:
                 raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no equivalent", param=part.path)
         if parts:
@@ -176,9 +185,16 @@ class Contents:
         name = response.text("name") or ""
         body = response.inner("response")
         text = _output(body.members if body is not None else {})
-        images = [_image(inner) for inner in response.objects("parts")]
+        images = self._images(response.objects("parts"))
         content = [_text_part(text), *images] if images else text
         return {"role": "tool", "tool_call_id": self._answered(response, name), "content": content}
+
+    def _images(self, parts: list[RequestObject]) -> list[dict[str, Any]]:
+        """Translate the data of a function's response. What is no image is left out: a model that reads a PDF must not end its rollout."""
+        images = [part for part in parts if (blob := part.inner("inlineData")) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
+        if len(images) < len(parts):
+            self.left_out = ("result-parts",)
+        return [*map(_image, images)]
 
     def _answered(self, response: RequestObject, name: str) -> str:
         """Return the id of the call that a response answers."""
@@ -236,7 +252,7 @@ def _image(part: RequestObject) -> dict[str, Any]:
     if blob is None:
         raise HarnessError(f"{part.path} is not supported: only inlineData is", param=part.path)
     kind, data = blob.text("mimeType") or "", blob.text("data") or ""
-    if not kind.startswith("image/"):
+    if not kind.startswith(_IMAGES):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
     # protocol buffers in JSON accept both alphabets, and no padding (https://protobuf.dev/programming-guides/json/); vLLM 0.32 does not
     standard = data.translate(_STANDARD_BASE64).rstrip("=")

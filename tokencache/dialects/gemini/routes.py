@@ -27,7 +27,7 @@ from tokencache.dialects.base import (
 )
 from tokencache.dialects.gemini.reply import GeminiReplyEncoder
 from tokencache.dialects.gemini.request import Contents, chat_settings
-from tokencache.dialects.gemini.vocabulary import RequestObject, entry, error_of
+from tokencache.dialects.gemini.vocabulary import RequestObject, error_of
 from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.errors import HarnessError
 from tokencache.pauses import MESSAGES, pause
@@ -74,7 +74,7 @@ class GeminiDialect(TranslatedDialect):
 
 
 async def _generate(request: DialectRequest, model: str, *, stream: bool) -> ModelCall:
-    body = entry(json_io.read_body(request.body), "")
+    body = RequestObject(json_io.read_body(request.body), "")
     contents, settings = await _conversation(body), chat_settings(body)
     chat: dict[str, Any] = {"messages": contents.messages, "model": model, "stream": stream}
     if stream:
@@ -82,12 +82,14 @@ async def _generate(request: DialectRequest, model: str, *, stream: bool) -> Mod
     sse = request.query.get("alt") == "sse"
     encoder = GeminiReplyEncoder(model=model, handle=request.handle, shows_thoughts="include_reasoning" not in settings, sse=sse)
     media_type = EVENT_STREAM if sse else "application/json"
-    return ModelCall(body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, media_type=media_type)
+    return ModelCall(
+        body=json_io.write(chat | settings), encoder=encoder, handles=contents.handles, left_out=contents.left_out, media_type=media_type
+    )
 
 
 async def _count(request: DialectRequest, model: str) -> TokenCount:
     """Parse a request for a token count: of contents alone, or of a whole request."""
-    body = entry(json_io.read_body(request.body), "")
+    body = RequestObject(json_io.read_body(request.body), "")
     body = body.inner("generateContentRequest") or body
     chat = {"messages": (await _conversation(body)).messages, "model": model} | chat_settings(body)
     return TokenCount(body=json_io.write(chat), write=_write_count)
@@ -112,15 +114,13 @@ async def _conversation(body: RequestObject) -> Contents:
 
 
 async def _models(request: DialectRequest) -> DirectReply:
-    found = _MODELS.fullmatch(request.path)
-    served = await request.served()
-    if found is None or found[2] is None:
-        return DirectReply(body=json_io.write({"models": [_model(model) for model in served]}))
-    wanted = unquote(found[2])
-    for model in served:
-        if model.name == wanted:
-            return DirectReply(body=json_io.write(_model(model)))
-    raise HarnessError(f"models/{wanted} is not found", status=HTTPStatus.NOT_FOUND)
+    called = _MODELS.fullmatch(request.path)
+    if called is None or called[2] is None:
+        return DirectReply(body=json_io.write({"models": [_model(model) for model in await request.served()]}))
+    found = await request.find_model(called[2])
+    if found is None:
+        raise HarnessError(f"models/{unquote(called[2])} is not found", status=HTTPStatus.NOT_FOUND)
+    return DirectReply(body=json_io.write(_model(found)))
 
 
 def _model(model: ServedModel) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def entry(value: Any, position: Position) -> RequestObject:
         HarnessError: it is not an object.
     """
     if not isinstance(value, dict):
-        raise wrong(bracketed(position) or "the request body", "an object", value)
+        raise wrong(bracketed(position), "an object", value)
     return RequestObject(value, position)
 
 

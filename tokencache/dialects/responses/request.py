@@ -14,7 +14,8 @@ Clients send one reply back as several items (reasoning, message, calls), which 
 
 Unlike vLLM's converter, this one loses nothing. vLLM reads the first part of a message or reasoning item; here all parts are joined
 without a separator (summaries, which are paragraphs, with newlines). Text after a tool call stays with its reply. `encrypted_content`
-from elsewhere is ignored and not refused. Parts of user and system messages and of tool results stay parts.
+from elsewhere is ignored and not refused. Parts of user and system messages and of tool results stay parts, except for files in results
+(AI SDK sends a PDF that a tool returned as `input_file`), which are left out.
 """
 
 import contextlib
@@ -30,9 +31,14 @@ from tokencache.dialects.responses.vocabulary import INLINE, INLINE_CLOSED, Item
 from tokencache.dialects.thinking import CLOSED, UNCLOSED, Mark, folded, read_signature
 from tokencache.errors import HarnessError
 
-_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {"refusal": "refusal"}
+_TEXTS = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"),
+    **{name: name for name in ("refusal", "encrypted_content")},
+}
+"""Type of a part with text → the member that has it. An `encrypted_content` of Codex is what its model wrote: nothing encrypts it here."""
 _ROLES = frozenset({"user", "system", "developer", "assistant"})
 _DETAILS = "low", "high"
+_FILE = "input_file"
 _UNFINISHED = "in_progress", "incomplete"
 
 
@@ -52,14 +58,16 @@ class ItemMessages:
         messages: chat messages.
         handles: index of an assistant message → the handle that the client sent back with it.
         echoes: index of a message → the token ids that the client sent back with it.
-        merged: whether several items became one message.
+        left_out: rules by which parts were left out.
+        tools: the tools that `additional_tools` items offer, by path.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.handles: dict[int, str] = {}
         self.echoes: dict[int, ReturnedIdFragments] = {}
-        self.merged = False
+        self.left_out: set[str] = set()
+        self.tools: dict[str, Any] = {}
         self._reply: dict[str, list[Any]] = {}  # the incomplete assistant message
         self._handle = self._last = ""
         self._echo: ReturnedIdFragments | None = None
@@ -82,15 +90,15 @@ class ItemMessages:
             case "reasoning":
                 self._continue(item, "reasoning")["reasoning"].append(_thought(item, at))
                 self._thinking = item
-            case "function_call":
-                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
-                self._call(item, at, name, _text(item, "arguments", at))
-            case "custom_tool_call":
-                name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
-                self._call(item, at, name, msgspec.json.encode({"input": _text(item, "input", at)}).decode())
+            case "function_call" | "custom_tool_call":
+                self._call(item, at)
             case "function_call_output" | "custom_tool_call_output":
-                content = _content(item.get("output"), (at, "output"))
-                self._append({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": content})
+                self._append({"role": "tool", "tool_call_id": _text(item, "call_id", at), "content": self._output(item, (at, "output"))})
+            case "agent_message":  # what one agent of Codex writes to another
+                self._append({"role": "user", "content": _content(item.get("content"), (at, "content"))})
+            case "additional_tools":
+                self.close()
+                self.tools[bracketed((at, "tools"))] = item.get("tools")
             case _:
                 raise _wrong(at, f": items of type {kind!r} are not supported")
         if self._reply:  # the last item of a reply has its ids
@@ -127,8 +135,9 @@ class ItemMessages:
             ended = kind == self._last == "message" or (kind == "reasoning" and self._last != "reasoning")
         if ended:
             self.close()
-        self.merged = self.merged or bool(self._reply)
-        if not self._reply:
+        if self._reply:
+            self.left_out.add("items-merged")
+        else:
             self._reply = {"reasoning": [], "content": [], "tool_calls": []}
             self._handle, self._echo, self._thinking = "", None, {}
         self._handle = self._handle or handle
@@ -150,7 +159,22 @@ class ItemMessages:
             content = "".join(texts)
         self._continue(item, "message")["content"].append(content)
 
-    def _call(self, item: dict[str, Any], at: Position, name: str, arguments: str) -> None:
+    def _output(self, item: dict[str, Any], at: Position) -> str | list[dict[str, Any]]:
+        """Translate a tool's output. Files are left out: a model that reads a PDF must not end its rollout."""
+        output = item.get("output")
+        parts = output if isinstance(output, list) else ()
+        shown = [i for i, part in enumerate(parts) if not (isinstance(part, dict) and part.get("type") == _FILE)]
+        if len(shown) == len(parts):
+            return _content(output, at)
+        self.left_out.add("result-parts")
+        return [_part(parts[i], (at, i)) for i in shown] or ""
+
+    def _call(self, item: dict[str, Any], at: Position) -> None:
+        name = flat_name(_text(item, "name", at), _optional(item, "namespace", at))
+        if item["type"] == "function_call":
+            arguments = _text(item, "arguments", at)
+        else:
+            arguments = msgspec.json.encode({"input": _text(item, "input", at)}).decode()
         call = {"id": _text(item, "call_id", at), "type": "function", "function": {"name": name, "arguments": arguments}}
         self._continue(item, "call")["tool_calls"].append(call)
 

@@ -126,9 +126,13 @@ async def _call(request: DialectRequest) -> ModelCall:
         as_gym=request.token_ids,
         keep=keep,
     )
-    left_out = ("items-merged",) if parsed.translated.merged else ()
+    translated = parsed.translated
     return ModelCall(
-        body=parsed.body(), encoder=encoder, handles=parsed.translated.handles, echoes=parsed.translated.echoes, left_out=left_out
+        body=parsed.body(),
+        encoder=encoder,
+        handles=translated.handles,
+        echoes=translated.echoes,
+        left_out=tuple(sorted(translated.left_out)),
     )
 
 
@@ -158,7 +162,7 @@ async def _read(request: DialectRequest) -> _Request:
             await pause()
         translated.add(item, ("input", i), echoes.get(i))
     translated.close()
-    offer = read_tools(shown["tools"])
+    offer = read_tools({"tools": shown["tools"], **translated.tools})
     return _Request(
         fields=fields,
         shown={**shown, "instructions": instructions},

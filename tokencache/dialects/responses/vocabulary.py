@@ -18,12 +18,15 @@ all others     tools that OpenAI runs on its servers (`web_search`, `file_search
                A request that requires one (`tool_choice`) is refused
 =============  ==========================================================================================================
 
+Tools may also be in items (`additional_tools`): Codex 0.171 offers all its tools there for models that it knows by name. Templates see one
+list.
+
 The input of a custom tool is streamed, although it arrives as pieces of a JSON string: every complete escape is decoded and sent at once.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -155,27 +158,20 @@ class ToolSelection(msgspec.Struct, frozen=True):
     choice: str | dict[str, Any] | None = None
 
 
-def read_tools(tools: list[Any]) -> Offer:
-    """Read `tools`.
+def read_tools(lists: Mapping[str, list[Any]]) -> Offer:
+    """Read lists of tools, each by its path in the request: `tools`, and those of `additional_tools` items. The last of a name counts.
 
     Raises:
         HarnessError: an entry is malformed.
     """
-    functions: list[dict[str, Any]] = []
+    functions: dict[str, dict[str, Any]] = {}
     names: dict[str, ToolName] = {}
     hosted: set[str] = set()
-    for i, tool in enumerate(tools):
-        path = f"tools[{i}]"
+    for path, tool in _entries(lists):
         kind = _kind(tool, path)
-        if kind == "namespace":
-            inner = tool.get("tools")
-            if not isinstance(inner, list):
-                raise HarnessError(f"'{path}.tools' must be a list", param=f"{path}.tools")
-            listed = [(entry, f"{path}.tools[{j}]") for j, entry in enumerate(inner)]
-        else:
-            listed = [(tool, path)]
-        namespace = _name(tool, path) if kind == "namespace" else None
-        for entry, where in listed:
+        inner = {f"{path}.tools": tool.get("tools")} if kind == "namespace" else None
+        namespace = _name(tool, path) if inner is not None else None
+        for where, entry in [(path, tool)] if inner is None else _entries(inner):
             own = _kind(entry, where)
             if own not in {"function", "custom"}:
                 hosted.add(own)
@@ -183,8 +179,16 @@ def read_tools(tools: list[Any]) -> Offer:
             name = _name(entry, where)
             flat = flat_name(name, namespace)
             names[flat] = ToolName(name, namespace, own == "custom")
-            functions.append({"type": "function", "function": (shim if own == "custom" else _function)(flat, entry, where)})
-    return Offer(functions, names, frozenset(hosted))
+            functions[flat] = {"type": "function", "function": (shim if own == "custom" else _function)(flat, entry, where)}
+    return Offer([*functions.values()], names, frozenset(hosted))
+
+
+def _entries(lists: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of lists, each with its path."""
+    for path, listed in lists.items():
+        if not isinstance(listed, list):
+            raise HarnessError(f"'{path}' must be a list", param=path)
+        yield from ((f"{path}[{i}]", entry) for i, entry in enumerate(listed))
 
 
 def choose(offer: Offer, wanted: Any) -> ToolSelection:
