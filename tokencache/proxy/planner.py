@@ -222,16 +222,17 @@ class _Planning:
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        if (prompt := plan.prompt) is None or plan.last_reply is None:
+        if plan.prefix is None or plan.last_reply is None:
             return plan
-        if 0 < self._context.model.capability.max_model_len <= ids.count(prompt):
+        history, tail = plan.parts
+        if 0 < self._context.model.capability.max_model_len * ids.ID_BYTES <= len(history) + len(tail):
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
         if reason := self._context.model.driver.cannot_supply(self._context.call, plan.last_reply):
             return Plan(match="plain", reason=reason)
         call, model = self._context.call, self._context.model
         thoughts = await model.earlier_thoughts(call.fields)
-        changes = thoughts.changed(prompt, plan.last_reply.end)
-        return await as_directly(plan, plan.last_reply, call, model, thoughts) if changes else plan
+        changed = thoughts.changed(history, tail)
+        return await as_directly(plan, changed, call, model, thoughts) if changed else plan
 
     # ids that the client sent back
 
