@@ -6,7 +6,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ import xxhash
 
 from tokencache.core import evidence, ids
 from tokencache.core.added_text import with_stop_string
-from tokencache.core.chain import Conversation, aborted_turn_keys, position_key, request_key, turn_keys
+from tokencache.core.chain import POSITION_KEY, REQUEST_KEY, Conversation, aborted_turn_keys, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.continued import rest_of, whole_reply
 from tokencache.core.forced import Span, forced_spans
@@ -131,8 +131,8 @@ def _incidents(facts: CallFacts) -> list[Incident]:
         found.append(_incident(facts, kind, reply.error[:300].decode(errors="replace")))
     if reply.unreadable:
         found.append(_incident(facts, IncidentKind.UNREADABLE_REPLY, f"{reply.unreadable} chunks"))
-    if facts.judged.whole and len(reply.choices) < reply.expected:
-        found.append(_incident(facts, IncidentKind.MISSING_CHOICES, f"{len(reply.choices)} of {reply.expected}"))
+    if facts.judged.whole and len(facts.judged.found) < reply.expected:
+        found.append(_incident(facts, IncidentKind.MISSING_CHOICES, f"{len(facts.judged.found)} of {reply.expected}"))
     return found
 
 
@@ -344,10 +344,10 @@ def _keys(facts: CallFacts, turn: Turn, choice: Choice, answered: Conversation |
             restored = with_stop_string(served, choice.stop_reason) if choice.stop_reason is not None else None
             keys = turn_keys(answered, served, digest(served), handle=turn.handle, leniency=chat.leniency, restored=restored)
             if chat.has_stop_strings and not served.calls:  # its harness may add words to it
-                keys = (*keys, position_key(answered.chain[-1]))
+                keys = (*keys, POSITION_KEY + answered.chain[-1])
         elif _cut_short(facts, choice):
             keys = aborted_turn_keys(answered)
-    return (*keys, request_key(facts.call.fingerprint)) if facts.call.fingerprint else keys
+    return (*keys, REQUEST_KEY + facts.call.fingerprint) if facts.call.fingerprint else keys
 
 
 def _cut_short(facts: CallFacts, choice: Choice) -> bool:
@@ -401,7 +401,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.NEVER_ANSWERED: facts.unanswered and facts.judged.whole and facts.sample.never_answered,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
-    return (*[name for name, there in marks.items() if there], *sampled.versions.marks())
+    return (*compress(marks, marks.values()), *sampled.versions.marks())
 
 
 async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
