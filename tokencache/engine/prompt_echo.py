@@ -43,7 +43,7 @@ class PromptEcho:
     __slots__ = ("_complete", "_found", "_highest", "_packed", "_raw", "_read", "_tokens", "agreed", "known", "limit", "sent")
 
     def __init__(self) -> None:
-        self.sent = ids.Fragment()
+        self.sent = ids.NO_IDS
         self.agreed = self.known = False
         self.limit = 0
         self._raw = b""
@@ -152,7 +152,7 @@ class PromptEcho:
 
     def stop_cutting(self) -> None:
         """Stop cutting, because the text that was found belongs to another member."""
-        self.sent, self._complete = ids.Fragment(), True
+        self.sent, self._complete = ids.NO_IDS, True
 
     def note_packed(self, packed: bytes) -> None:
         """Note the ids as the plugin packs them (`tokencache_vllm.packed_replies`). The first report counts; ids below 0 do not."""

@@ -453,10 +453,12 @@ class Reply:
             self._note_unreadable()
             return data
         echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
-        if short is not data and not self._in_place(chunk, echoes):
+        of_chat = _of_chat(chunk)
+        # Of a text completion, each choice has its own prompt: ids that were not sent may be those of a choice.
+        if short is not data and not (echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (of_chat or self.prompt.sent)):
             self.prompt.stop_cutting()
             return self.add(data)
-        if logprobs is not None and not (_of_chat(chunk) and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
+        if logprobs is not None and not (of_chat and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
         self.error = self.error or (bytes(chunk.error) if chunk.error != NULL else b"")
@@ -521,13 +523,6 @@ class Reply:
             return found.weight_versions
         version = found.weight_version if found is not None and found.weight_version is not None else self.version
         return [{"version": version, "start": 0, "end": len(choice.ids)}] if version != "" and choice.ids else []
-
-    def _in_place(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
-        """Whether the ids that were cut out are those of the prompt.
-
-        False for ids of a text completion that were not sent: each choice has its own prompt.
-        """
-        return echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (_of_chat(chunk) or bool(self.prompt.sent))
 
     @property
     def refusal(self) -> int:

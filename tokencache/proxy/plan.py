@@ -119,7 +119,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sent(self) -> ids.Fragment:
         """The whole prompt as a JSON fragment, as the engine should report it; empty if it is not known."""
-        return self.fragment if self.fragment is not None and self.whole else ids.Fragment()
+        return self.fragment if self.fragment is not None and self.whole else ids.NO_IDS
 
 
 class PlanningContext(msgspec.Struct, frozen=True):

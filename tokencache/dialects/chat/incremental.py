@@ -135,7 +135,7 @@ async def split_whole(body: bytes) -> SplitBody:
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
     if large:
         await pause()
-    entries = [bytes(item) for item in items]
+    entries = [*map(bytes, items)]
     for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
@@ -210,7 +210,7 @@ class IncrementalParser:
         try:
             following = strict_fields(b'{"messages":[' + rest)
             listed = following["messages"]
-            new = [bytes(entry) for entry in VALUES.decode(listed)]
+            new = [*map(bytes, VALUES.decode(listed))]
         except (ValueError, RecursionError):
             return None
         added = find_spans(body, new, at + comma)

@@ -5,6 +5,7 @@ replaces, and those whose odd spelling another reader might read differently (`s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, overload
 
 import msgspec
@@ -288,7 +289,7 @@ async def read_chat(
 
 async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistory | None, *, model: bytes, secret: bytes) -> Conversation:
     """Add new messages to the known ones of a conversation, if it has the same prompt context; otherwise build it."""
-    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
+    messages, digests, exacts = [*map(attrgetter("message"), new)], [*map(attrgetter("digest"), new)], [*map(attrgetter("exact"), new)]
     if known is not None and known.scope == scope:
         conversation, start = known.conversation, 0
     else:
