@@ -108,23 +108,23 @@ def wrong_prompt(reply: Reply) -> str:
     counted = reply.prompt_counted
     if counted is not None and counted != reply.prompt.tokens:
         return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
-    return _above(reply.prompt.highest, reply)
-
-
-def _above(highest: int, reply: Reply) -> str:
-    """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
     limit = reply.prompt.limit
-    if not limit or highest < limit:
-        return ""
-    return f"the prompt has the id {highest}, of {limit} that are possible"
+    return _above(reply.prompt.highest, limit) if limit else ""
+
+
+def _above(highest: int, limit: int) -> str:
+    """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
+    return f"the prompt has the id {highest}, of {limit} that are possible" if highest >= limit else ""
 
 
 def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     """As `wrong_prompt`, for a text completion: the choices of one prompt follow each other, and each has the ids of the prompt."""
     if not all(own):
         return "not all choices have the ids of their prompt"
-    if above := next(filter(None, (_above(highest_of(read_ids(prompt) or b""), reply) for prompt in {*own})), ""):
-        return above
+    if limit := reply.prompt.limit:
+        highest = max(highest_of(read_ids(prompt) or b"") for prompt in {*own})
+        if above := _above(highest, limit):
+            return above
     if not reply.prompt_counted or len(own) != reply.expected:
         return ""
     tokens = sum(prompt.count(b",") + 1 for prompt in own)
