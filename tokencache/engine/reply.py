@@ -285,7 +285,7 @@ class Choice:
             ids, logprobs = len(self.ids), len(self.logprobs)
             if choice.tokencache is not None:
                 self.ids += as_array(choice.tokencache.ids)
-                self.logprobs.extend(unpack_logprobs(choice.tokencache.logprobs))
+                self.logprobs.fromlist(unpack_logprobs(choice.tokencache.logprobs))
             else:
                 tokens = choice.token_ids or []
                 try:
@@ -295,9 +295,9 @@ class Choice:
                 if isinstance(choice.logprobs, Logprobs):
                     if choice.logprobs.content:
                         values = [*map(_LOGPROB, choice.logprobs.content)]
-                        self.logprobs.extend(values if None not in values else [value for value in values if value is not None])
+                        self.logprobs.fromlist(values if None not in values else [value for value in values if value is not None])
                     if choice.logprobs.token_logprobs:
-                        self.logprobs.extend([value for value in choice.logprobs.token_logprobs if value is not None])
+                        self.logprobs.fromlist([value for value in choice.logprobs.token_logprobs if value is not None])
             more = len(self.ids) - ids
             if more and self.finish_reason:
                 self.doubt_after(self._before, "ids arrived after the finish reason")
@@ -321,7 +321,7 @@ class Choice:
             if thought:
                 self.reasoning.append(thought)
             if content or thought:
-                self.steps.extend((*span, len(content or ""), len(thought or "")))
+                self.steps.fromlist([*span, len(content or ""), len(thought or "")])
             if message.tool_calls:
                 for index, call in message.calls():
                     if index not in self.calls:

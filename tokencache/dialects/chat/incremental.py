@@ -71,7 +71,7 @@ def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | 
         if start < 0 or not body.startswith(entry, start):
             return None
         at = start + len(entry)
-        spans.extend((start, at))
+        spans.fromlist([start, at])
     return spans
 
 
