@@ -26,6 +26,7 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from operator import attrgetter
 
@@ -147,7 +148,7 @@ def _judge(choice: Choice, reply: Reply, wrong: str) -> Finding:
     sampled, limit = choice.ids, reply.vocabulary or ABOVE_ALL_IDS
     if not sampled and (choice.has_words or choice.logprobs or (choice.ended_by_a_token and 0 not in {reply.counted, choice.counted})):
         return Finding(0, IncidentKind.NO_TOKEN_IDS, "the engine did not report the ids of the reply")
-    if sampled and not 0 <= min(sampled) <= max(sampled) < limit:
+    if sampled and max(array("I", sampled.tobytes()).tolist()) >= limit:  # one pass: as an unsigned number, an id below 0 is above all
         return Finding(0, IncidentKind.INCONSISTENT_REPLY, f"ids from {min(sampled)} to {max(sampled)}, of {limit} that are possible")
     certain, hole, detail = len(sampled), None, ""
     if choice.certain is not None:

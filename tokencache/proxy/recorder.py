@@ -381,6 +381,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the marks of a turn; `sampling` are the recorded members of the request."""
     model, frozen = facts.planned.model, facts.planned.frozen
+    placeholders = model.capability.placeholder_ids if model is not None else ()
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
@@ -394,7 +395,7 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.LATE_GRAMMAR: facts.late_grammar,
         TurnMark.MEDIA: bool(facts.call.chat.media),
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
-        TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
+        TurnMark.SAMPLED_PLACEHOLDER: bool(placeholders) and not set(placeholders).isdisjoint(sampled.ids),
         TurnMark.NOT_TRAINABLE: not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
         TurnMark.SECOND_SAMPLE: facts.sample.second,
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
