@@ -120,7 +120,8 @@ def build_conversation(
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
-    answered = _places(known.messages[known.replies[-1]].calls) if known.replies else {}
+    calls = known.messages[known.replies[-1]].calls if known.replies else ()
+    answered = _places(calls) if calls else {}
     first_places, replies = dict(known.first_places), list(known.replies)
     call_count, system_count = known.call_count, known.system_count
     for place, (message, own, exact) in enumerate(zip(messages, digests, exacts, strict=True), len(known.messages)):

@@ -279,7 +279,7 @@ async def read_chat(
     call.media = {**known.media, **media} if known is not None and known.media else media or NOTHING
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
-    shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
+    shaped = not call.conversation.messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
     history = ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten)
