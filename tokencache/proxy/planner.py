@@ -224,12 +224,11 @@ class _Planning:
         """
         if plan.prefix is None or plan.last_reply is None:
             return plan
-        history, tail = plan.parts
-        if 0 < self._context.model.capability.max_model_len * ids.ID_BYTES <= len(history) + len(tail):
+        (history, tail), call, model = plan.parts, self._context.call, self._context.model
+        if 0 < model.capability.max_model_len * ids.ID_BYTES <= len(history) + len(tail):
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
-        if reason := self._context.model.driver.cannot_supply(self._context.call, plan.last_reply):
+        if reason := model.driver.cannot_supply(call, plan.last_reply):
             return Plan(match="plain", reason=reason)
-        call, model = self._context.call, self._context.model
         thoughts = await model.earlier_thoughts(call.fields)
         changed = thoughts.changed(history, tail)
         return await as_directly(plan, changed, call, model, thoughts) if changed else plan
