@@ -14,7 +14,7 @@ from tests.support import invariants
 from tests.support.pairwise import some
 from tokencache.core import evidence
 from tokencache.core import match as matching
-from tokencache.core.chain import aborted_key, aborted_turn_keys, build_conversation, chain_key, lookup_keys, position_key, turn_keys
+from tokencache.core.chain import CHAIN_KEY, POSITION_KEY, aborted_key, aborted_turn_keys, build_conversation, lookup_keys, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.lineage import sequences
 from tokencache.core.match import Hit, match
@@ -734,7 +734,7 @@ def test_a_reply_in_its_position_may_be_another_one_there_with_its_text_dropped(
     index.add(_turn("a", _calling(one)), U1)
     index.add(_turn("b", _calling(other, text="No.")), U1)
     history = (U1, _calling(sent), U2)
-    known = [position_key(build_conversation(b"", [U1]).chain[-1]), chain_key(build_conversation(b"", history[:2]).chain[-1])]
+    known = [POSITION_KEY + build_conversation(b"", [U1]).chain[-1], CHAIN_KEY + build_conversation(b"", history[:2]).chain[-1]]
     for key in index.keys() - known:
         del index[key]
     assert index.match(*history)[:2] == ("plain", "ambiguous-reply")

@@ -21,7 +21,7 @@ import msgspec
 from tests.support import invariants
 from tokencache.core import evidence, ids, verdict
 from tokencache.core import match as matching
-from tokencache.core.chain import Conversation, aborted_turn_keys, build_conversation, lookup_keys, position_key, turn_keys
+from tokencache.core.chain import POSITION_KEY, Conversation, aborted_turn_keys, build_conversation, lookup_keys, turn_keys
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.match import Hit, Match
 from tokencache.core.messages import Message, ToolCall, digest
@@ -188,7 +188,7 @@ class World:
         if found.delivered is None or self.kept(found) is not None:
             return found
         self.seen["inside-token"] += 1
-        key = position_key(conversation.chain[found.at - 1])
+        key = POSITION_KEY + conversation.chain[found.at - 1]
         without = {**hits, key: [hit for hit in hits[key] if hit.turn.id != found.delivered.turn.id]}
         return self.match(conversation, came, without)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tokencache.core import ids
 from tokencache.dialects.sse import EventSplitter
+from tokencache.engine.figures import wrong_prompt
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Reply
 
@@ -70,6 +71,19 @@ def test_ids_that_were_not_sent_are_read():
     reply = Reply()
     reply.add(b'{"choices":[],"prompt_token_ids":[1,22,333]}')
     assert reply.prompt.raw == b"[1,22,333]"
+
+
+@pytest.mark.parametrize(
+    ("limit", "wrong"),
+    [(0, ""), (334, ""), (333, "the prompt has the id 333, of 333 that are possible"), (5, "the prompt has the id 333, of 5")],
+)
+def test_an_id_that_the_model_does_not_have_is_found_and_does_not_hide_the_others(limit, wrong):
+    reply = Reply()
+    reply.prompt.limit = limit
+    reply.add(b'{"choices":[{"index":0}],"prompt_token_ids":[1,333,22]}')
+    assert reply.prompt.packed == ids.pack([1, 333, 22])
+    assert wrong_prompt(reply).startswith(wrong)
+    assert bool(wrong_prompt(reply)) == bool(wrong)
 
 
 def test_a_truncated_echo_is_unreadable():

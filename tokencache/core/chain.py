@@ -120,7 +120,8 @@ def build_conversation(
 def extend(known: Conversation, messages: Sequence[Message], digests: Sequence[bytes], exacts: Sequence[bytes]) -> Conversation:
     """Add messages, with their digests, to a conversation; hashes only the new ones."""
     chain, written_chain = list(known.chain), list(known.written_chain)
-    answered = _places(known.messages[known.replies[-1]].calls) if known.replies else {}
+    calls = known.messages[known.replies[-1]].calls if known.replies else ()
+    answered = _places(calls) if calls else {}
     first_places, replies = dict(known.first_places), list(known.replies)
     call_count, system_count = known.call_count, known.system_count
     for place, (message, own, exact) in enumerate(zip(messages, digests, exacts, strict=True), len(known.messages)):
@@ -193,15 +194,9 @@ def _answered_call(result: Message, calls: Mapping[str, int]) -> bytes:
 
 # Look-up keys: one byte for the kind (the table above), and a hash of 16 bytes.
 
-
-def chain_key(chain: bytes) -> bytes:
-    """Return the key of a reply in its position; `chain` covers the messages up to the reply."""
-    return b"c" + chain
-
-
-def position_key(chain: bytes) -> bytes:
-    """Return the key of the replies in one position that may come back otherwise; `chain` covers the messages before it."""
-    return b"p" + chain
+CHAIN_KEY, POSITION_KEY, REQUEST_KEY = b"c", b"p", b"q"
+"""Kinds of keys. After the first two follows the chain of the messages up to the reply, or of those before it; after the third, the request
+fingerprint."""
 
 
 def reply_key(digest: bytes, model_key: bytes) -> bytes:
@@ -212,11 +207,6 @@ def reply_key(digest: bytes, model_key: bytes) -> bytes:
 def aborted_key(model_key: bytes) -> bytes:
     """Return the key of all interrupted replies of a model."""
     return b"a" + xxhash.xxh3_128_digest(model_key)
-
-
-def request_key(fingerprint: bytes) -> bytes:
-    """Return the key of all replies to requests with one fingerprint."""
-    return b"q" + fingerprint
 
 
 def call_key(conversation: Conversation, i: int) -> bytes:
@@ -249,19 +239,19 @@ def turn_keys(
     `own` is the digest of `served`. `restored` is the reply with its stop string (`added_text.with_stop_string`).
     """
     before, model = conversation.chain[-1], conversation.model_key
-    chains, replies = {chain_key(xxhash.xxh3_128_digest(before + own)): None}, {reply_key(own, model): None}
+    chains, replies = {CHAIN_KEY + xxhash.xxh3_128_digest(before + own): None}, {reply_key(own, model): None}
     for other in (*expected_rewritings(served, leniency), *([restored] if restored is not None else [])):
         form = digest(other)
-        chains[chain_key(xxhash.xxh3_128_digest(before + form))] = replies[reply_key(form, model)] = None
+        chains[CHAIN_KEY + xxhash.xxh3_128_digest(before + form)] = replies[reply_key(form, model)] = None
     names = [handle_key(handle, model)] if handle else []
     if served.calls:
-        names = [*filter(None, (_call_key(served, model),)), *names, position_key(before)]
+        names = [*filter(None, (_call_key(served, model),)), *names, POSITION_KEY + before]
     return (*chains, *replies, *names)
 
 
 def aborted_turn_keys(conversation: Conversation) -> tuple[bytes, ...]:
     """Return the keys of an interrupted reply to `conversation`; the harness received an unknown part of it."""
-    return position_key(conversation.chain[-1]), aborted_key(conversation.model_key)
+    return POSITION_KEY + conversation.chain[-1], aborted_key(conversation.model_key)
 
 
 def lookup_keys(conversation: Conversation, last: int | None = None, handles: Mapping[int, str] = MappingProxyType({})) -> list[bytes]:
@@ -273,8 +263,8 @@ def lookup_keys(conversation: Conversation, last: int | None = None, handles: Ma
     """
     keys: dict[bytes, None] = {}
     for i in reversed(conversation.replies[-last:] if last is not None else conversation.replies):
-        keys[position_key(conversation.chain[i])] = None
-        keys[chain_key(conversation.chain[i + 1])] = None
+        keys[POSITION_KEY + conversation.chain[i]] = None
+        keys[CHAIN_KEY + conversation.chain[i + 1]] = None
         keys[reply_key(conversation.digests[i], conversation.model_key)] = None
         if conversation.messages[i].calls and (name := call_key(conversation, i)):
             keys[name] = None

@@ -67,7 +67,7 @@ def _dictionary(echoed: Message | None) -> bytes:
     texts = [echoed.content, echoed.reasoning]
     for call in echoed.calls:
         texts += call.id, call.name, call.arguments
-    return _SHAPE + "".join([encode_basestring(text) for text in texts if text]).encode("utf-8", "surrogatepass")
+    return _SHAPE + "".join(map(encode_basestring, filter(None, texts))).encode("utf-8", "surrogatepass")
 
 
 def pack_context(context: Context, echoed: Message | None = None) -> bytes:

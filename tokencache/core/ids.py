@@ -136,6 +136,9 @@ class Fragment:
         return longer
 
 
+NO_IDS = Fragment()
+
+
 def find(haystack: bytes, needle: bytes, start: int = 0) -> int:
     """Return the first position from `start` on, in tokens, of the packed ids `needle` in `haystack`; -1 if there is none."""
     sought = needle[:-2] if len(needle) > ID_BYTES else needle  # a search that ends with the high bytes, equal in most ids, is slow

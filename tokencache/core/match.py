@@ -39,7 +39,7 @@ import msgspec
 
 from tokencache.core import evidence
 from tokencache.core.added_text import AddedText, added_text, judge_echo, text_behind
-from tokencache.core.chain import Conversation, aborted_key, call_key, chain_key, handle_key, position_key, reply_key
+from tokencache.core.chain import CHAIN_KEY, POSITION_KEY, Conversation, aborted_key, call_key, handle_key, reply_key
 from tokencache.core.evidence import ReturnedIdHashes
 from tokencache.core.messages import Message, ToolCall, canonical_arguments, digest
 from tokencache.core.reasons import Reason
@@ -400,14 +400,14 @@ class _Finder(msgspec.Struct, frozen=True):
     def in_place(self, i: int) -> list[_Found] | str:
         """Find the turns of a reply in its position, which have the same tokens; a reason if they are in doubt; empty if there are none."""
         echoed, chain = self.conversation.messages[i], self.conversation.chain[i]
-        whole = {hit.turn.id: hit for hit in self.hits.get(chain_key(self.conversation.chain[i + 1]), ())}
+        whole = {hit.turn.id: hit for hit in self.hits.get(CHAIN_KEY + self.conversation.chain[i + 1], ())}
         for hit in self._by_name(i):
             if hit.turn.position_key == chain:
                 whole[hit.turn.id] = hit
         found = self._judged(i, whole.values())
         others: list[Hit] = []
         undelivered = False
-        if in_position := self.hits.get(position_key(chain), ()):
+        if in_position := self.hits.get(POSITION_KEY + chain, ()):
             # A harness that disconnected and retried may have received these tokens.
             known = {hit.turn.prefix_hash for hit in whole.values()}
             others = [hit for hit in in_position if hit.turn.prefix_hash not in known]

@@ -67,6 +67,9 @@ class Verdict(NamedTuple):
     supplied: bool = True
 
 
+_SAME = Verdict("same")
+
+
 def bare_id(name: str) -> str:
     """Return the letters and digits of a call's id: what all harnesses keep that do not number the calls anew."""
     return _NOT_ALPHANUMERIC.sub("", name)
@@ -96,6 +99,8 @@ def _split_random(name: str) -> tuple[str, str]:
 
 def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verdict:
     """Compare an echoed assistant message with the one that was served, field by field."""
+    if echoed == served:
+        return _SAME
     first = None
     for form in _explain_text(served, echoed):
         for rules, calls in understood_calls(form.served.calls, leniency.tools):
@@ -243,8 +248,9 @@ def _judge_text(served: Message, echoed: Message) -> set[str]:
 
 def _judge_reasoning(served: Message, echoed: Message, leniency: Leniency) -> set[str] | None:
     # the reasoning in its own member, and that at the beginning of the text: a reply may have both
-    ours = (served.reasoning or "").strip(BLANK), split_think(served.content)[0]
-    theirs = (echoed.reasoning or "").strip(BLANK), split_think(echoed.content)[0]
+    inline = split_think(served.content)[0]
+    ours = (served.reasoning or "").strip(BLANK), inline
+    theirs = (echoed.reasoning or "").strip(BLANK), inline if echoed.content == served.content else split_think(echoed.content)[0]
     if not {*theirs} <= {"", *ours}:
         return None
     rules = set()

@@ -121,20 +121,20 @@ def prefix_of(body: bytes) -> bytes:
 
 
 def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, ReturnedIdFragments]]:
-    """Remove token ids from the entries from `start` on.
+    """Remove token ids from entries, of which the first has the index `start`.
 
     Returns:
-        All entries, the same object if nothing was removed; and the removed ids, by index.
+        The entries, the same object if nothing was removed; and the removed ids, by index.
     """
     bare: list[bytes] = []
     echoes: dict[int, ReturnedIdFragments] = {}
-    for index, entry in enumerate(entries[start:], start):
+    for index, entry in enumerate(entries, start):
         if _MARK not in entry and _ESCAPED not in entry:
             continue  # nearly always
         left, echo = take_out(entry)
         if left is not entry:
             bare = bare or list(entries)
-            bare[index] = left
+            bare[index - start] = left
         if echo is not None:
             echoes[index] = echo
     return bare or entries, echoes

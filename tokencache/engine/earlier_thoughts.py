@@ -52,22 +52,20 @@ class EarlierThoughts(msgspec.Struct, frozen=True):
     open: tuple[Part, ...] = ()
     begun: tuple[Part, ...] = ()
 
-    def changed(self, prompt: bytes, tail: int) -> tuple[Part, ...]:
-        """Return what earlier thoughts change for the reply after a packed prompt.
+    def changed(self, history: bytes, tail: bytes) -> tuple[Part, ...]:
+        """Return what earlier thoughts change for the reply after a prompt: a history up to its last reply, and the tail (packed ids).
 
         If the tail ends a thought, it does so for a direct call as well. A mark of several ids may be written with others in a reply, so
         every prompt may have it.
-
-        Args:
-            prompt: the prompt's ids, packed.
-            tail: where the tail begins, in tokens.
         """
         if len(self.end) != 1 or len(self.begin) != 1:
             return self.closed
         begin, end = ids.pack(self.begin), ids.pack(self.end)
-        began, ended = ids.find_last(prompt, begin, 0, tail), ids.find_last(prompt, end, 0, tail)
-        begins, ends = ids.find_last(prompt, begin, tail), ids.find_last(prompt, end, tail)
-        if max(began, ended) < 0 or ends > begins:
+        begins, ends = ids.find_last(tail, begin), ids.find_last(tail, end)
+        if ends > begins:
+            return ()
+        began, ended = ids.find_last(history, begin), ids.find_last(history, end)
+        if max(began, ended) < 0:
             return ()
         if begins >= 0:
             return self.begun if ended >= 0 else ()

@@ -26,6 +26,7 @@ event. A reply that was broken off has no final `usage`, so its number of ids is
 """
 
 import math
+from array import array
 from collections.abc import Mapping
 from operator import attrgetter
 
@@ -108,23 +109,23 @@ def wrong_prompt(reply: Reply) -> str:
     counted = reply.prompt_counted
     if counted is not None and counted != reply.prompt.tokens:
         return f"the engine counts {counted} prompt tokens, and reported {reply.prompt.tokens} ids"
-    return _above(reply.prompt.highest, reply)
-
-
-def _above(highest: int, reply: Reply) -> str:
-    """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
     limit = reply.prompt.limit
-    if not limit or highest < limit:
-        return ""
-    return f"the prompt has the id {highest}, of {limit} that are possible"
+    return _above(reply.prompt.highest, limit) if limit else ""
+
+
+def _above(highest: int, limit: int) -> str:
+    """Return that a prompt has ids that the model does not have, in words; `""` if it has none."""
+    return f"the prompt has the id {highest}, of {limit} that are possible" if highest >= limit else ""
 
 
 def _wrong_prompts(own: list[bytes], reply: Reply) -> str:
     """As `wrong_prompt`, for a text completion: the choices of one prompt follow each other, and each has the ids of the prompt."""
     if not all(own):
         return "not all choices have the ids of their prompt"
-    if above := next(filter(None, (_above(highest_of(read_ids(prompt) or b""), reply) for prompt in {*own})), ""):
-        return above
+    if limit := reply.prompt.limit:
+        highest = max(highest_of(read_ids(prompt) or b"") for prompt in {*own})
+        if above := _above(highest, limit):
+            return above
     if not reply.prompt_counted or len(own) != reply.expected:
         return ""
     tokens = sum(prompt.count(b",") + 1 for prompt in own)
@@ -147,7 +148,7 @@ def _judge(choice: Choice, reply: Reply, wrong: str) -> Finding:
     sampled, limit = choice.ids, reply.vocabulary or ABOVE_ALL_IDS
     if not sampled and (choice.has_words or choice.logprobs or (choice.ended_by_a_token and 0 not in {reply.counted, choice.counted})):
         return Finding(0, IncidentKind.NO_TOKEN_IDS, "the engine did not report the ids of the reply")
-    if sampled and not 0 <= min(sampled) <= max(sampled) < limit:
+    if sampled and max(array("I", sampled.tobytes()).tolist()) >= limit:  # one pass: as an unsigned number, an id below 0 is above all
         return Finding(0, IncidentKind.INCONSISTENT_REPLY, f"ids from {min(sampled)} to {max(sampled)}, of {limit} that are possible")
     certain, hole, detail = len(sampled), None, ""
     if choice.certain is not None:

@@ -11,11 +11,11 @@ Without the cutting it takes 1.4 ms.
 """
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from tokencache.core import ids
-from tokencache.dialects.json_io import IDS
 from tokencache.pauses import LARGE, pause
 
 Raw = msgspec.Raw
@@ -43,14 +43,14 @@ class PromptEcho:
     __slots__ = ("_complete", "_found", "_highest", "_packed", "_raw", "_read", "_tokens", "agreed", "known", "limit", "sent")
 
     def __init__(self) -> None:
-        self.sent = ids.Fragment()
+        self.sent = ids.NO_IDS
         self.agreed = self.known = False
         self.limit = 0
         self._raw = b""
         self._packed: bytes | None = None
         self._tokens = 0
         self._read: tuple[bytes, bytes | None] = b"", None  # raw and packed: the list that was parsed separately
-        self._highest: tuple[bytes | None, int] = None, 0  # packed ids, and the highest of them
+        self._highest: tuple[bytes | None, int] = None, 0  # packed ids, and a number that none of them is above
         self._complete = False  # stop cutting
         self._found = _NOWHERE  # the data that was searched last, and the position of the echo in it
 
@@ -84,7 +84,7 @@ class PromptEcho:
 
     @property
     def highest(self) -> int:
-        """The highest of the reported ids; 0 if there are none."""
+        """A number that no reported id is above: the highest of them (0 if there are none), unless that is known to be below `limit`."""
         packed = self.packed
         if self._highest[0] is not packed:
             self._highest = packed, highest_of(packed or b"")
@@ -125,7 +125,11 @@ class PromptEcho:
         raw, packed = self._read
         if not raw or not data.startswith(raw, start - 1):
             raw = data[start - 1 : end + 1]
-            packed = read_ids(raw)  # if this parses as a list to its last byte, it is the complete list
+            packed = read_ids(raw, self.limit or ids.ABOVE_ALL_IDS)  # if this parses as a list to its last byte, it is the complete list
+            if self.limit and packed is not None:
+                self._highest = packed, self.limit - 1
+            elif self.limit:
+                packed = read_ids(raw)
         if packed is None:
             return 0, 0
         self._read = raw, packed
@@ -148,7 +152,7 @@ class PromptEcho:
 
     def stop_cutting(self) -> None:
         """Stop cutting, because the text that was found belongs to another member."""
-        self.sent, self._complete = ids.Fragment(), True
+        self.sent, self._complete = ids.NO_IDS, True
 
     def note_packed(self, packed: bytes) -> None:
         """Note the ids as the plugin packs them (`tokencache_vllm.packed_replies`). The first report counts; ids below 0 do not."""
@@ -199,12 +203,11 @@ async def read_long_ids(data: bytes, start: int, end: int) -> tuple[bytes | None
         at = comma + 1
 
 
-def read_ids(raw: bytes) -> bytes | None:
-    """Pack the ids of a raw JSON list; `None` if it is not a list of ids, which are not below 0."""
+def read_ids(raw: bytes, limit: int = ids.ABOVE_ALL_IDS) -> bytes | None:
+    """Pack the ids of a raw JSON list; `None` if it is not a list of ids, which are not below 0, and are below `limit`."""
     try:
-        listed = IDS.decode(raw) if raw else None
-        return ids.pack(listed) if listed is not None and not (b"-" in raw and min(listed) < 0) else None
-    except (ValueError, OverflowError):
+        return ids.pack(msgspec.json.decode(raw, type=list[Annotated[int, msgspec.Meta(ge=0, lt=limit)]]))
+    except ValueError:
         return None
 
 

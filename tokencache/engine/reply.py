@@ -285,7 +285,7 @@ class Choice:
             ids, logprobs = len(self.ids), len(self.logprobs)
             if choice.tokencache is not None:
                 self.ids += as_array(choice.tokencache.ids)
-                self.logprobs.extend(unpack_logprobs(choice.tokencache.logprobs))
+                self.logprobs.fromlist(unpack_logprobs(choice.tokencache.logprobs))
             else:
                 tokens = choice.token_ids or []
                 try:
@@ -295,9 +295,9 @@ class Choice:
                 if isinstance(choice.logprobs, Logprobs):
                     if choice.logprobs.content:
                         values = [*map(_LOGPROB, choice.logprobs.content)]
-                        self.logprobs.extend(values if None not in values else [value for value in values if value is not None])
+                        self.logprobs.fromlist(values if None not in values else [value for value in values if value is not None])
                     if choice.logprobs.token_logprobs:
-                        self.logprobs.extend([value for value in choice.logprobs.token_logprobs if value is not None])
+                        self.logprobs.fromlist([value for value in choice.logprobs.token_logprobs if value is not None])
             more = len(self.ids) - ids
             if more and self.finish_reason:
                 self.doubt_after(self._before, "ids arrived after the finish reason")
@@ -321,7 +321,7 @@ class Choice:
             if thought:
                 self.reasoning.append(thought)
             if content or thought:
-                self.steps.extend((*span, len(content or ""), len(thought or "")))
+                self.steps.fromlist([*span, len(content or ""), len(thought or "")])
             if message.tool_calls:
                 for index, call in message.calls():
                     if index not in self.calls:
@@ -453,10 +453,12 @@ class Reply:
             self._note_unreadable()
             return data
         echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
-        if short is not data and not self._in_place(chunk, echoes):
+        of_chat = _of_chat(chunk)
+        # Of a text completion, each choice has its own prompt: ids that were not sent may be those of a choice.
+        if short is not data and not (echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (of_chat or self.prompt.sent)):
             self.prompt.stop_cutting()
             return self.add(data)
-        if logprobs is not None and not (_of_chat(chunk) and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
+        if logprobs is not None and not (of_chat and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
         self.model = chunk.model or self.model
         self.error = self.error or (bytes(chunk.error) if chunk.error != NULL else b"")
@@ -521,13 +523,6 @@ class Reply:
             return found.weight_versions
         version = found.weight_version if found is not None and found.weight_version is not None else self.version
         return [{"version": version, "start": 0, "end": len(choice.ids)}] if version != "" and choice.ids else []
-
-    def _in_place(self, chunk: _Chunk, echoes: list[Raw]) -> bool:
-        """Whether the ids that were cut out are those of the prompt.
-
-        False for ids of a text completion that were not sent: each choice has its own prompt.
-        """
-        return echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (_of_chat(chunk) or bool(self.prompt.sent))
 
     @property
     def refusal(self) -> int:

@@ -132,8 +132,9 @@ class Upstream:
             raise RuntimeError("Upstream.open() has not been called")
         if self._closed:
             raise EngineError("the engine was removed", private=self.url, reached=False)
-        sent = CIMultiDict(headers or {})
+        sent = headers or {}
         if self._authorization:
+            sent = CIMultiDict(sent)
             sent.popall("Authorization", None)
             sent["Authorization"] = self._authorization
         self._awaited += counted

@@ -16,6 +16,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from tokencache import metrics
-from tokencache.core.chain import request_key
+from tokencache.core.chain import REQUEST_KEY
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.reasons import Reason
 from tokencache.core.session import Budget
@@ -168,7 +169,7 @@ class CallAttempt:
             CancelledError: the client left meanwhile.
         """
         keys = keys_wanted(self._call.chat)
-        first = [request_key(self._call.fingerprint)] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
+        first = [REQUEST_KEY + self._call.fingerprint] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
         self.record.advance(RecordEvent.OPEN)
         begun, opened = None, False
         try:
@@ -447,7 +448,7 @@ def log_call(facts: CallFacts, recorded: Recorded) -> None:
     own, sent, _ = facts.request.partition(f"-{call.id}")
     request_id = own if sent and _PLAIN.fullmatch(own) else ""
     match, reason, prompt_tokens = (first.match, first.reason, first.prompt_tokens) if first is not None else ("no turn", "", 0)
-    completion_tokens, ms = sum([entry.turn.completion_tokens for entry in recorded.entries]), round(1000 * (facts.ended - call.started))
+    completion_tokens, ms = sum(map(attrgetter("turn.completion_tokens"), recorded.entries)), round(1000 * (facts.ended - call.started))
     ended = facts.mark or (first.finish_reason if first is not None else "") or ""
     fields = {
         "session": call.session,

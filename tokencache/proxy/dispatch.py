@@ -292,7 +292,8 @@ class Dispatch:
         call, planned = self._call, self.planned
         chat = as_stream(call.chat) if planned.gathers else as_whole(call.chat) if planned.whole else call.chat
         exact = planned.plan.exact
-        if exact is not None and len(exact.ids) > LARGE and not (planned.model is not None and planned.model.capability.prefixes):
+        named = planned.model is not None and planned.model.capability.prefixes
+        if exact is not None and not named and len(exact.prefix) + len(exact.tail) > LARGE:
             while exact.fragment.write_part():
                 await pause()
         self._request.advance(RequestEvent.SEND)

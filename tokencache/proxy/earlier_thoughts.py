@@ -14,12 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokencache.core import ids
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.grammar import is_bound
 from tokencache.dialects.chat.request import ChatCall
 from tokencache.dialects.chat.sampling import budget_of
-from tokencache.engine.drivers.base import LastReply
 from tokencache.engine.earlier_thoughts import EarlierThoughts, Part
 from tokencache.engine.model import Model
 from tokencache.engine.template.renderer import RenderError
@@ -41,12 +39,12 @@ def is_asked_whole(call: ChatCall, changed: Sequence[Part]) -> bool:
     return call.stream and "stream" in changed and bytes(call.fields.get("prompt_logprobs", b"null")) == b"null"
 
 
-async def as_directly(plan: Plan, last: LastReply, call: ChatCall, model: Model, thoughts: EarlierThoughts) -> Plan:
+async def as_directly(plan: Plan, changed: Sequence[Part], call: ChatCall, model: Model, thoughts: EarlierThoughts) -> Plan:
     """Return the plan with which a call gets the reply that a direct call gets.
 
     Args:
         plan: a plan with an exact prompt that has an earlier thought.
-        last: its last reply.
+        changed: what that thought changes.
         call: the call.
         model: the model.
         thoughts: what earlier thoughts change for the call.
@@ -54,8 +52,6 @@ async def as_directly(plan: Plan, last: LastReply, call: ChatCall, model: Model,
     Raises:
         EngineError: the engine cannot answer now.
     """
-    prompt = plan.prompt or b""
-    changed = thoughts.changed(prompt, last.end)
     if not (is_unlike(call, changed) or is_asked_whole(call, changed)):
         return plan
     args, generation = call.as_written()
@@ -65,9 +61,9 @@ async def as_directly(plan: Plan, last: LastReply, call: ChatCall, model: Model,
         if (temporary := passing_cause(why)) is not None:
             raise temporary from why
     else:
-        tail = ids.count(prompt) - last.end
-        directly = thoughts.changed(rendered, ids.count(rendered) - tail)
+        start = max(0, len(rendered) - len(plan.parts[1]))
+        directly = thoughts.changed(rendered[:start], rendered[start:])
         changed = tuple(part for part in changed if part not in directly)
     if is_unlike(call, changed):
         return Plan(match="plain", reason=Reason.EARLIER_THOUGHT)
-    return msgspec.structs.replace(plan, changed=changed)
+    return msgspec.structs.replace(plan, changed=tuple(changed))

@@ -160,7 +160,7 @@ class EngineSender:
         if name.prefix:
             self._prefixes.noted(engine.upstream.url, hit=True)
         metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
-        as_json = ids.count(exact.ids) * _JSON_BYTES
+        as_json = (len(exact.prefix) + len(exact.tail)) // ids.ID_BYTES * _JSON_BYTES
         sent = len(name.tail) * 4 // 3  # base64
         metrics.PREFIX_BYTES_SAVED.inc(max(0, as_json * (1 if name.echo else 2) - sent))
 

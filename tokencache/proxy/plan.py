@@ -101,9 +101,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exact(self) -> ExactPrompt | None:
         """The exact prompt for a driver; `None` if the engine renders."""
-        if (prompt := self.prompt) is None or self.fragment is None or self.last_reply is None:
+        if self.prefix is None or self.fragment is None or self.last_reply is None:
             return None
-        return ExactPrompt(prompt, self.fragment, self.last_reply, self.basis.media, self.sampled)
+        return ExactPrompt(self.prefix, self.fragment, self.last_reply, self.basis.media, self.sampled, self.tail)
+
+    @property
+    def parts(self) -> tuple[bytes, bytes]:
+        """The exact packed ids up to the end of the last reply, and after it; a prefix that ends there is not copied."""
+        end = self.last_reply.end * ids.ID_BYTES if self.last_reply is not None else 0
+        prefix = self.prefix or b""
+        return prefix[:end], prefix[end:] + self.tail
 
     def rendered(self, reason: str) -> "Plan":
         """Return the plan of a call that the engine renders in place of this one, for a `reason`."""
@@ -112,7 +119,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sent(self) -> ids.Fragment:
         """The whole prompt as a JSON fragment, as the engine should report it; empty if it is not known."""
-        return self.fragment if self.fragment is not None and self.whole else ids.Fragment()
+        return self.fragment if self.fragment is not None and self.whole else ids.NO_IDS
 
 
 class PlanningContext(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.added_text import is_exactly
-from tokencache.core.chain import chain_key, lookup_keys
+from tokencache.core.chain import CHAIN_KEY, lookup_keys
 from tokencache.core.edited import is_a_reply_of, is_edited_reply
 from tokencache.core.evidence import PlacedReply
 from tokencache.core.match import Hit, Match, match
@@ -199,7 +199,7 @@ class _Planning:
         while True:
             found = match(conversation, hits, call.leniency, call.handles, turns, echoed=echoed)
             # If the last replies are not known, or the last known place was not the model's reply, look up the rest.
-            looked = not hits or (found.parent is not None and chain_key(conversation.chain[found.at]) in hits)
+            looked = not hits or (found.parent is not None and CHAIN_KEY + conversation.chain[found.at] in hits)
             missing = [] if looked else [key for key in lookup_keys(conversation, handles=call.handles) if key not in hits]
             if not missing and found.turns_wanted and turns is None:
                 turns = await self._context.turns()
@@ -222,16 +222,16 @@ class _Planning:
         Raises:
             EngineError: the engine cannot be reached, or cannot answer now.
         """
-        if (prompt := plan.prompt) is None or plan.last_reply is None:
+        if plan.prefix is None or plan.last_reply is None:
             return plan
-        if 0 < self._context.model.capability.max_model_len <= ids.count(prompt):
+        (history, tail), call, model = plan.parts, self._context.call, self._context.model
+        if 0 < model.capability.max_model_len * ids.ID_BYTES <= len(history) + len(tail):
             return Plan(match="plain", reason=Reason.CONTEXT_FULL)  # it may still fit without the reasoning that the template removes
-        if reason := self._context.model.driver.cannot_supply(self._context.call, plan.last_reply):
+        if reason := model.driver.cannot_supply(call, plan.last_reply):
             return Plan(match="plain", reason=reason)
-        call, model = self._context.call, self._context.model
         thoughts = await model.earlier_thoughts(call.fields)
-        changes = thoughts.changed(prompt, plan.last_reply.end)
-        return await as_directly(plan, plan.last_reply, call, model, thoughts) if changes else plan
+        changed = thoughts.changed(history, tail)
+        return await as_directly(plan, changed, call, model, thoughts) if changed else plan
 
     # ids that the client sent back
 
@@ -328,7 +328,7 @@ class _Planning:
         ids, but it must be proven that the client's own assistant messages are rendered as before. Also, a tool result that answered no
         call before may answer one of the new calls.
         """
-        messages = self._context.call.messages
+        messages = self._context.conversation.messages
         if parent.foreign:
             if at > 1 and messages[at - 2].role == "assistant":
                 return True  # it was the last message of the parent's request, and many templates write the last message differently
@@ -493,7 +493,7 @@ def _looked_up(keys: Sequence[bytes], hits: Sequence[list[Hit]]) -> _Known:
     known: dict[bytes, Sequence[Hit]] = {}
     for key, found in zip(keys, hits, strict=True):
         known[key] = found
-        if key[:1] == b"c" and found:
+        if key[:1] == CHAIN_KEY and found:
             break
     return known
 

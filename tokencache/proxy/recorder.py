@@ -6,7 +6,7 @@ The recorded prompt is the prompt that the engine reports. If that differs from 
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ import xxhash
 
 from tokencache.core import evidence, ids
 from tokencache.core.added_text import with_stop_string
-from tokencache.core.chain import Conversation, aborted_turn_keys, position_key, request_key, turn_keys
+from tokencache.core.chain import POSITION_KEY, REQUEST_KEY, Conversation, aborted_turn_keys, turn_keys
 from tokencache.core.context import Context, pack_context
 from tokencache.core.continued import rest_of, whole_reply
 from tokencache.core.forced import Span, forced_spans
@@ -61,13 +61,27 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 class UsedPrompt(msgspec.Struct, frozen=True):
-    """The prompt that the engine used, the plan that it is recorded with, how it differs from what was sent, if it does, and its media."""
+    """The prompt that the engine used, the plan that it is recorded with, how it differs from what was sent, if it does, and its media.
 
-    ids: bytes
+    Its packed ids are in two parts, `prefix` and `tail`, because those of a long history are copied only to record them.
+    """
+
+    prefix: bytes
     fragment: Fragment
     plan: Plan
     difference: str = ""
     media: tuple[PlacedMedia, ...] = ()
+    tail: bytes = b""
+
+    @property
+    def ids(self) -> bytes:
+        """The packed ids, joined."""
+        return self.prefix + self.tail
+
+    @property
+    def tokens(self) -> int:
+        """The number of ids."""
+        return (len(self.prefix) + len(self.tail)) // ids.ID_BYTES
 
 
 class _Sampled(msgspec.Struct, frozen=True):
@@ -131,8 +145,8 @@ def _incidents(facts: CallFacts) -> list[Incident]:
         found.append(_incident(facts, kind, reply.error[:300].decode(errors="replace")))
     if reply.unreadable:
         found.append(_incident(facts, IncidentKind.UNREADABLE_REPLY, f"{reply.unreadable} chunks"))
-    if facts.judged.whole and len(reply.choices) < reply.expected:
-        found.append(_incident(facts, IncidentKind.MISSING_CHOICES, f"{len(reply.choices)} of {reply.expected}"))
+    if facts.judged.whole and len(facts.judged.found) < reply.expected:
+        found.append(_incident(facts, IncidentKind.MISSING_CHOICES, f"{len(facts.judged.found)} of {reply.expected}"))
     return found
 
 
@@ -167,10 +181,9 @@ def _no_prompt(facts: CallFacts) -> list[Incident]:
 def used_prompt(facts: CallFacts, echo: bytes = b"") -> UsedPrompt | None:
     """Return the prompt that the engine reports for all choices, or for a single one with `echo`; `None` if it reports none."""
     plan, whole = facts.planned.plan, facts.reply.prompt
-    planned = plan.prompt
-    if not echo and whole.agreed and planned is not None and plan.fragment is not None:
-        return _with_media(facts, UsedPrompt(planned, plan.fragment, plan))
-    echoed = read_ids(echo) if echo else whole.packed
+    if not echo and whole.agreed and plan.prefix is not None and plan.fragment is not None:
+        return _with_media(facts, UsedPrompt(plan.prefix, plan.fragment, plan, tail=plan.tail))
+    planned, echoed = plan.prompt, read_ids(echo) if echo else whole.packed
     if echoed is None:
         return None
     fragment = as_fragment(echo, echoed) if echo else whole.fragment
@@ -190,7 +203,7 @@ def own_prompt(facts: CallFacts, choice: Choice) -> UsedPrompt | None:
 def expert_rows(facts: CallFacts, choice: Choice) -> tuple[int, int]:
     """Return the number of tokens of a choice and its prompt, and the first token whose routed experts were requested."""
     prompt = own_prompt(facts, choice) or used_prompt(facts)
-    return (ids.count(prompt.ids) + len(choice.ids), prompt.plan.basis.routed) if prompt is not None else (0, 0)
+    return (prompt.tokens + len(choice.ids), prompt.plan.basis.routed) if prompt is not None else (0, 0)
 
 
 def _with_media(facts: CallFacts, prompt: UsedPrompt) -> UsedPrompt:
@@ -199,14 +212,14 @@ def _with_media(facts: CallFacts, prompt: UsedPrompt) -> UsedPrompt:
     if not chat.media or (places is None and plan.exact is None):  # without the plugin nothing is reported
         return prompt
     try:
-        media = place_media(chat.media_parts(), places or {}, ids.count(prompt.ids))
+        media = place_media(chat.media_parts(), places or {}, prompt.tokens)
     except PlacesDifferError as why:
         difference = str(why)
     else:
         if len(media) >= len(plan.basis.media) and all(one.is_same(other) for one, other in zip(plan.basis.media, media, strict=False)):
             return msgspec.structs.replace(prompt, media=media)
         difference = "the engine reports other places of the recorded images"
-    return UsedPrompt(prompt.ids, prompt.fragment, plan.rendered(Reason.ENGINE_DISAGREES), difference)
+    return UsedPrompt(prompt.prefix, prompt.fragment, plan.rendered(Reason.ENGINE_DISAGREES), difference, tail=prompt.tail)
 
 
 def _difference(sent: bytes, plan: Plan, echoed: bytes, hint: str) -> str:
@@ -344,10 +357,10 @@ def _keys(facts: CallFacts, turn: Turn, choice: Choice, answered: Conversation |
             restored = with_stop_string(served, choice.stop_reason) if choice.stop_reason is not None else None
             keys = turn_keys(answered, served, digest(served), handle=turn.handle, leniency=chat.leniency, restored=restored)
             if chat.has_stop_strings and not served.calls:  # its harness may add words to it
-                keys = (*keys, position_key(answered.chain[-1]))
+                keys = (*keys, POSITION_KEY + answered.chain[-1])
         elif _cut_short(facts, choice):
             keys = aborted_turn_keys(answered)
-    return (*keys, request_key(facts.call.fingerprint)) if facts.call.fingerprint else keys
+    return (*keys, REQUEST_KEY + facts.call.fingerprint) if facts.call.fingerprint else keys
 
 
 def _cut_short(facts: CallFacts, choice: Choice) -> bool:
@@ -381,6 +394,7 @@ def _cuts(choice: Choice, *, with_reasoning: bool) -> list[Cut]:
 def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampled, sampling: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the marks of a turn; `sampling` are the recorded members of the request."""
     model, frozen = facts.planned.model, facts.planned.frozen
+    placeholders = model.capability.placeholder_ids if model is not None else ()
     marks = {
         TurnMark.ENGINE_DISAGREES: bool(prompt.difference),
         facts.mark: bool(facts.mark),
@@ -394,21 +408,21 @@ def _marks(facts: CallFacts, prompt: UsedPrompt, choice: Choice, sampled: _Sampl
         TurnMark.LATE_GRAMMAR: facts.late_grammar,
         TurnMark.MEDIA: bool(facts.call.chat.media),
         TurnMark.MEDIA_NOT_KEPT: not facts.media_kept,
-        TurnMark.SAMPLED_PLACEHOLDER: model is not None and not set(model.capability.placeholder_ids).isdisjoint(sampled.ids),
+        TurnMark.SAMPLED_PLACEHOLDER: bool(placeholders) and not set(placeholders).isdisjoint(sampled.ids),
         TurnMark.NOT_TRAINABLE: not frozen.isdisjoint((facts.call.chat.model, facts.reply.model)),
         TurnMark.SECOND_SAMPLE: facts.sample.second,
         TurnMark.UNANSWERED: facts.unanswered and facts.judged.whole,
         TurnMark.NEVER_ANSWERED: facts.unanswered and facts.judged.whole and facts.sample.never_answered,
         TurnMark.CONTINUED: bool(sampled.pieces),
     }
-    return (*[name for name, there in marks.items() if there], *sampled.versions.marks())
+    return (*compress(marks, marks.values()), *sampled.versions.marks())
 
 
 async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choice, prefixes: PrefixCache) -> tuple[Entry, CachedPrefix]:
     """Make the turn of one choice, with its prefix."""
     call, chat, plan, model = facts.call, facts.call.chat, prompt.plan, facts.planned.model
     answered, answered_messages, sampling = chat.answers, chat.answered_messages, chat.sampling
-    sampled, prompt_tokens = _sampled(facts, prompt, index, choice), ids.count(prompt.ids)
+    sampled, prompt_tokens = _sampled(facts, prompt, index, choice), prompt.tokens
     base, shared = _base(facts, prompt, prefixes)
     chain = answered.chain if answered is not None else ()
     stored_with = facts.planned.plan if chat.released else plan  # the messages of that plan's basis are all that was released
@@ -422,7 +436,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
     broken_off = choice.finish_reason == "abort" or facts.mark in {TurnMark.UPSTREAM_BROKE, TurnMark.ENGINE_ABORTED}
     routed = ("", plan.basis.routed)
     experts, experts_start = routed if facts.judged.uncertain else facts.experts.get(index, routed)
-    packed = prompt.ids + sampled.packed
+    packed = b"".join((prompt.prefix, prompt.tail, sampled.packed))
     turn = Turn(
         id=xxhash.xxh3_64_hexdigest(f"{call.id}-{index}".encode()),
         call=call.id,
@@ -484,7 +498,7 @@ async def _entry(facts: CallFacts, prompt: UsedPrompt, index: int, choice: Choic
         context_shared=context_shared,
     )
     prefix = CachedPrefix(Prefix(packed, len(sampled.ids)), prompt.fragment.extended(sampled.packed), chain)
-    tokens = Tokens(ids.tail(prompt.ids, shared), sampled.packed, sampled.logprobs)
+    tokens = Tokens(packed[shared * ids.ID_BYTES : prompt_tokens * ids.ID_BYTES], sampled.packed, sampled.logprobs)
     context = await _context(chat, stored_with, context_shared, answered_messages)
     return Entry(turn, tokens, _keys(facts, turn, choice, answered, received), context), prefix
 

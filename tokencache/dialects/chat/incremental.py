@@ -14,7 +14,7 @@ import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import overload
+from typing import Self, overload
 
 import msgspec
 import xxhash
@@ -71,7 +71,7 @@ def find_spans(body: bytes, entries: Iterable[bytes], at: int) -> "array[int] | 
         if start < 0 or not body.startswith(entry, start):
             return None
         at = start + len(entry)
-        spans.extend((start, at))
+        spans.fromlist([start, at])
     return spans
 
 
@@ -99,6 +99,7 @@ class SplitBody(msgspec.Struct, frozen=True):
     Attributes:
         fields: the members, raw.
         entries: the messages, raw.
+        new: those of them that `known` does not cover.
         spans: positions of the messages in the body; empty if unknown.
         old: how many messages `known` covers.
         before: what is kept of the previous body; `None` if the whole body has to be parsed.
@@ -108,11 +109,16 @@ class SplitBody(msgspec.Struct, frozen=True):
 
     fields: dict[str, Raw]
     entries: Sequence[bytes]
+    new: Sequence[bytes]
     spans: "array[int]"
     old: int = 0
     before: "_CachedBody | None" = None
     head: xxhash.xxh3_128 | None = None
     rewritten: bool = False
+
+    def rewrite(self, new: Sequence[bytes]) -> Self:
+        """Return this body with other new messages."""
+        return msgspec.structs.replace(self, entries=[*self.entries[: self.old], *new], new=new, rewritten=True)
 
 
 async def split_whole(body: bytes) -> SplitBody:
@@ -135,7 +141,7 @@ async def split_whole(body: bytes) -> SplitBody:
         raise HarnessError("'messages' must be a list of objects", param="messages") from None
     if large:
         await pause()
-    entries = [bytes(item) for item in items]
+    entries = [*map(bytes, items)]
     for i, item in enumerate(entries):
         if item[:1] != b"{":
             raise HarnessError(f"'messages[{i}]' must be an object", param=f"messages[{i}]")
@@ -145,7 +151,7 @@ async def split_whole(body: bytes) -> SplitBody:
     spans = find_spans(body, entries, start) if start >= 0 else None
     if large:
         await pause()
-    return SplitBody(fields, entries, spans if spans is not None else array("Q"))
+    return SplitBody(fields, entries, entries, spans if spans is not None else array("Q"))
 
 
 class _CachedBody(msgspec.Struct, frozen=True):
@@ -210,7 +216,7 @@ class IncrementalParser:
         try:
             following = strict_fields(b'{"messages":[' + rest)
             listed = following["messages"]
-            new = [bytes(entry) for entry in VALUES.decode(listed)]
+            new = [*map(bytes, VALUES.decode(listed))]
         except (ValueError, RecursionError):
             return None
         added = find_spans(body, new, at + comma)
@@ -222,7 +228,7 @@ class IncrementalParser:
         fields = {**cached.leading, **copied, "messages": Raw(view[cached.start : end])}
         spans = cached.spans + added
         entries = MessageSpans(body, spans) if cached.rewritten is None else [*cached.rewritten, *new]
-        return SplitBody(fields, entries, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
+        return SplitBody(fields, entries, new, spans, len(cached.spans) // 2, cached, head, cached.known.rewritten)
 
     def remember(self, session: str, body: bytes, split: SplitBody, known: ParsedHistory, secret: bytes) -> None:
         """Remember a parsed body for the session's next one; without a session nothing is remembered.
@@ -247,7 +253,7 @@ class IncrementalParser:
         head = split.head or xxhash.xxh3_128(b"", self._seed)
         head.update(memoryview(body)[hashed : split.spans[-1]])
         rewritten = split.entries if split.rewritten else None
-        size += _size(known.conversation.messages[split.old :]) + sum(map(len, rewritten[split.old :] if rewritten is not None else ()))
+        size += _size(known.conversation.messages[split.old :]) + sum(map(len, split.new if split.rewritten else ()))
         self._cache[session] = _CachedBody(head.digest(), start, leading, split.spans, rewritten, known, size)
 
 

@@ -66,7 +66,7 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     if offered is not None and value_of(fields.get("tool_choice", NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
     try:
-        template = _hash(SORTED_JSON.encode([kwargs, {name: msgspec.json.decode(raw) for name, raw in both.items()}]))
+        template = _hash(SORTED_JSON.encode([kwargs, dict(zip(both, map(msgspec.json.decode, both.values()), strict=True))]))
     except (ValueError, RecursionError) as why:
         raise HarnessError(f"the template's arguments cannot be read: {why}", param="chat_template_kwargs") from None
     digest = template + b"%d%d" % (offered is not None, "tool_choice" in chat)

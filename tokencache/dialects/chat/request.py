@@ -5,6 +5,7 @@ replaces, and those whose odd spelling another reader might read differently (`s
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, overload
 
 import msgspec
@@ -269,7 +270,7 @@ async def read_chat(
     model_name = call.model.encode("utf-8", "surrogatepass")
     try:
         scope = scope_of(call.model, call.fields) + model_name + b"\0" + call.args.template
-        new = await _read_new(parser, raw_messages[split.old :])
+        new = await _read_new(parser, split.new)
     except (ValueError, RecursionError):  # an unknown kind of message, JSON that msgspec refuses, invalid UTF-8, or nested too deeply
         call.plain = Reason.UNREADABLE_HISTORY
         return call
@@ -278,7 +279,7 @@ async def read_chat(
     call.media = {**known.media, **media} if known is not None and known.media else media or NOTHING
     malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
     call.malformed = (*known.malformed, *malformed) if known is not None else malformed
-    shaped = not raw_messages or not ALTERING_PROMPT.isdisjoint(fields)
+    shaped = not call.conversation.messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
     history = ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten)
@@ -288,7 +289,7 @@ async def read_chat(
 
 async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistory | None, *, model: bytes, secret: bytes) -> Conversation:
     """Add new messages to the known ones of a conversation, if it has the same prompt context; otherwise build it."""
-    messages, digests, exacts = [r.message for r in new], [r.digest for r in new], [r.exact for r in new]
+    messages, digests, exacts = [*map(attrgetter("message"), new)], [*map(attrgetter("digest"), new)], [*map(attrgetter("exact"), new)]
     if known is not None and known.scope == scope:
         conversation, start = known.conversation, 0
     else:
@@ -338,19 +339,14 @@ def _without_echoes(split: SplitBody, body: bytes) -> tuple[SplitBody, dict[int,
     """Remove the token ids that the client sent back on messages."""
     if split.before is None and split.spans and not gym.may_carry(body):
         return split, {}  # nearly always, and all messages are in the body as they are
-    entries, echoes = gym.take_all(split.entries, split.old)
-    if entries is split.entries:
-        return split, echoes
-    return msgspec.structs.replace(split, entries=entries, rewritten=True), echoes
+    new, echoes = gym.take_all(split.new, split.old)
+    return (split if new is split.new else split.rewrite(new)), echoes
 
 
 def _as_gym_sends(split: SplitBody) -> SplitBody:
     """Rewrite the new messages as NeMo Gym's model server sends them to vLLM."""
-    new = split.entries[split.old :]
-    sent = [gym_request.with_reasoning(entry) for entry in new]
-    if sent == new:
-        return split
-    return msgspec.structs.replace(split, entries=[*split.entries[: split.old], *sent], rewritten=True)
+    sent = [gym_request.with_reasoning(entry) for entry in split.new]
+    return split if sent == split.new else split.rewrite(sent)
 
 
 def with_messages(call: ChatCall, messages: list[bytes]) -> bytes:

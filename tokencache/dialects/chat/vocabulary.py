@@ -11,6 +11,7 @@ name). A pin is a value, not a limit. `max_tokens` also replaces `max_completion
 
 import json
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from tokencache.core.media import MediaPart, as_reference, media_identity, media
 from tokencache.core.messages import Message, ToolCall, canonical_json, digest, exact_digest_of_json, result_digest_of_json
 from tokencache.dialects.json_io import FIELDS, NULL, member, value_of
 from tokencache.dialects.members import KINDS, LIMITS, PINS, Kind
-from tokencache.recent import Recent
 
 Raw = msgspec.Raw
 
@@ -98,7 +98,8 @@ class MessageReader:
     """Parses raw messages and remembers the last `size` distinct ones."""
 
     def __init__(self, size: int = 200_000) -> None:
-        self._known: Recent[bytes, ReadMessage] = Recent(size)
+        self._known: OrderedDict[bytes, ReadMessage] = OrderedDict()
+        self._size = size
         self._seed = secrets.randbits(64)  # xxh3 is not cryptographic: without the seed clients cannot construct collisions
 
     def read(self, entries: Iterable[bytes]) -> list[ReadMessage]:
@@ -117,6 +118,8 @@ class MessageReader:
             else:
                 known.move_to_end(key)
             found.append(message)
+        while len(known) > self._size:
+            known.popitem(last=False)
         return found
 
 

@@ -61,18 +61,25 @@ class ExactPrompt(msgspec.Struct, frozen=True):
     """An exact prompt.
 
     Attributes:
-        ids: its packed ids.
-        fragment: the same ids as a JSON fragment (`core.ids`).
+        prefix: its packed ids up to `tail`.
+        fragment: all its ids as a JSON fragment (`core.ids`).
         last_reply: its last reply.
         media: the images and other media in its beginning, as far as they are recorded. Those of new messages may follow.
         sampled: positions at which the model itself sampled an id of a placeholder.
+        tail: the packed ids after `prefix`.
     """
 
-    ids: bytes
+    prefix: bytes
     fragment: Fragment
     last_reply: LastReply
     media: tuple[PlacedMedia, ...] = ()
     sampled: tuple[int, ...] = ()
+    tail: bytes = b""
+
+    @property
+    def ids(self) -> bytes:
+        """The packed ids, joined."""
+        return self.prefix + self.tail
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -107,16 +107,17 @@ class Vllm(Driver):
         fields = self._members(call)
         if prompt is None:
             return msgspec.json.encode(fields)
+        messages, others = fields.pop("messages"), _others(fields)  # the messages of a long history are not copied
         if call.malformed:
-            fields["messages"] = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
-        others = _others(fields)
-        body = memoryview(msgspec.json.encode(fields))
-        inner = b',"kv_transfer_params":' + msgspec.json.encode(others)[:-1] + (b"," if others else b"")
-        if not call.media:
-            return segmented_body(body[:1], body[1:-1], inner + b'"prompt_token_ids":[', *prompt.fragment.pieces, b"]}}")
-        known = msgspec.json.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
-        inner += b'"%s":%s,"ids":[' % (PLUGIN_PROMPT.encode(), known)
-        return segmented_body(body[:1], body[1:-1], inner, *prompt.fragment.pieces, b"]}}}")
+            messages = Raw(b"[" + b",".join(call.safe_messages()) + b"]")
+        inner, end = b',"kv_transfer_params":' + msgspec.json.encode(others)[:-1] + (b"," if others else b""), b"]}}"
+        if call.media:
+            known = msgspec.json.encode({"ranges": ranges_of(prompt.media), "sampled": prompt.sampled})[:-1]
+            inner, end = inner + b'"%s":%s,"ids":[' % (PLUGIN_PROMPT.encode(), known), b"]}}}"
+        else:
+            inner += b'"prompt_token_ids":['
+        members = msgspec.json.encode(fields)[1:-1]
+        return segmented_body(b'{"messages":', memoryview(messages), b"," + members + inner, *prompt.fragment.pieces, end)
 
     def probe_members(self, question: bytes, reply: bytes, prompt: list[int]) -> dict[str, Any]:
         """See `Driver.probe_members`."""

@@ -27,7 +27,7 @@ from aiohttp import web
 from tokencache import metrics
 from tokencache.background import repeat
 from tokencache.backoff import delays
-from tokencache.core.chain import request_key
+from tokencache.core.chain import REQUEST_KEY
 from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.core.session import Budget
 from tokencache.core.turn import Turn
@@ -230,7 +230,7 @@ class CallsInFlight:
         session, duplicate = asked.session, opening.duplicate
         wanting = asyncio.create_task(self._keep_wanting(session, duplicate.call))
         try:
-            return await self._watched_end(session, opening.epoch, duplicate, request_key(asked.fingerprint))
+            return await self._watched_end(session, opening.epoch, duplicate, REQUEST_KEY + asked.fingerprint)
         except StoreError as why:
             log.warning("session %s: cannot wait for the reply of call %s: %s", session, duplicate.call, why)
             return _Ended(())
