@@ -81,6 +81,19 @@ async def test_a_rollout_without_a_row_that_fits_the_limits_is_not_played_again(
     assert (state.valid, state.reward) == (True, 0.75)
 
 
+async def test_a_rollout_whose_policy_version_is_too_old_is_not_called_too_long(rig):
+    async def updating(session, sample):
+        reward = await play(session, sample)
+        await rig.client.set_weights("8")
+        return reward
+
+    await rig.client.set_weights("7")
+    failed = await rollouts(updating, lengths={"max_lag": 0}).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert failed.kind == "untrainable"
+    assert "lags more than 0 policy versions, or its lag is not known" in failed.detail
+    assert "longer" not in failed.detail
+
+
 async def titled(session, sample):
     """A harness that first asks for a title, as Claude Code and OpenCode do."""
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
