@@ -125,6 +125,32 @@ async def test_a_row_that_is_cut_stays_the_one_that_is_trained(rig, rows):
     assert {one["sequence"] for one in done.dropped} == {one.id for one in done.trajectory.sequences} - {row.sequence.id}
 
 
+async def rewarding_too_early(session, sample):
+    """A harness whose grader rewards both answers to a question, and that then goes on from the second one."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+
+        async def ask(messages, text, **options):
+            question = [*messages, {"role": "user", "content": text}]
+            reply = await model.chat.completions.create(model="sim", messages=question, **options)
+            return [*question, {"role": "assistant", "content": reply.choices[0].message.content}]
+
+        begun = await ask([], "Guess.")
+        _, second = [await ask(begun, "Again!", seed=seed) for seed in (1, 2)]
+        first, again = (await session.trajectory()).sequences
+        await session.set_reward(0.5, sequences={first.id: 0.25, again.id: 0.75})
+        await ask(second, "Once more!")
+
+
+async def test_a_reward_of_a_sequence_that_went_on_elsewhere_is_not_used(rig):
+    failed = await rollouts(rewarding_too_early, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
+    assert (failed.kind, failed.detail) == ("incomplete", "reward-outdated")
+    session = rig.client.session(failed.session)
+    trajectory = await session.trajectory()
+    await session.set_reward(0.5, sequences={one.id: 0.25 for one in trajectory.sequences})
+    again = await session.trajectory()
+    assert (again.valid, [one.reward for one in again.sequences]) == (True, [0.25] * len(again.sequences))
+
+
 async def test_rows_are_chosen_among_those_of_a_selected_model(rig):
     rig.engine.weights.adapters["tuned"] = "/tuned"
 

@@ -566,6 +566,7 @@ class PastReward(msgspec.Struct, frozen=True, kw_only=True):
         reward: of the whole rollout; `None` if it has none. `components`: its named parts.
         turns, sequences: rewards of single turns and sequences, by id.
         at: when it was stored, as Unix time in seconds; 0 if none was stored.
+        recorded: with rewards of sequences, how many turns were recorded then; otherwise 0.
     """
 
     reward: float | None = None
@@ -573,6 +574,7 @@ class PastReward(msgspec.Struct, frozen=True, kw_only=True):
     turns: dict[str, float] = {}
     sequences: dict[str, float] = {}
     at: float = 0.0
+    recorded: int = 0
 
 
 class RewardState(PastReward, frozen=True, kw_only=True):
