@@ -263,6 +263,7 @@ def figures_of(
         mixed_tokens=versions.mixed,
         oldest_version=versions.oldest,
         newest_version=versions.newest,
+        version_order=versions.order,
         drift=drift,
     )
 

@@ -315,6 +315,7 @@ class Figures(msgspec.Struct, frozen=True):
         versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
             Trainable tokens in neither have no known version.
         oldest_version, newest_version: of `versions`; `""` if there are none, or if their order is not known.
+        version_order: `versions` from the oldest to the newest; empty if their order is not known, and in older exports.
         drift: `None` if nothing was measured.
         overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
         stale: the same for a limit of lag.
@@ -335,6 +336,7 @@ class Figures(msgspec.Struct, frozen=True):
     mixed_tokens: int = 0
     oldest_version: str = ""
     newest_version: str = ""
+    version_order: list[str] = []
     drift: DriftFigures | None = None
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
