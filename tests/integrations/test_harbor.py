@@ -270,9 +270,11 @@ def test_rollout_details_have_the_trained_turns_of_the_main_conversation_first()
         ids = {"prompt_token_ids": [1], "completion_token_ids": [2], **({"logprobs": logprobs} if logprobs else {})}
         return {"metrics": ids, "extra": {"turn": turn}}
 
-    title, main, untrained = (
-        {"steps": [{"message": "hi"}, *steps]} for steps in ([step("a", [-1.0])], [step("b", [-1.0]), step("c", [-2.0])], [step("d", None)])
+    title, main, untrained, seeing = (
+        {"trajectory_id": "s", "steps": [{"message": "hi"}, *steps], "extra": {"media": []}}
+        for steps in ([step("a", [-1.0])], [step("b", [-1.0]), step("c", [-2.0])], [step("d", None)], [step("e", [-1.0])] * 3)
     )
-    details = rollout_details([title, main, untrained])
+    seeing["extra"]["media"] = [{"modality": "image"}]  # Harbor's class has no place for it
+    details = rollout_details([title, main, untrained, seeing])
     assert [detail["extra"]["turn"] for detail in details] == [["b", "c"], ["a"]]
     assert all(set(detail) <= set(RolloutDetail.__annotations__) for detail in details)

@@ -212,10 +212,14 @@ class TokencacheAgent(BaseAgent):
 def rollout_details(trajectories: Iterable[Mapping[str, Any]]) -> list[RolloutDetail]:
     """Write ATIF trajectories as Harbor's rollout details: one for each sequence, with the turns that it trains.
 
-    By Harbor's convention the first one is the main conversation, so the sequence with the most turns is first.
+    By Harbor's convention the first one is the main conversation, so the sequence with the most turns is first. Sequences with images are
+    left out: there is no place for the images, so their placeholders would be trained as text.
     """
     details = []
     for trajectory in trajectories:
+        if trajectory["extra"]["media"]:
+            log.warning("sequence %s has images, so result.json gets no token ids of it", trajectory["trajectory_id"])
+            continue
         steps = [step for step in trajectory["steps"] if "logprobs" in step.get("metrics", {})]
         if steps:
             names = ("prompt_token_ids", "completion_token_ids", "logprobs")
