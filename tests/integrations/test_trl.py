@@ -43,6 +43,16 @@ def test_a_row_is_a_sequence_split_at_its_first_sampled_token(shape):
     assert row["tokens_left_out"] + sum(row["env_mask"]) == sum(sum(one.loss_mask) for one in trajectory.sequences)
 
 
+@pytest.mark.parametrize(
+    ("of_session", "of_sequence", "reward"), [(None, 0.75, 0.75), (0.5, 0.0, 0.0), (0.5, None, 0.5), (None, None, None)]
+)
+def test_the_reward_of_a_row_is_that_of_its_sequence_as_in_the_export(of_session, of_sequence, reward):
+    trajectory = trajectory_of("linear", reward=of_session)
+    (sequence,) = trajectory.sequences
+    rewarded = msgspec.structs.replace(trajectory, sequences=[msgspec.structs.replace(sequence, reward=of_sequence)])
+    assert row_of(rewarded, "single")["reward"] == reward
+
+
 def test_two_lines_are_refused_unless_one_is_asked_for():
     with pytest.raises(RowsError):
         row_of(trajectory_of("respliced"), "main")

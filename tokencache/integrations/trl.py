@@ -34,7 +34,8 @@ class TrlRow(TypedDict):
     """One completion, as `rollout_func` returns it.
 
     `prompt_ids` are the tokens before the first sampled one, `completion_ids` all others. `logprobs` and `env_mask` have one entry for each
-    token of the completion. Reward functions receive the other members: `session` is its name, `outcome` is `ok` or what failed, and
+    token of the completion. Reward functions receive the other members: `reward` is that of the row's sequence, otherwise of the session,
+    `session` is its name, `outcome` is `ok` or what failed, and
     `tokens_left_out` the number of trainable tokens of the session that are in no row.
     """
 
@@ -160,7 +161,7 @@ def row_of(trajectory: Trajectory, rows: RowPolicy) -> TrlRow:
         completion_ids=sequence.token_ids[start:],
         logprobs=sequence.logprobs[start:],
         env_mask=sequence.loss_mask[start:],
-        reward=trajectory.reward,
+        reward=trajectory.reward if sequence.reward is None else sequence.reward,
         session=trajectory.session,
         complete=trajectory.complete,
         outcome=trajectory.outcome,
