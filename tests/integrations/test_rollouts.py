@@ -94,6 +94,33 @@ async def test_a_rollout_whose_policy_version_is_too_old_is_not_called_too_long(
     assert "longer" not in failed.detail
 
 
+async def test_weights_that_are_announced_while_a_rollout_is_read_leave_no_row_without_its_export(rig):
+    """The rows are read twice. None may be chosen that the export does not have any more."""
+
+    class Announcing:
+        def __init__(self, session):
+            self.inner = session
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        async def trajectory(self, **options):
+            found = await self.inner.trajectory(**options)
+            await rig.client.set_weights("8")
+            return found
+
+    await rig.client.set_weights("7")
+    fetch = Fetching(form="trl", rows="main", several=False, lengths={"max_lag": 0})
+
+    async def read(session, trajectory):
+        return await fetch(Announcing(session), trajectory)
+
+    done = await Rollouts(play=play, read=read, run="r").one(rig.client, SAMPLE, sampling={}, group="g")
+    exported = {row["tokencache"]["id"] for row in done.export["rows"]}
+    assert done.kept
+    assert done.kept <= exported
+
+
 async def titled(session, sample):
     """A harness that first asks for a title, as Claude Code and OpenCode do."""
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:

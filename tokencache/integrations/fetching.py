@@ -69,11 +69,11 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
         if model := self.lengths.get("model"):
             trajectory = await session.trajectory(drift="off", model=model)
         chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
-        if self.lengths:
+        export = await session.fetch(self.form, **self.lengths)
+        if self.lengths:  # after the export: weights that are announced in between leave out more rows (`max_lag`), never fewer
             trajectory = await session.trajectory(drift="off", **self.lengths)
             chosen = _within(trajectory, chosen)
         wanted = {medium.sha256 for row in chosen.kept for medium in row.sequence.media if medium.sha256}
-        export = await session.fetch(self.form, **self.lengths)
         return FinishedRollout(trajectory, export, chosen, {sha256: await session.medium(sha256) for sha256 in sorted(wanted)})
 
 
