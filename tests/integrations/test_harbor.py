@@ -254,6 +254,16 @@ async def test_a_trial_that_failed_is_a_failed_session_unless_harbor_counts_its_
     assert state.outcome_detail == ("" if outcome == "ok" else f"{exception}: it broke")
 
 
+@pytest.mark.parametrize("rewards", [{"reward": float("nan")}, {"reward": 1.0, "style": float("inf")}])
+async def test_a_score_that_is_no_finite_number_is_a_failure_of_the_verifier(tmp_path, rewards):
+    async with proxied() as rig, AsyncClient(rig.url) as client:
+        await rig.say("t1", [user("EPISODE:demo")])
+        await TokencachePlugin(url=rig.url, run="r").on_trial_ended(ended(tmp_path, verifier_result=SimpleNamespace(rewards=rewards)))
+        state = await client.session("t1").state()
+    assert (state.outcome, state.reward, state.state, state.group) == ("verifier", None, "finished", "r-local/answer")
+    assert "its reward was refused" in state.outcome_detail
+
+
 async def test_a_trial_that_its_deadline_ended_keeps_that_outcome(tmp_path):
     async with proxied() as rig, AsyncClient(rig.url) as client:
         await rig.say("t1", [user("EPISODE:demo")])

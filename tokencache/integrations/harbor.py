@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, OutcomeError, WaitTimeoutError
+from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, WaitTimeoutError
 from tokencache.core.outcome import OutcomeKind
+from tokencache.integrations.rollouts import finish_scored
 from tokencache.session_url import session_url
 
 try:
@@ -287,10 +288,7 @@ class TokencachePlugin(BaseJobPlugin):
         # A group has at most 200 characters.
         group, metadata, reward = f"{self._run}-{event.task_name}"[:200], {"harbor": trial}, self._scalar(rewards, event)
         failed, detail = failure_of(failure, rewarded=bool(rewards))
-        try:
-            await session.finish(reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)
-        except OutcomeError:  # a deadline passed before: that outcome stays
-            await session.finish(reward, components=rewards or None, group=group, metadata=metadata)
+        await finish_scored(session, reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)
         try:
             await session.wait(timeout=self._timeout)
         except WaitTimeoutError as error:

@@ -21,7 +21,7 @@ import pkgutil
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -55,6 +55,13 @@ Play: TypeAlias = Callable[[AsyncSession, S], Awaitable[float | None]]
 NO_PROXY, INCOMPLETE, UNTRAINABLE = "proxy", "incomplete", "untrainable"
 """Kinds of failures beside the outcomes of sessions: the proxy failed; turns are missing; nothing was sampled that may be trained."""
 _WRONG_SETUP = (InvalidUrlError, WrongServerError, RefusedError, UnauthorizedError, TooManyReadyError, NoRoomError)
+
+
+class ScoredLabels(TypedDict, total=False):
+    """The labels with which `finish_scored` finishes a session."""
+
+    group: str
+    metadata: Mapping[str, Any]
 
 
 class FailedRollout(NamedTuple):
@@ -242,6 +249,30 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         if self.delete:
             await session.delete()
         return done
+
+
+async def finish_scored(
+    session: AsyncSession,
+    reward: float | None,
+    *,
+    failed: str | None,
+    detail: str,
+    components: Mapping[str, float] | None = None,
+    **labels: Unpack[ScoredLabels],
+) -> None:
+    """Finish the session of a rollout that a framework has scored. An outcome that it has already stays: a deadline passed before.
+
+    If a score is refused, such as one that is not finite, the rollout has failed (`verifier`). Arguments and other errors are those of
+    `AsyncSession.finish`.
+    """
+    try:
+        await session.finish(reward, components=components, failed=failed, detail=detail, **labels)
+    except OutcomeError:
+        await session.finish(reward, components=components, **labels)
+    except (RefusedError, TypeError, ValueError) as error:
+        if reward is None and not components:
+            raise
+        await finish_scored(session, None, failed=failed or "verifier", detail=detail or f"its reward was refused: {error}", **labels)
 
 
 async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> FailedRollout:
