@@ -9,7 +9,7 @@ from examples.integrations.guessing import play
 from tests.integrations.kit import branching, failing, guessing_engine, looking, without_reward
 from tests.proxy.kit import proxied
 from tests.support.plugin_engine import PluginEngine
-from tokencache.client import AsyncClient, UnauthorizedError
+from tokencache.client import AsyncClient, Trajectory, UnauthorizedError
 from tokencache.integrations.fetching import Fetching
 from tokencache.integrations.rollouts import FailedRollout, Rollouts, TooManyFailuresError, load_play
 from tokencache.integrations.rows import RowsError
@@ -333,6 +333,16 @@ async def test_a_call_that_does_not_end_leaves_the_session_unsealed(rig):
     assert (failed.kind, state.outcome, state.state, len(state.open_calls)) == ("timeout", "timeout", "finished", 1)
     calls[0].cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_rollout_that_was_read_is_good_although_its_session_cannot_be_deleted(rig, caplog):
+    async def read(session, trajectory):
+        await session.delete()
+        return trajectory
+
+    done = await Rollouts(play=play, read=read, run="r", delete=True, retries=1).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert (type(done), done.valid) == (Trajectory, True)
+    assert "is not deleted" in caplog.text
 
 
 async def test_sessions_are_deleted_only_on_request(rig):

@@ -247,8 +247,16 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         except NothingToTrainError as error:
             return FailedRollout(session.id, UNTRAINABLE, str(error))
         if self.delete:
-            await session.delete()
+            await delete_read(session)
         return done
+
+
+async def delete_read(session: AsyncSession) -> None:
+    """Delete the session of a rollout that was read. If that fails, the session expires as all do, and the rollout is good all the same."""
+    try:
+        await session.delete()
+    except ClientError as error:
+        log.warning("session %r was read, and is not deleted: %s", session.id, error)
 
 
 async def finish_scored(

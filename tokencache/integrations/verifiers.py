@@ -22,7 +22,7 @@ from pydantic import model_validator
 from tokencache.client import AsyncClient, AsyncSession, NotFoundError
 from tokencache.core.outcome import OutcomeKind
 from tokencache.core.turn import TurnMark
-from tokencache.integrations.rollouts import finish_scored
+from tokencache.integrations.rollouts import delete_read, finish_scored
 
 try:
     import verifiers.v1 as vf
@@ -91,7 +91,7 @@ class TokencacheEnv(vf.SingleAgentEnv, vf.Env[TokencacheEnvConfig]):
                     session = client.session(trace.id)
                     await record(trace, session, group=group, idle_timeout=self.config.idle_timeout)
                     if self.config.delete:
-                        await session.delete()
+                        await delete_read(session)
 
 
 async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idle_timeout: float = 60.0) -> None:
