@@ -20,8 +20,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-_CONNECTIONS = httpx2.Limits(max_keepalive_connections=20)
-"""No limit of the connections: a trainer has as many requests in progress as rollouts, and many of them wait at the proxy."""
+_CONNECTIONS = httpx2.Limits(max_connections=500, max_keepalive_connections=20)
+"""Of one client. A trainer has as many requests in progress as rollouts, and many of them wait at the proxy. httpx allows 100."""
 
 
 class _Transport:
@@ -37,7 +37,7 @@ class _Transport:
             "params": request.params,
             "content": request.body,
             "headers": request.headers(self._admin_key),
-            "timeout": self._timeout + request.wait,
+            "timeout": httpx2.Timeout(self._timeout + request.wait, pool=None),  # what has no connection yet is no outage
         }
 
     def _read(self, response: httpx2.Response) -> ServerResponse:
