@@ -21,7 +21,7 @@ import pkgutil
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -39,11 +39,15 @@ from tokencache.client import (
     WaitTimeoutError,
     WrongServerError,
 )
+from tokencache.client.access import Access
 from tokencache.client.operations import SessionOptions
-from tokencache.client.session_operations import listed
+from tokencache.client.protocol import Steps
+from tokencache.client.session_operations import finish, listed
+from tokencache.client.transport import awaited, blocking
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
+from tokencache.trajectories.values import SessionState
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +59,6 @@ Play: TypeAlias = Callable[[AsyncSession, S], Awaitable[float | None]]
 NO_PROXY, INCOMPLETE, UNTRAINABLE = "proxy", "incomplete", "untrainable"
 """Kinds of failures beside the outcomes of sessions: the proxy failed; turns are missing; nothing was sampled that may be trained."""
 _WRONG_SETUP = (InvalidUrlError, WrongServerError, RefusedError, UnauthorizedError, TooManyReadyError, NoRoomError)
-
-
-class ScoredLabels(TypedDict, total=False):
-    """The labels with which `finish_scored` finishes a session."""
-
-    group: str
-    metadata: Mapping[str, Any]
 
 
 class FailedRollout(NamedTuple):
@@ -259,28 +256,33 @@ async def delete_read(session: AsyncSession) -> None:
         log.warning("session %r was read, and is not deleted: %s", session.id, error)
 
 
-async def finish_scored(
-    session: AsyncSession,
+def scored(
+    session: Access,
     reward: float | None,
     *,
     failed: str | None,
     detail: str,
     components: Mapping[str, float] | None = None,
-    **labels: Unpack[ScoredLabels],
-) -> None:
+    group: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Steps[SessionState]:
     """Finish the session of a rollout that a framework has scored. An outcome that it has already stays: a deadline passed before.
 
     If a score is refused, such as one that is not finite, the rollout has failed (`verifier`). Arguments and other errors are those of
-    `AsyncSession.finish`.
+    `Session.finish`.
     """
     try:
-        await session.finish(reward, components=components, failed=failed, detail=detail, **labels)
+        return (yield from finish(session, reward, components=components, group=group, metadata=metadata, failed=failed, detail=detail))
     except OutcomeError:
-        await session.finish(reward, components=components, **labels)
+        return (yield from finish(session, reward, components=components, group=group, metadata=metadata))
     except (RefusedError, TypeError, ValueError) as error:
         if reward is None and not components:
             raise
-        await finish_scored(session, None, failed=failed or "verifier", detail=detail or f"its reward was refused: {error}", **labels)
+        failed, detail = failed or "verifier", detail or f"its reward was refused: {error}"
+    return (yield from scored(session, None, failed=failed, detail=detail, group=group, metadata=metadata))
+
+
+finish_scored, finish_scored_blocking = awaited(scored), blocking(scored)
 
 
 async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> FailedRollout:

@@ -14,7 +14,8 @@ from nemo_gym.global_config import TASK_INDEX_KEY_NAME
 from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.rollout_correlation import maybe_rollout_id_from_run_body
 
-from tokencache.client import Client, NotFoundError, OutcomeError, RefusedError, Session
+from tokencache.client import Client, NotFoundError
+from tokencache.integrations.rollouts import finish_scored_blocking
 
 
 def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
@@ -40,23 +41,13 @@ def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
         if failed and name in succeeded:
             continue
         try:
-            _finish(client.session(name), result.get("reward"), str(result.get(TASK_INDEX_KEY_NAME, "")), failed, detail)
+            group = str(result.get(TASK_INDEX_KEY_NAME, ""))
+            finish_scored_blocking(client.session(name), result.get("reward"), group=group, failed=failed, detail=detail)
         except NotFoundError:
             missing.append(name)
     if missing:
         advice = "Set observability_enabled: true, so that Gym's agents send the rollout id"
         raise NotFoundError(f"the proxy has no session for rollout {', '.join(missing)}; all others are finished. {advice}")
-
-
-def _finish(session: Session, reward: Any, group: str, failed: str | None, detail: str) -> None:
-    try:
-        session.finish(reward, group=group, failed=failed, detail=detail)
-    except OutcomeError:  # an earlier attempt failed otherwise, or a deadline passed: that outcome stays
-        session.finish(reward, group=group)
-    except (RefusedError, TypeError, ValueError) as error:
-        if reward is None:
-            raise
-        _finish(session, None, group, failed or "verifier", detail or f"its reward was refused: {error}")
 
 
 def _failure(result: Mapping[str, Any]) -> tuple[str | None, str]:
