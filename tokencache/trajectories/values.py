@@ -649,13 +649,14 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         if not self.group and self.size > 1:
             return f"{text}, and consumers take groups only"
         if self.waits_for:
-            text += f", waits for {_named(self.waits_for)} since {self.waited:.0f} s"
+            text += f", waits for {named(self.waits_for)} since {self.waited:.0f} s"
         elif self.short and self.size:
             text += f", waits since {self.waited:.0f} s, and no other session of it is open"
-        return text + (f", without a reward: {_named(self.unrewarded)}" if self.unrewarded else "")
+        return text + (f", without a reward: {named(self.unrewarded)}" if self.unrewarded else "")
 
 
-def _named(names: list[str], most: int = 8) -> str:
+def named(names: list[str], most: int = 8) -> str:
+    """Return names in words, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
