@@ -64,6 +64,14 @@ def test_a_policy_with_several_rows_is_refused():
         TrlRollouts("http://127.0.0.1:1", None, rows="all")
 
 
+async def test_a_trainer_in_a_notebook_has_an_event_loop_that_runs():
+    class Rollouts(TrlRollouts):
+        async def play_all(self, prompts, trainer):
+            return {"prompt_ids": [[len(prompts)]], "trainer": [trainer]}
+
+    assert Rollouts("http://127.0.0.1:1", None)(["a", "b"], "me") == {"prompt_ids": [[2]], "trainer": ["me"]}
+
+
 def test_weights_are_not_transferred_twice():
     with pytest.raises(ValueError, match="leave out `connect`"):
         connect(trainer_of(use_vllm=True), None, [])

@@ -15,6 +15,7 @@ makes TRL use the recorded log probabilities. This module does not import TRL.
 import asyncio
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -112,7 +113,12 @@ class TrlRollouts:
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts. TRL calls this; the result and the errors are those of `play_all`."""
-        return asyncio.run(self.play_all(prompts, trainer))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.play_all(prompts, trainer))
+        with ThreadPoolExecutor(1) as thread:  # in a notebook, the thread of the trainer has an event loop that runs
+            return thread.submit(asyncio.run, self.play_all(prompts, trainer)).result()
 
     async def play_all(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts and return a `TrlRow` for each, as lists by name.
