@@ -70,6 +70,16 @@ def test_a_session_without_tools_has_no_side_calls():
     assert kept(shape("media"), no_side_calls) == ["t0", "t1"]
 
 
+@pytest.mark.parametrize("shape_name", ["sub-agent", "media"])
+def test_a_single_call_may_be_a_side_call_of_what_a_limit_left_out(shape_name):
+    first, *_ = shape(shape_name).sequences
+    left = limited(shape_name, "drop", max_length=first.tokens)
+    assert [one.id for one in left.sequences] == [first.id]
+    selection = select([left], no_side_calls, keep_invalid=True)
+    assert (selection.kept, [one.rule for one in selection.dropped]) == ([], ["no_side_calls"])
+    assert "fetch without limits" in selection.dropped[0].reason
+
+
 def test_a_call_whose_answer_returned_is_no_side_call():
     assert kept(linked(shape("sub-agent"), "t0", "t4"), no_side_calls) == ["t0", "t1", "t2"]
 

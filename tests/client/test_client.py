@@ -12,6 +12,7 @@ from tests.proxy.kit import EPISODES, proxied, user
 from tests.support.waiting import PATIENCE, until
 from tokencache.adapters.load import AdapterError
 from tokencache.client import (
+    AsyncClient,
     Budget,
     Client,
     EngineInUseError,
@@ -52,6 +53,26 @@ async def open_call(rig, session):
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
+
+
+async def test_requests_that_wait_at_the_proxy_hold_up_no_others(rig):
+    """A trainer waits for as many sessions at once as it plays rollouts."""
+    waiting, count = asyncio.Event(), 150
+    seen = []
+    begin = rig.store.session
+
+    async def slow(session):
+        seen.append(session)
+        if len(seen) == count:
+            waiting.set()
+        await waiting.wait()
+        return await begin(session)
+
+    rig.store.session = slow
+    async with AsyncClient(rig.url) as client:
+        found = await asyncio.gather(*(client.session(f"r{n}").state() for n in range(count)), return_exceptions=True)
+    assert {type(one) for one in found} == {NotFoundError}
+    assert len(seen) == count, "no request was sent again because others had all connections"
 
 
 async def test_a_rollout_from_key_to_tokens(rig, client):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.client.both import KINDS
 from tests.proxy.kit import proxied
-from tokencache.client import AnswerError, Client, EnginePauseError, NotFoundError, WeightsConflictError
+from tokencache.client import AnswerError, AsyncClient, Client, EnginePauseError, NotFoundError, WeightsConflictError
 from tokencache.client.operations import ProxyAddress
 from tokencache.client.protocol import Pause, ServerResponse
 from tokencache.client.weight_operations import cancel, finish, planned
@@ -106,6 +106,32 @@ async def test_a_cancelled_task_leaves_nothing_held(rig, client):
         await task
     assert not rig.engine.dev_mode.paused
     assert (await called(client.weights)).phase == "unknown"
+
+
+async def test_a_task_that_is_cancelled_at_the_end_of_an_update_leaves_nothing_held(rig):
+    """The proxy has not answered yet when the trainer is interrupted."""
+    asked = asyncio.Event()
+    async with AsyncClient(rig.url) as client:
+
+        async def update():
+            async with client.update_weights(3):
+                request = client._transport.http.request
+
+                async def lost(**arguments):
+                    if arguments["url"].endswith("/finish"):
+                        asked.set()
+                        await asyncio.Event().wait()
+                    return await request(**arguments)
+
+                client._transport.http.request = lost
+
+        task = asyncio.create_task(update())
+        await asked.wait()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert not rig.engine.dev_mode.paused
+        assert (await client.weights()).phase == "unknown"
 
 
 async def test_a_version_that_cannot_be_used_is_refused_before_the_engine_is_paused(rig, client):

@@ -1,14 +1,17 @@
 """`tokencache media`, and exports of sessions with images."""
 
 import asyncio
+import json
 import os
 import threading
 
 import pytest
 
 from tests.commands.test_commands import Shell, record
+from tests.images import image
 from tests.media import BLUE, RED, described, put
-from tests.proxy.kit import proxied
+from tests.proxy.kit import proxied, user
+from tests.support.plugin_engine import PluginEngine
 from tokencache.commands.media import write_media
 from tokencache.core.media import StoredMedium
 
@@ -84,3 +87,14 @@ async def test_an_export_deletes_no_session_whose_images_it_does_not_write(shell
     assert "2 deleted" in report
     assert len(files(tmp_path / "media")) == 3
     assert [info.id async for info in shell.rig.store.sessions()] == []
+
+
+async def test_export_says_that_nothing_is_trained_of_images_whose_places_are_not_known(tmp_path):
+    async with proxied(PluginEngine(images="stock")) as rig:
+        shell = Shell(rig)
+        await rig.say("seeing", [user([{"type": "text", "text": "Look."}, image(0)])])
+        result = await shell("export", "seeing", "--to", str(tmp_path / "a.jsonl"), "--format", "verl")
+        assert "1 sequence masked: which of their tokens stand for images is not known" in " ".join(result.stderr.split())
+        (row,) = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+        assert sum(row["response_mask"]) == 0
+        await shell("verify", str(tmp_path / "a.jsonl"), far=False)

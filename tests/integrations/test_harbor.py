@@ -254,6 +254,16 @@ async def test_a_trial_that_failed_is_a_failed_session_unless_harbor_counts_its_
     assert state.outcome_detail == ("" if outcome == "ok" else f"{exception}: it broke")
 
 
+@pytest.mark.parametrize("rewards", [{"reward": float("nan")}, {"reward": 1.0, "style": float("inf")}])
+async def test_a_score_that_is_no_finite_number_is_a_failure_of_the_verifier(tmp_path, rewards):
+    async with proxied() as rig, AsyncClient(rig.url) as client:
+        await rig.say("t1", [user("EPISODE:demo")])
+        await TokencachePlugin(url=rig.url, run="r").on_trial_ended(ended(tmp_path, verifier_result=SimpleNamespace(rewards=rewards)))
+        state = await client.session("t1").state()
+    assert (state.outcome, state.reward, state.state, state.group) == ("verifier", None, "finished", "r-local/answer")
+    assert "its reward was refused" in state.outcome_detail
+
+
 async def test_a_trial_that_its_deadline_ended_keeps_that_outcome(tmp_path):
     async with proxied() as rig, AsyncClient(rig.url) as client:
         await rig.say("t1", [user("EPISODE:demo")])
@@ -270,9 +280,11 @@ def test_rollout_details_have_the_trained_turns_of_the_main_conversation_first()
         ids = {"prompt_token_ids": [1], "completion_token_ids": [2], **({"logprobs": logprobs} if logprobs else {})}
         return {"metrics": ids, "extra": {"turn": turn}}
 
-    title, main, untrained = (
-        {"steps": [{"message": "hi"}, *steps]} for steps in ([step("a", [-1.0])], [step("b", [-1.0]), step("c", [-2.0])], [step("d", None)])
+    title, main, untrained, seeing = (
+        {"trajectory_id": "s", "steps": [{"message": "hi"}, *steps], "extra": {"media": []}}
+        for steps in ([step("a", [-1.0])], [step("b", [-1.0]), step("c", [-2.0])], [step("d", None)], [step("e", [-1.0])] * 3)
     )
-    details = rollout_details([title, main, untrained])
+    seeing["extra"]["media"] = [{"modality": "image"}]  # Harbor's class has no place for it
+    details = rollout_details([title, main, untrained, seeing])
     assert [detail["extra"]["turn"] for detail in details] == [["b", "c"], ["a"]]
     assert all(set(detail) <= set(RolloutDetail.__annotations__) for detail in details)

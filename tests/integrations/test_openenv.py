@@ -8,6 +8,7 @@ import asyncio
 import functools
 import json
 import os
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,12 +25,14 @@ trl_harness = require_package("trl", "trl.experimental.async_grpo.openenv_harnes
 from accelerate import PartialState
 from openenv.core.harness import TrainableSession
 from openenv.core.harness.capture.upstream import training_sampling
+from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import _chain_to_sequences
 
+from tests.core.forest import grow
 from tests.integrations.kit import guessing_engine
 from tests.proxy.kit import proxied
 from tests.support.waiting import PATIENCE, until
-from tests.trajectories.rollouts import ROLLOUTS
+from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.adapters.load import AdapterError
 from tokencache.client import AsyncClient, UnreachableError
 from tokencache.integrations.openenv import HarnessSessionFactory, turns_of
@@ -72,10 +75,10 @@ async def session_of(rig, task, **more):
     return (await factory_of(rig, **more)).create(task, seed=3, episode_id="e")
 
 
-def rows_of(trajectory):
+def rows_of(trajectory, fork_threshold=AsyncGRPOConfig.fork_threshold_tokens):
     """What TRL makes of a rollout: ids, mask and log probabilities of each row."""
     trace = trl_harness.TrainingTrace(turns=list(turns_of(trajectory.sequences)))
-    rows, _ = _chain_to_sequences(trl_harness._turns_from_training_trace(trace), "id", 0)
+    rows, _ = _chain_to_sequences(trl_harness._turns_from_training_trace(trace), "id", fork_threshold)
     return [(row.input_ids, row.completion_mask, row.old_log_probs) for row in rows]
 
 
@@ -86,7 +89,20 @@ def exported(trajectory):
 @pytest.mark.parametrize("shape", sorted(name for name, rollout in ROLLOUTS.items() if rollout.sequences))
 def test_the_rows_of_trl_are_the_sequences_of_the_export(shape):
     trajectory = msgspec.convert(native(ROLLOUTS[shape]), Trajectory)
-    assert rows_of(trajectory) == exported(trajectory)
+    assert rows_of(trajectory) == rows_of(trajectory, 0) == exported(trajectory)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_trl_trains_each_token_of_any_forest(seed):
+    """Two answers to one prompt, an answer that comes back without its thinking: TRL would overwrite the first with the second."""
+    whole = msgspec.convert(native(of_forest(grow(random.Random(seed)))), Trajectory)
+    with_prompts = [one for one in whole.sequences if one.turns[0].completion[0]]  # as those of any engine
+    trajectory = msgspec.structs.replace(whole, sequences=with_prompts)
+    rows = rows_of(trajectory)
+    assert sum(sum(mask) for _, mask, _ in rows) == sum(sum(one.loss_mask) for one in trajectory.sequences)
+    assert sorted(value for _, mask, values in rows for value, own in zip(values, mask, strict=True) if own) == sorted(
+        value for one in trajectory.sequences for value, own in zip(one.logprobs, one.loss_mask, strict=True) if own
+    )
 
 
 def test_trl_joins_a_sequence_that_begins_with_all_of_the_one_before():

@@ -9,7 +9,7 @@ from examples.integrations.guessing import play
 from tests.integrations.kit import branching, failing, guessing_engine, looking, without_reward
 from tests.proxy.kit import proxied
 from tests.support.plugin_engine import PluginEngine
-from tokencache.client import AsyncClient, UnauthorizedError
+from tokencache.client import AsyncClient, Trajectory, UnauthorizedError
 from tokencache.integrations.fetching import Fetching
 from tokencache.integrations.rollouts import FailedRollout, Rollouts, TooManyFailuresError, load_play
 from tokencache.integrations.rows import RowsError
@@ -81,6 +81,46 @@ async def test_a_rollout_without_a_row_that_fits_the_limits_is_not_played_again(
     assert (state.valid, state.reward) == (True, 0.75)
 
 
+async def test_a_rollout_whose_policy_version_is_too_old_is_not_called_too_long(rig):
+    async def updating(session, sample):
+        reward = await play(session, sample)
+        await rig.client.set_weights("8")
+        return reward
+
+    await rig.client.set_weights("7")
+    failed = await rollouts(updating, lengths={"max_lag": 0}).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert failed.kind == "untrainable"
+    assert "lags more than 0 policy versions, or its lag is not known" in failed.detail
+    assert "longer" not in failed.detail
+
+
+async def test_weights_that_are_announced_while_a_rollout_is_read_leave_no_row_without_its_export(rig):
+    """The rows are read twice. None may be chosen that the export does not have any more."""
+
+    class Announcing:
+        def __init__(self, session):
+            self.inner = session
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        async def trajectory(self, **options):
+            found = await self.inner.trajectory(**options)
+            await rig.client.set_weights("8")
+            return found
+
+    await rig.client.set_weights("7")
+    fetch = Fetching(form="trl", rows="main", several=False, lengths={"max_lag": 0})
+
+    async def read(session, trajectory):
+        return await fetch(Announcing(session), trajectory)
+
+    done = await Rollouts(play=play, read=read, run="r").one(rig.client, SAMPLE, sampling={}, group="g")
+    exported = {row["tokencache"]["id"] for row in done.export["rows"]}
+    assert done.kept
+    assert done.kept <= exported
+
+
 async def titled(session, sample):
     """A harness that first asks for a title, as Claude Code and OpenCode do."""
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
@@ -110,6 +150,32 @@ async def test_a_row_that_is_cut_stays_the_one_that_is_trained(rig, rows):
     assert (row.sequence.overlong, len(row.sequence.turns)) == ("cut", len(line.turns) - 1)
     assert row.sequence in done.trajectory.sequences
     assert {one["sequence"] for one in done.dropped} == {one.id for one in done.trajectory.sequences} - {row.sequence.id}
+
+
+async def rewarding_too_early(session, sample):
+    """A harness whose grader rewards both answers to a question, and that then goes on from the second one."""
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as model:
+
+        async def ask(messages, text, **options):
+            question = [*messages, {"role": "user", "content": text}]
+            reply = await model.chat.completions.create(model="sim", messages=question, **options)
+            return [*question, {"role": "assistant", "content": reply.choices[0].message.content}]
+
+        begun = await ask([], "Guess.")
+        _, second = [await ask(begun, "Again!", seed=seed) for seed in (1, 2)]
+        first, again = (await session.trajectory()).sequences
+        await session.set_reward(0.5, sequences={first.id: 0.25, again.id: 0.75})
+        await ask(second, "Once more!")
+
+
+async def test_a_reward_of_a_sequence_that_went_on_elsewhere_is_not_used(rig):
+    failed = await rollouts(rewarding_too_early, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
+    assert (failed.kind, failed.detail) == ("incomplete", "reward-outdated")
+    session = rig.client.session(failed.session)
+    trajectory = await session.trajectory()
+    await session.set_reward(0.5, sequences={one.id: 0.25 for one in trajectory.sequences})
+    again = await session.trajectory()
+    assert (again.valid, [one.reward for one in again.sequences]) == (True, [0.25] * len(again.sequences))
 
 
 async def test_rows_are_chosen_among_those_of_a_selected_model(rig):
@@ -267,6 +333,16 @@ async def test_a_call_that_does_not_end_leaves_the_session_unsealed(rig):
     assert (failed.kind, state.outcome, state.state, len(state.open_calls)) == ("timeout", "timeout", "finished", 1)
     calls[0].cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_rollout_that_was_read_is_good_although_its_session_cannot_be_deleted(rig, caplog):
+    async def read(session, trajectory):
+        await session.delete()
+        return trajectory
+
+    done = await Rollouts(play=play, read=read, run="r", delete=True, retries=1).one(rig.client, SAMPLE, sampling={}, group="g")
+    assert (type(done), done.valid) == (Trajectory, True)
+    assert "is not deleted" in caplog.text
 
 
 async def test_sessions_are_deleted_only_on_request(rig):

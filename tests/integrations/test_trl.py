@@ -43,6 +43,16 @@ def test_a_row_is_a_sequence_split_at_its_first_sampled_token(shape):
     assert row["tokens_left_out"] + sum(row["env_mask"]) == sum(sum(one.loss_mask) for one in trajectory.sequences)
 
 
+@pytest.mark.parametrize(
+    ("of_session", "of_sequence", "reward"), [(None, 0.75, 0.75), (0.5, 0.0, 0.0), (0.5, None, 0.5), (None, None, None)]
+)
+def test_the_reward_of_a_row_is_that_of_its_sequence_as_in_the_export(of_session, of_sequence, reward):
+    trajectory = trajectory_of("linear", reward=of_session)
+    (sequence,) = trajectory.sequences
+    rewarded = msgspec.structs.replace(trajectory, sequences=[msgspec.structs.replace(sequence, reward=of_sequence)])
+    assert row_of(rewarded, "single")["reward"] == reward
+
+
 def test_two_lines_are_refused_unless_one_is_asked_for():
     with pytest.raises(RowsError):
         row_of(trajectory_of("respliced"), "main")
@@ -52,6 +62,14 @@ def test_two_lines_are_refused_unless_one_is_asked_for():
 def test_a_policy_with_several_rows_is_refused():
     with pytest.raises(ValueError, match="one row for each prompt"):
         TrlRollouts("http://127.0.0.1:1", None, rows="all")
+
+
+async def test_a_trainer_in_a_notebook_has_an_event_loop_that_runs():
+    class Rollouts(TrlRollouts):
+        async def play_all(self, prompts, trainer):
+            return {"prompt_ids": [[len(prompts)]], "trainer": [trainer]}
+
+    assert Rollouts("http://127.0.0.1:1", None)(["a", "b"], "me") == {"prompt_ids": [[2]], "trainer": ["me"]}
 
 
 def test_weights_are_not_transferred_twice():

@@ -48,6 +48,25 @@ def second_end():
     return ends(sequence)[1]
 
 
+def forked():
+    """A fork: the line of its first turn is shared, and its own turns go on."""
+    forest = Forest()
+    first = forest.add([1, 2], [3, 4], marks=("shared",), logprobs=[])
+    second = forest.add([9], [5, 6, 7], parent=first, marks=("shared",), logprobs=[])
+    third = forest.add([9], [8], parent=second)
+    forest.add([9], [8, 8], parent=third)
+    return of_forest(forest)
+
+
+def test_the_shared_turns_of_a_fork_are_its_prompt_as_the_context_of_a_branch_is():
+    made = forked()
+    (row,) = rows_of(made)
+    assert (row.prompt_ids, row.response_ids) == ([1, 2, 3, 4, 9, 5, 6, 7, 9], [8, 9, 8, 8])
+    assert (row.response_mask, len(row.response_logprobs)) == ([1, 0, 1, 1], 4)
+    assert [one.loss_mask for one in limit(made, Lengths("cut", max_response_length=1)).sequences] == [[0] * 9 + [1]]
+    assert limit(made, Lengths("cut", max_prompt_length=8, max_response_length=9)).sequences == ()
+
+
 def test_cut_ends_after_the_last_whole_turn_that_fits():
     (whole,) = ROLLOUTS["linear"].sequences
     for longest, turns in ((second_end(), 2), (ends(whole)[2] - 1, 2), (second_end() - 1, 1)):

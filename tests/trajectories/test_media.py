@@ -16,6 +16,7 @@ from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit, without_placeholders
 from tokencache.trajectories.values import Trajectory
 from tokencache.trajectories.verify import verify
+from tokencache.trajectories.verify_rows import verify_row
 
 
 def exported(talk):
@@ -113,7 +114,26 @@ def test_the_native_format_has_all_rows():
     assert write(read_native(value), FORMATS["verl"]) == write(of_talk(sampled_placeholder()), FORMATS["verl"])
 
 
-@pytest.mark.parametrize("shape", ROLLOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "native"])
+def test_no_format_of_a_trainer_trains_images_whose_places_are_not_known(name):
+    """The engine did not report which tokens stand for an image, so they would be trained as text. The rows stay, with mask 0."""
+    whole = ROLLOUTS["media"]
+    seeing, plain = whole.sequences
+    written = msgspec.json.decode(write(whole, FORMATS[name]))
+    figures = written["figures"] if "figures" in written else written["info"]["tokencache"]["figures"]
+    assert figures["placeholders"] == {"dropped": 0, "masked": 1, "trainable_tokens_lost": seeing.trainable, "turns": []}
+    assert figures["trainable_tokens"] == plain.trainable
+    masked, kept = without_placeholders(whole).sequences
+    assert (masked.id, sum(masked.loss_mask), any(masked.logprobs), kept) == (seeing.id, 0, False, plain)
+    member = FORMATS[name].rows
+    rows = written[member] if member else [written]
+    assert [failure.words for row in rows for failure in verify_row(row).failures] == []
+    value = msgspec.json.decode(write(whole, FORMATS["native"], text=True))
+    assert value["figures"]["placeholders"] is None
+    assert write(read_native(value), FORMATS[name]) == write(whole, FORMATS[name])
+
+
+@pytest.mark.parametrize("shape", [shape for shape in ROLLOUTS if shape != "media"])
 def test_a_rollout_without_placeholders_stays_as_it_is(shape):
     assert without_placeholders(ROLLOUTS[shape]) is ROLLOUTS[shape]
 

@@ -240,9 +240,11 @@ class LifecycleRoutes:
             return None
         reward = _valid(lambda: asked.at(time.time()))
         if reward.turns or reward.sequences:
-            lines = lineages(await self._store.turns(info.id))
-            _refuse_unknown("turn", reward.turns, {turn.id for line in lines for turn in line}, info.id)
-            _refuse_unknown("sequence", reward.sequences, {line[0].id for line in lines}, info.id)
+            turns = await self._store.turns(info.id)
+            _refuse_unknown("turn", reward.turns, {turn.id for turn in turns}, info.id)
+            _refuse_unknown("sequence", reward.sequences, {line[0].id for line in lineages(turns)}, info.id)
+            if reward.sequences:
+                reward = msgspec.structs.replace(reward, recorded=len(turns))
         return reward
 
     async def _key(self, name: str, asked: NewSession) -> dict[str, Any]:

@@ -195,11 +195,13 @@ def max_lag(most: int, current: str, history: Iterable[Announced] = ()) -> Rule:
 def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
     """Drop calls beside the rollout, such as one that makes a title: they offer no tools, and no later call continues them.
 
-    Another sequence of the session has tools or is continued. A call whose answer returned in another call (`links`), such as the summary
-    of a compaction, is no side call.
+    Another sequence of the session has tools or is continued, or may have been: a limit left out sequences. A call whose answer returned in
+    another call (`links`), such as the summary of a compaction, is no side call.
     """
-    if not _is_single(sequence) or _returned(trajectory, sequence) or all(_is_single(other) for other in trajectory.sequences):
+    if not _is_single(sequence) or _returned(trajectory, sequence):
         return ""
+    if all(_is_single(other) for other in trajectory.sequences):
+        return "may be a side call of what a limit left out: fetch without limits" if _left_out(trajectory) else ""
     return "is a side call: it offers no tools, and no later call continues it"
 
 
@@ -230,6 +232,12 @@ def main_line(trajectory: Trajectory, sequence: Sequence) -> str:
 def _is_single(sequence: Sequence) -> bool:
     """Whether a sequence offers no tools, and no later call continues it."""
     return not sequence.continued and not sequence.tools
+
+
+def _left_out(trajectory: Trajectory) -> bool:
+    """Whether a limit of length or lag left out whole sequences."""
+    overlong, stale = trajectory.figures.overlong, trajectory.figures.stale
+    return bool((overlong and overlong.dropped) or (stale and stale.turns))
 
 
 def _returned(trajectory: Trajectory, sequence: Sequence) -> bool:
@@ -272,7 +280,7 @@ def _turns(trajectory: Trajectory) -> tuple[dict[str, int], int]:
     overlong, stale = trajectory.figures.overlong, trajectory.figures.stale
     missing = {turn for figures in (overlong, stale) if figures is not None for turn in figures.turns}
     cut = [sequence.id for sequence in trajectory.sequences if sequence.overlong == "cut"]
-    if len(cut) == 1 and not (overlong and overlong.dropped) and not (stale and stale.turns):
+    if len(cut) == 1 and not _left_out(trajectory):
         turns[cut[0]] += len(missing)
         return turns, 0
     return turns, len(missing)

@@ -90,10 +90,10 @@ class AsyncClient(ProxyAddress):
         try:
             await self._transport.run(weight_operations.begin(self, update))
             yield update
+            await self._transport.run(weight_operations.finish(self, update))
         except BaseException as error:
             await self._transport.run(weight_operations.cancel(self, update, error))
             raise
-        await self._transport.run(weight_operations.finish(self, update))
 
     weights = awaited(weight_operations.weights)
     set_weights = awaited(weight_operations.set_weights)

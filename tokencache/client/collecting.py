@@ -17,7 +17,7 @@ from tokencache.client.operations import ProxyAddress, sessions
 from tokencache.client.protocol import BASE, Item, ItemSteps, Request, Steps, call, check_options, through_outages
 from tokencache.client.session_operations import is_over, written
 from tokencache.trajectories.lengths import ExportOptions
-from tokencache.trajectories.values import DeliveryState, QueueState, SessionState
+from tokencache.trajectories.values import DeliveryState, QueueState, SessionState, named
 
 log = logging.getLogger(__name__)
 
@@ -100,45 +100,32 @@ def iterate(
         TypeError: `names` is a string. For one session, pass a list with its name.
     """
     _check_names(names)
-    steps = _iterate(proxy, names, format, lengths, seal=seal, delete=delete, force=force, timeout=timeout)
-    return through_outages(steps, _longest_outage(timeout))
 
+    def steps() -> ItemSteps[Any]:
+        absent = []
+        wanted = names
+        if wanted is None:
+            listed = yield from sessions(proxy)
+            wanted = [state.session for state in listed if is_over(state) and not state.open_calls]
+        for name in wanted:
+            session = access_to(proxy.url, name)
+            try:
+                yield from _until_finished(session, timeout, force=force)
+                if seal:
+                    yield from session_operations.seal(session, force=force)
+                # Drift is not measured: for many rollouts that would take engine time from calls.
+                found = yield from session_operations.fetch(session, format, drift="off", **lengths)
+            except NotFoundError:
+                absent.append(name)
+                continue
+            yield Item(found)
+            if delete:
+                with contextlib.suppress(NotFoundError):
+                    yield from session_operations.delete(session)
+        if absent and names is not None:
+            raise _missing(absent)
 
-def _iterate(
-    proxy: ProxyAddress,
-    names: Iterable[str] | None,
-    form: str,
-    lengths: ExportOptions,
-    *,
-    seal: bool,
-    delete: bool,
-    force: bool,
-    timeout: float,
-) -> ItemSteps[Any]:
-    absent = []
-    if names is None:
-        listed = yield from sessions(proxy)
-        names = [state.session for state in listed if is_over(state) and not state.open_calls]
-        given = False
-    else:
-        given = True
-    for name in names:
-        session = access_to(proxy.url, name)
-        try:
-            yield from _until_finished(session, timeout, force=force)
-            if seal:
-                yield from session_operations.seal(session, force=force)
-            # Drift is not measured: for many rollouts that would take engine time from calls.
-            found = yield from session_operations.fetch(session, form, drift="off", **lengths)
-        except NotFoundError:
-            absent.append(name)
-            continue
-        yield Item(found)
-        if delete:
-            with contextlib.suppress(NotFoundError):
-                yield from session_operations.delete(session)
-    if absent and given:
-        raise _missing(absent)
+    return through_outages(steps(), _longest_outage(timeout))
 
 
 def _until_finished(session: Access, timeout: float, *, force: bool) -> Steps[None]:
@@ -191,7 +178,7 @@ def _as_completed(proxy: ProxyAddress, names: Iterable[str], form: str, timeout:
     while left:
         patience = LONGEST_POLL if deadline is None else min(LONGEST_POLL, deadline - time.monotonic())
         if patience < 0:
-            raise WaitTimeoutError(f"waited {timeout:g} s for sessions to finish: {_listed(left)}")
+            raise WaitTimeoutError(f"waited {timeout:g} s for sessions to finish: {named([*map(repr, left)])}")
         body = written({"sessions": list(left), "wait": patience})
         found = yield from call(Request("POST", f"{BASE}/wait", body=body, wait=patience), _Finished)
         for name in (*found.unknown, *(state.session for state in found.finished)):
@@ -332,8 +319,3 @@ def _check_names(names: object) -> None:
 def _missing(names: Iterable[str]) -> NotFoundError:
     """Return the error for sessions that do not exist."""
     return NotFoundError(f"there is no session {', '.join(map(repr, names))}; all others were returned")
-
-
-def _listed(names: Iterable[str], most: int = 10) -> str:
-    named = list(map(repr, names))
-    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")

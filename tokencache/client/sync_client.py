@@ -203,10 +203,10 @@ class Client(ProxyAddress):
         try:
             self._transport.run(weight_operations.begin(self, update))
             yield update
+            self._transport.run(weight_operations.finish(self, update))
         except BaseException as error:
             self._transport.run(weight_operations.cancel(self, update, error))
             raise
-        self._transport.run(weight_operations.finish(self, update))
 
     weights = blocking(weight_operations.weights)
     set_weights = blocking(weight_operations.set_weights)

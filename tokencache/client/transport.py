@@ -20,6 +20,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+_CONNECTIONS = httpx2.Limits(max_connections=500, max_keepalive_connections=20)
+"""Of one client. A trainer has as many requests in progress as rollouts, and many of them wait at the proxy. httpx allows 100."""
+
+
 class _Transport:
     """What both transports send and read. `timeout` is in seconds."""
 
@@ -33,7 +37,7 @@ class _Transport:
             "params": request.params,
             "content": request.body,
             "headers": request.headers(self._admin_key),
-            "timeout": self._timeout + request.wait,
+            "timeout": httpx2.Timeout(self._timeout + request.wait, pool=None),  # what has no connection yet is no outage
         }
 
     def _read(self, response: httpx2.Response) -> ServerResponse:
@@ -48,7 +52,7 @@ class BlockingTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.Client(base_url=url)
+        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS)
 
     def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""
@@ -87,7 +91,7 @@ class AwaitedTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.AsyncClient(base_url=url)
+        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS)
 
     async def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""

@@ -57,6 +57,7 @@ _LEFT_OUT = {
     "stale": "left out: older than --max-lag allows",
     "unknown_lag": "left out: how old their policy versions are is not known",
     "placeholders": "left out: the model sampled tokens that stand for parts of images, which no trainer accepts (docs/images.md)",
+    "unplaced_images": "masked: which of their tokens stand for images is not known (docs/images.md)",
     "other_models": "left out: of another model, or of one that is not trained",
 }
 """What the report says of sequences that are not in the file, or not whole, by the names of the manifest."""
@@ -263,7 +264,7 @@ class _Figures(msgspec.Struct, frozen=True):
         if self.stale is not None:
             found |= {"stale": self.stale.dropped, "unknown_lag": self.stale.unknown}
         if self.placeholders is not None:
-            found["placeholders"] = self.placeholders.dropped
+            found |= {"placeholders": self.placeholders.dropped, "unplaced_images": self.placeholders.masked}
         if self.models is not None:
             found["other_models"] = sum(self.models.dropped.values())
         return found

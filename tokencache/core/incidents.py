@@ -144,6 +144,12 @@ class IncidentKind(StrEnum):
         "the stored records of the session do not fit together",
         "Check whether Redis was restored, edited, or written by another version. Discard the session.",
     )
+    REWARD_OUTDATED = (
+        "reward-outdated",
+        "the reward of a sequence",
+        "turns that were recorded after the reward of a sequence was set joined that sequence, or the end of it, to another one",
+        "Set the rewards again. Finish a session, and wait for its calls, before you reward its sequences.",
+    )
     REPLICA_LOST = (
         "replica-lost",
         "the turn of this call's first attempt",

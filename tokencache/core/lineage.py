@@ -69,8 +69,9 @@ class TokenSequence(msgspec.Struct, frozen=True):
 
     @property
     def response_start(self) -> int:
-        """The index of the first sampled token; the number of tokens if none was sampled."""
-        return next((span.completion[0] for span in self.turns if span.turn.completion_tokens), len(self.token_ids))
+        """The index of the first token that was sampled in this session, not in one that it was forked from; otherwise their number."""
+        own = (span for span in self.turns if span.turn.completion_tokens and TurnMark.SHARED not in span.turn.marks)
+        return next((span.completion[0] for span in own), len(self.token_ids))
 
     @property
     def trained(self) -> list[Turn]:

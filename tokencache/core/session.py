@@ -321,6 +321,8 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
         turns: rewards of turns, by the turn's id.
         sequences: rewards of sequences, by the sequence's id.
         at: when it was set, as Unix time in seconds.
+        recorded: if it has rewards of sequences, how many turns the session had when they were checked; otherwise 0. Later turns may join
+            a sequence to another one.
 
     Raises:
         ValueError: a number is NaN, infinite or beyond 1e300, or there are too many components.
@@ -331,6 +333,7 @@ class Reward(msgspec.Struct, frozen=True, omit_defaults=True):
     turns: dict[str, Number] = {}
     sequences: dict[str, Number] = {}
     at: float = 0.0
+    recorded: int = 0
 
     def __post_init__(self) -> None:
         """Check the bounds, for values that msgspec did not decode."""

@@ -381,16 +381,14 @@ def lag(version: str, current: str, history: Sequence[Announced] = ()) -> int | 
     return last[current] - last[version]
 
 
-def oldest_and_newest(versions: Iterable[str], history: Sequence[Announced] = ()) -> tuple[str, str]:
-    """Return the oldest and the newest of some versions; two times `""` if there are none, or if their order is not known.
+def in_order(versions: Iterable[str], history: Sequence[Announced] = ()) -> list[str]:
+    """Return versions from the oldest to the newest; empty if their order is not known.
 
     Whole numbers are in the order of their values. Other names are in the order in which they were announced last.
     """
     names = list(dict.fromkeys(versions))
     if all(name.isdecimal() for name in names):
-        ordered = sorted(names, key=int)
-    else:
-        last = {one.version: place for place, one in enumerate(history)}
-        known = len(names) == 1 or all(name in last for name in names)
-        ordered = sorted(names, key=lambda name: last.get(name, 0)) if known else []
-    return (ordered[0], ordered[-1]) if ordered else ("", "")
+        return sorted(names, key=int)
+    last = {one.version: place for place, one in enumerate(history)}
+    known = len(names) == 1 or all(name in last for name in names)
+    return sorted(names, key=lambda name: last.get(name, 0)) if known else []

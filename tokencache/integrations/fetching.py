@@ -69,24 +69,32 @@ class Fetching(msgspec.Struct, frozen=True, kw_only=True):
         if model := self.lengths.get("model"):
             trajectory = await session.trajectory(drift="off", model=model)
         chosen = choose_rows(trajectory, self.rows, several=self.several, images=self.images)
-        if self.lengths:
+        export = await session.fetch(self.form, **self.lengths)
+        if self.lengths:  # after the export: weights that are announced in between leave out more rows (`max_lag`), never fewer
             trajectory = await session.trajectory(drift="off", **self.lengths)
             chosen = _within(trajectory, chosen)
         wanted = {medium.sha256 for row in chosen.kept for medium in row.sequence.media if medium.sha256}
-        export = await session.fetch(self.form, **self.lengths)
         return FinishedRollout(trajectory, export, chosen, {sha256: await session.medium(sha256) for sha256 in sorted(wanted)})
 
 
 def _within(limited: Trajectory, chosen: Selection) -> Selection:
-    """Return a selection of a whole rollout as it is with limits of length.
+    """Return a selection of a whole rollout as it is with limits of length and lag.
 
     Raises:
         NothingToTrainError: no row that was kept has a trainable token within the limits.
     """
     left = {sequence.id: sequence for sequence in limited.sequences if any(sequence.loss_mask)}
     kept = [TrainingRow(limited, left[row.sequence.id]) for row in chosen.kept if row.sequence.id in left]
+    lost = [_beyond(row, limited) for row in chosen.kept if row.sequence.id not in left]
     if not kept:
-        names = ", ".join(row.sequence.id for row in chosen.kept)
-        raise NothingToTrainError(f"session {limited.session!r} has no row to train on: longer than the limits are the sequences {names}")
-    too_long = [DroppedRow(row, "lengths", "is longer than the limits") for row in chosen.kept if row.sequence.id not in left]
-    return chosen._replace(kept=kept, dropped=[*chosen.dropped, *too_long])
+        reasons = "; ".join(f"sequence {one.row.sequence.id} {one.reason}" for one in lost)
+        raise NothingToTrainError(f"session {limited.session!r} has no row to train on: {reasons}")
+    return chosen._replace(kept=kept, dropped=[*chosen.dropped, *lost])
+
+
+def _beyond(row: TrainingRow, limited: Trajectory) -> DroppedRow:
+    """Say which limit left out a row."""
+    stale = limited.figures.stale
+    if stale is not None and row.sequence.turns[0].turn in stale.turns:
+        return DroppedRow(row, "max_lag", f"lags more than {stale.max_lag} policy versions, or its lag is not known")
+    return DroppedRow(row, "lengths", "is longer than the limits")

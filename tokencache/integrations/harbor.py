@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, OutcomeError, WaitTimeoutError
+from tokencache.client import AsyncClient, AsyncSession, ClientError, NotFoundError, WaitTimeoutError
 from tokencache.core.outcome import OutcomeKind
+from tokencache.integrations.rollouts import finish_scored
 from tokencache.session_url import session_url
 
 try:
@@ -212,10 +213,14 @@ class TokencacheAgent(BaseAgent):
 def rollout_details(trajectories: Iterable[Mapping[str, Any]]) -> list[RolloutDetail]:
     """Write ATIF trajectories as Harbor's rollout details: one for each sequence, with the turns that it trains.
 
-    By Harbor's convention the first one is the main conversation, so the sequence with the most turns is first.
+    By Harbor's convention the first one is the main conversation, so the sequence with the most turns is first. Sequences with images are
+    left out: there is no place for the images, so their placeholders would be trained as text.
     """
     details = []
     for trajectory in trajectories:
+        if trajectory["extra"]["media"]:
+            log.warning("sequence %s has images, so result.json gets no token ids of it", trajectory["trajectory_id"])
+            continue
         steps = [step for step in trajectory["steps"] if "logprobs" in step.get("metrics", {})]
         if steps:
             names = ("prompt_token_ids", "completion_token_ids", "logprobs")
@@ -283,10 +288,7 @@ class TokencachePlugin(BaseJobPlugin):
         # A group has at most 200 characters.
         group, metadata, reward = f"{self._run}-{event.task_name}"[:200], {"harbor": trial}, self._scalar(rewards, event)
         failed, detail = failure_of(failure, rewarded=bool(rewards))
-        try:
-            await session.finish(reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)
-        except OutcomeError:  # a deadline passed before: that outcome stays
-            await session.finish(reward, components=rewards or None, group=group, metadata=metadata)
+        await finish_scored(session, reward, components=rewards or None, group=group, metadata=metadata, failed=failed, detail=detail)
         try:
             await session.wait(timeout=self._timeout)
         except WaitTimeoutError as error:

@@ -34,6 +34,7 @@ from tokencache.adapters import files, process
 from tokencache.adapters.load import AdapterError, load
 from tokencache.client import AsyncClient, AsyncSession, Client, ClientError, Trajectory, TurnSpan
 from tokencache.client.operations import SessionOptions
+from tokencache.core import ids
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rollouts import FailedRollout, FailedRolloutError, Rollouts, new_run
 from tokencache.integrations.rows import RowPolicy, RowsError, check_policy, choose_rows
@@ -293,9 +294,18 @@ async def _run_program(command: Sequence[str], environment: Mapping[str, str], d
 def turns_of(sequences: Iterable[TokenSequence]) -> Iterable[TrainingTurn]:
     """Yield the turns of some sequences. Each has all tokens before its completion as its prompt, so TRL joins those of a sequence.
 
-    TRL also joins two sequences if the second begins with all tokens of the first: each token keeps its mask.
+    TRL also joins two sequences if the second begins with all tokens of the first: each token keeps its mask. If the second begins with a
+    part of the first's last reply, TRL takes that for a new tokenization of the reply, and no longer trains the rest of it, which is less
+    than `fork_threshold_tokens` (1,024) long. So a turn with nothing to train is put in between, of which TRL makes no row.
     """
+    before: TokenSequence | None = None
     for sequence in sequences:
+        if before is not None and _may_overwrite(sequence, before):
+            other = int(sequence.token_ids[0] == 0)  # any token with which neither sequence begins
+            yield TrainingTurn(
+                node_id=f"{sequence.id}/", prompt_token_ids=[other], completion_token_ids=[], per_token_logps=[], loss_mask=[0]
+            )
+        before = sequence
         for span in sequence.turns:
             start, end = span.completion
             yield TrainingTurn(
@@ -307,6 +317,13 @@ def turns_of(sequences: Iterable[TokenSequence]) -> Iterable[TrainingTurn]:
                 response={"choices": [{"message": _message(span), "finish_reason": span.finish_reason}]},
                 metadata={"model": span.model, "sampling_params": span.sampling},
             )
+
+
+def _may_overwrite(sequence: TokenSequence, before: TokenSequence) -> bool:
+    """Whether a sequence begins with a part of the last reply of the one before (TRL, `_SampleBuilder.classify_token_drift`)."""
+    prompt = sequence.token_ids[: sequence.turns[0].completion[0]]
+    same = ids.common_head(ids.pack(before.token_ids), ids.pack(prompt))
+    return before.turns[-1].completion[0] <= same < len(before.token_ids)
 
 
 def _message(span: TurnSpan) -> dict[str, Any]:

@@ -39,11 +39,15 @@ from tokencache.client import (
     WaitTimeoutError,
     WrongServerError,
 )
+from tokencache.client.access import Access
 from tokencache.client.operations import SessionOptions
-from tokencache.client.session_operations import listed
+from tokencache.client.protocol import Steps
+from tokencache.client.session_operations import finish, listed
+from tokencache.client.transport import awaited, blocking
 from tokencache.core.outcome import OutcomeKind
 from tokencache.integrations.rows import NothingToTrainError
 from tokencache.trajectories.reports import GROUP_SIZE, RETRY_OF, tag_of
+from tokencache.trajectories.values import SessionState
 
 log = logging.getLogger(__name__)
 
@@ -240,8 +244,45 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
         except NothingToTrainError as error:
             return FailedRollout(session.id, UNTRAINABLE, str(error))
         if self.delete:
-            await session.delete()
+            await delete_read(session)
         return done
+
+
+async def delete_read(session: AsyncSession) -> None:
+    """Delete the session of a rollout that was read. If that fails, the session expires as all do, and the rollout is good all the same."""
+    try:
+        await session.delete()
+    except ClientError as error:
+        log.warning("session %r was read, and is not deleted: %s", session.id, error)
+
+
+def scored(
+    session: Access,
+    reward: float | None,
+    *,
+    failed: str | None,
+    detail: str,
+    components: Mapping[str, float] | None = None,
+    group: str = "",
+    metadata: Mapping[str, Any] | None = None,
+) -> Steps[SessionState]:
+    """Finish the session of a rollout that a framework has scored. An outcome that it has already stays: a deadline passed before.
+
+    If a score is refused, such as one that is not finite, the rollout has failed (`verifier`). Arguments and other errors are those of
+    `Session.finish`.
+    """
+    try:
+        return (yield from finish(session, reward, components=components, group=group, metadata=metadata, failed=failed, detail=detail))
+    except OutcomeError:
+        return (yield from finish(session, reward, components=components, group=group, metadata=metadata))
+    except (RefusedError, TypeError, ValueError) as error:
+        if reward is None and not components:
+            raise
+        failed, detail = failed or "verifier", detail or f"its reward was refused: {error}"
+    return (yield from scored(session, None, failed=failed, detail=detail, group=group, metadata=metadata))
+
+
+finish_scored, finish_scored_blocking = awaited(scored), blocking(scored)
 
 
 async def _failed(session: AsyncSession, kind: OutcomeKind, detail: str) -> FailedRollout:

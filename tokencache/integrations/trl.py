@@ -15,6 +15,7 @@ makes TRL use the recorded log probabilities. This module does not import TRL.
 import asyncio
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -34,7 +35,8 @@ class TrlRow(TypedDict):
     """One completion, as `rollout_func` returns it.
 
     `prompt_ids` are the tokens before the first sampled one, `completion_ids` all others. `logprobs` and `env_mask` have one entry for each
-    token of the completion. Reward functions receive the other members: `session` is its name, `outcome` is `ok` or what failed, and
+    token of the completion. Reward functions receive the other members: `reward` is that of the row's sequence, otherwise of the session,
+    `session` is its name, `outcome` is `ok` or what failed, and
     `tokens_left_out` the number of trainable tokens of the session that are in no row.
     """
 
@@ -111,7 +113,12 @@ class TrlRollouts:
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts. TRL calls this; the result and the errors are those of `play_all`."""
-        return asyncio.run(self.play_all(prompts, trainer))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.play_all(prompts, trainer))
+        with ThreadPoolExecutor(1) as thread:  # in a notebook, the thread of the trainer has an event loop that runs
+            return thread.submit(asyncio.run, self.play_all(prompts, trainer)).result()
 
     async def play_all(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts and return a `TrlRow` for each, as lists by name.
@@ -160,7 +167,7 @@ def row_of(trajectory: Trajectory, rows: RowPolicy) -> TrlRow:
         completion_ids=sequence.token_ids[start:],
         logprobs=sequence.logprobs[start:],
         env_mask=sequence.loss_mask[start:],
-        reward=trajectory.reward,
+        reward=trajectory.reward if sequence.reward is None else sequence.reward,
         session=trajectory.session,
         complete=trajectory.complete,
         outcome=trajectory.outcome,

@@ -19,9 +19,10 @@ import os
 
 from pydantic import model_validator
 
-from tokencache.client import AsyncClient, AsyncSession, NotFoundError, OutcomeError
+from tokencache.client import AsyncClient, AsyncSession, NotFoundError
 from tokencache.core.outcome import OutcomeKind
 from tokencache.core.turn import TurnMark
+from tokencache.integrations.rollouts import delete_read, finish_scored
 
 try:
     import verifiers.v1 as vf
@@ -90,7 +91,7 @@ class TokencacheEnv(vf.SingleAgentEnv, vf.Env[TokencacheEnvConfig]):
                     session = client.session(trace.id)
                     await record(trace, session, group=group, idle_timeout=self.config.idle_timeout)
                     if self.config.delete:
-                        await session.delete()
+                        await delete_read(session)
 
 
 async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idle_timeout: float = 60.0) -> None:
@@ -116,10 +117,7 @@ async def record(trace: vf.Trace, session: AsyncSession, *, group: str = "", idl
     failed = None if error is None else _OUTCOMES.get(error.type, OutcomeKind.HARNESS)
     detail = "" if error is None else f"{error.type}: {error.message}"
     try:
-        try:
-            await session.finish(reward, components=scored or None, group=group, failed=failed, detail=detail)
-        except OutcomeError:  # a deadline passed before: that outcome stays
-            await session.finish(reward, components=scored or None, group=group)
+        await finish_scored(session, reward, components=scored or None, group=group, failed=failed, detail=detail)
     except NotFoundError as error:
         advice = f"Start it with --session-from header:{SESSION_ID_HEADER}, and let the agent's client use it"
         raise NotFoundError(f"the proxy has no session for trace {trace.id}. {advice}", status=error.status) from error

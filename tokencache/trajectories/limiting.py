@@ -9,7 +9,7 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.session import Reward
 from tokencache.core.turn import TurnMark
 from tokencache.trajectories.lengths import LIMITS, MOST, Lengths
-from tokencache.trajectories.placeholders import TurnOrigin, with_sampled_placeholders
+from tokencache.trajectories.placeholders import TurnOrigin, are_unplaced, with_sampled_placeholders
 from tokencache.trajectories.rollout import Rollout, figures_of_sequences, weights_of, with_versions
 from tokencache.trajectories.values import ModelFigures, OverlongFigures, PlaceholderFigures, StaleFigures
 from tokencache.trajectories.versions import LagLimit
@@ -89,31 +89,39 @@ def _of_models(rollout: Rollout, selected: str, keeps: Callable[[TokenSequence],
 
 
 def without_placeholders(rollout: Rollout) -> Rollout:
-    """Leave out the sequences that no trainer can use: the model sampled a token that stands for a part of an image (`placeholders`).
+    """Let no trainer use placeholders of images for which it has no image (`placeholders`).
 
-    Weights and figures are those of the sequences that remain.
+    Sequences in which the model sampled some are left out. Those with images whose places are not known are masked: their placeholders
+    would be trained as text. Weights and figures are those of the sequences that remain.
     """
     tainted = _tainted(rollout.sequences)
     lost = [sequence for sequence in rollout.sequences if any(span.turn.id in tainted for span in sequence.turns)]
-    if not lost:
+    kept = [sequence for sequence in rollout.sequences if sequence not in lost]
+    unplaced = [one for one in kept if are_unplaced(one.media, (span.turn.marks for span in one.turns))]
+    if not (lost or unplaced):
         return rollout
     report = PlaceholderFigures(
         dropped=len(lost),
-        trainable_tokens_lost=sum(sequence.trainable for sequence in lost),
+        trainable_tokens_lost=sum(sequence.trainable for sequence in (*lost, *unplaced)),
         turns=[span.turn.id for sequence in lost for span in sequence.turns],
+        masked=len(unplaced),
     )
-    return _only(rollout, [sequence for sequence in rollout.sequences if sequence not in lost], placeholders=report)
+    return _only(rollout, [_masked(one) if one in unplaced else one for one in kept], placeholders=report)
 
 
 def without_training(rollout: Rollout) -> Rollout:
     """Let a trainer learn nothing from an invalid rollout: its tokens have mask 0, and it has no reward. A valid one stays as it is."""
     if rollout.valid:
         return rollout
-    masked = (
-        msgspec.structs.replace(one, loss_mask=[0] * len(one.token_ids), logprobs=[0.0] * len(one.token_ids)) for one in rollout.sequences
-    )
-    kept = [with_versions(one, rollout.announced) for one in masked]
-    return msgspec.structs.replace(_only(rollout, kept), reward=Reward())
+    return msgspec.structs.replace(_only(rollout, [_masked(one) for one in rollout.sequences]), reward=Reward())
+
+
+def _masked(sequence: TokenSequence) -> TokenSequence:
+    """Let nothing of a sequence be trained."""
+    size = len(sequence.token_ids)
+    mask, logprobs = [0] * size, [0.0] * size
+    none = {"versions": {}, "mixed_tokens": 0, "oldest_version": "", "newest_version": ""}
+    return msgspec.structs.replace(sequence, loss_mask=mask, logprobs=logprobs, **none)
 
 
 def _tainted(sequences: Iterable[TokenSequence]) -> set[str]:
@@ -159,11 +167,10 @@ def _only(rollout: Rollout, kept: list[TokenSequence], **reports: _Report) -> Ro
 def _limited(sequence: TokenSequence, lengths: Lengths) -> TokenSequence | None:
     """Apply limits to a sequence; `None` if it is left out."""
     allowed = lengths.allowed_end(sequence)
-    size = len(sequence.token_ids)
-    if size <= allowed:
+    if len(sequence.token_ids) <= allowed:
         return sequence
     if lengths.overlong == "mask":
-        return msgspec.structs.replace(sequence, loss_mask=[0] * size, logprobs=[0.0] * size, overlong="masked")
+        return msgspec.structs.replace(_masked(sequence), overlong="masked")
     turns = [span for span in sequence.turns if span.completion[1] <= allowed]
     end = turns[-1].completion[1] if turns else 0
     if lengths.overlong == "drop" or end <= sequence.response_start:

@@ -1,4 +1,4 @@
-"""Finds the turns whose tokens contain a placeholder of an image that the model itself sampled.
+"""Finds placeholders of images that a trainer cannot use: those that the model itself sampled, and those whose image is not known.
 
 An engine puts the embeddings of an image in the place of its placeholder tokens. If the model samples such a token as text, its id is in
 the sequence, and there is no image for it. The model code of trainers counts these ids, and refuses a row with more of them than its images
@@ -6,7 +6,7 @@ have (transformers: "image features and image tokens do not match"). So such a r
 reply as context.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sized
 from typing import NamedTuple
 
 from tokencache.core.turn import TurnMark
@@ -19,6 +19,18 @@ class TurnOrigin(NamedTuple):
     parent: str | None
     anchors: Collection[str]
     marks: Collection[str]
+
+
+def are_unplaced(media: Sized, marks: Iterable[Collection[str]]) -> bool:
+    """Whether a sequence has images or other media, and it is not known which of its tokens stand for which of them.
+
+    So it is if the engine has neither the plugin nor the route that reports the places (`docs/images.md`).
+
+    Args:
+        media: those of the sequence whose places are known.
+        marks: those of each of its turns.
+    """
+    return not media and any(TurnMark.MEDIA in one for one in marks)
 
 
 def with_sampled_placeholders(turns: Iterable[TurnOrigin]) -> set[str]:

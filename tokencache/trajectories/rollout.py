@@ -15,7 +15,7 @@ from tokencache.core.context import Context, whole_contexts
 from tokencache.core.drift import Drift, MeasuredTurn, break_points
 from tokencache.core.ids import ID_BYTES
 from tokencache.core.incidents import Incident, IncidentKind
-from tokencache.core.lineage import TokenSequence, sequences
+from tokencache.core.lineage import TokenSequence, lineages, sequences
 from tokencache.core.outcome import Outcome, OutcomeKind, outcome_of
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
@@ -108,6 +108,12 @@ def rollout(records: Records) -> Rollout:
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
+    reward = info.reward or Reward()
+    if outdated := _outdated(reward, turns):
+        named = ", ".join(f"{name} ({reward.sequences[name]:g})" for name in outdated)
+        incidents.append(IncidentKind.REWARD_OUTDATED.incident(f"sequences and their rewards: {named}", at=reward.at))
+        left = {name: value for name, value in reward.sequences.items() if name not in outdated}
+        reward = msgspec.structs.replace(reward, sequences=left)
     newest = max(reversed(turns), key=attrgetter("created"), default=None)
     return Rollout(
         session=info.id,
@@ -129,9 +135,18 @@ def rollout(records: Records) -> Rollout:
         ),
         stage=info.state,
         labels=info.labels,
-        reward=info.reward or Reward(),
+        reward=reward,
         announced=records.announced,
     )
+
+
+def _outdated(reward: Reward, turns: Sequence[Turn]) -> list[str]:
+    """Return the ids of the rewarded sequences whose last turn, when the reward was set, is now part of another sequence."""
+    if not reward.sequences:
+        return []
+    ends = {line[0].id: line[-1].id for line in lineages(turns[: reward.recorded or len(turns)])}
+    holder = {turn.id: line[0].id for line in lineages(turns) for turn in line}
+    return [name for name in reward.sequences if name not in ends or holder[ends[name]] != name]
 
 
 def with_versions(sequence: TokenSequence, announced: Sequence[Announced]) -> TokenSequence:
@@ -248,6 +263,7 @@ def figures_of(
         mixed_tokens=versions.mixed,
         oldest_version=versions.oldest,
         newest_version=versions.newest,
+        version_order=versions.order,
         drift=drift,
     )
 

@@ -14,9 +14,10 @@ from tokencache.core.experts import ExpertPart
 from tokencache.core.incidents import Incident
 from tokencache.core.media import PlacedMedia
 from tokencache.core.messages import ToolCall
-from tokencache.core.turn import Anchor, ReplyPiece, TurnMark
+from tokencache.core.turn import Anchor, ReplyPiece
 from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
+from tokencache.trajectories.placeholders import are_unplaced
 
 __all__ = [
     "AgentLabel",
@@ -209,11 +210,8 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_unplaced_media(self) -> bool:
-        """Whether it has images or other media, and it is not known which of its tokens stand for which of them.
-
-        So it is if the engine has neither the plugin nor the route that reports the places (`docs/images.md`).
-        """
-        return not self.media and any(TurnMark.MEDIA in turn.marks for turn in self.turns)
+        """Whether it has images or other media, and it is not known which of its tokens stand for which of them."""
+        return are_unplaced(self.media, (turn.marks for turn in self.turns))
 
 
 class DriftFigures(msgspec.Struct, frozen=True):
@@ -276,15 +274,18 @@ class StaleFigures(msgspec.Struct, frozen=True):
 
 
 class PlaceholderFigures(msgspec.Struct, frozen=True):
-    """What the formats of trainers leave out, because the model sampled tokens that stand for parts of images (`docs/images.md`).
+    """What the formats of trainers do not train, because of tokens that stand for parts of images (`docs/images.md`).
 
     Attributes:
-        dropped: sequences that were left out. `trainable_tokens_lost`: their trainable tokens. `turns`: ids of their turns.
+        dropped: sequences that were left out, because the model sampled such tokens. `turns`: ids of their turns.
+        masked: sequences of which nothing is trained, because the engine did not report which tokens stand for their images.
+        trainable_tokens_lost: the trainable tokens of all these.
     """
 
     dropped: int
     trainable_tokens_lost: int
     turns: list[str] = []
+    masked: int = 0
 
 
 class ModelFigures(msgspec.Struct, frozen=True):
@@ -309,16 +310,18 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         calls: model calls that produced a turn. `turns` is larger if a call had several choices.
         trainable_tokens: tokens with mask 1. `masked_tokens`: all other tokens of the sequences.
-        untrainable_tokens: masked tokens that were sampled, but were forced, have no log probabilities, or are in a sequence that is
-            too long.
+        untrainable_tokens: masked tokens that were sampled, but were forced, have no log probabilities, or are in a sequence that was
+            masked as a whole.
         matches, forgiven, incidents: number of turns for each kind of match and each applied rule; number of incidents of each kind.
         versions: number of trainable tokens of each policy version. `mixed_tokens`: trainable tokens that one of several versions sampled.
             Trainable tokens in neither have no known version.
         oldest_version, newest_version: of `versions`; `""` if there are none, or if their order is not known.
+        version_order: `versions` from the oldest to the newest; empty if their order is not known, and in older exports.
         drift: `None` if nothing was measured.
         overlong: `None` if no limit of length was requested. With one, all other figures but `drift` are of what remains.
         stale: the same for a limit of lag.
-        placeholders: the same for sequences with sampled placeholders; `None` if there are none, and in the native format, which has them.
+        placeholders: the same for sequences with placeholders of images that a trainer cannot use; `None` if there are none, and in the
+            native format, which has them.
         models: the same for sequences of other models; `None` if there are none, and in the native format unless a model was requested.
     """
 
@@ -335,6 +338,7 @@ class Figures(msgspec.Struct, frozen=True):
     mixed_tokens: int = 0
     oldest_version: str = ""
     newest_version: str = ""
+    version_order: list[str] = []
     drift: DriftFigures | None = None
     overlong: OverlongFigures | None = None
     stale: StaleFigures | None = None
@@ -566,6 +570,7 @@ class PastReward(msgspec.Struct, frozen=True, kw_only=True):
         reward: of the whole rollout; `None` if it has none. `components`: its named parts.
         turns, sequences: rewards of single turns and sequences, by id.
         at: when it was stored, as Unix time in seconds; 0 if none was stored.
+        recorded: with rewards of sequences, how many turns were recorded then; otherwise 0.
     """
 
     reward: float | None = None
@@ -573,6 +578,7 @@ class PastReward(msgspec.Struct, frozen=True, kw_only=True):
     turns: dict[str, float] = {}
     sequences: dict[str, float] = {}
     at: float = 0.0
+    recorded: int = 0
 
 
 class RewardState(PastReward, frozen=True, kw_only=True):
@@ -643,13 +649,14 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         if not self.group and self.size > 1:
             return f"{text}, and consumers take groups only"
         if self.waits_for:
-            text += f", waits for {_named(self.waits_for)} since {self.waited:.0f} s"
+            text += f", waits for {named(self.waits_for)} since {self.waited:.0f} s"
         elif self.short and self.size:
             text += f", waits since {self.waited:.0f} s, and no other session of it is open"
-        return text + (f", without a reward: {_named(self.unrewarded)}" if self.unrewarded else "")
+        return text + (f", without a reward: {named(self.unrewarded)}" if self.unrewarded else "")
 
 
-def _named(names: list[str], most: int = 8) -> str:
+def named(names: list[str], most: int = 8) -> str:
+    """Return names in words, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

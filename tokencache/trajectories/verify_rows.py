@@ -69,9 +69,10 @@ def _native(value: Mapping[str, Any]) -> CheckedRow:
 
 def _rows(rows: list[ExportedRow]) -> CheckedRow:
     checked = [
-        (_sequence(row.labels, row.tokens), not row.labels.get("valid", True))
+        (sequence, not row.labels.get("valid", True) or (sequence.has_unplaced_media and not any(sequence.loss_mask)))
         for row in rows
         if row.tokens is not None and all("completion_hash" in turn for turn in row.labels["turns"])
+        for sequence in [_sequence(row.labels, row.tokens)]
     ]
     sequences = [sequence for sequence, _ in checked]
     parts = tuple([(str(row.labels["session"]), str(row.labels.get("id", ""))) for row in rows])

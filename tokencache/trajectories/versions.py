@@ -11,7 +11,7 @@ import msgspec
 
 from tokencache.core.outcome import LatestTurn
 from tokencache.core.turn import Turn, TurnMark
-from tokencache.core.weights import MIXED, Announced, WeightSpan, lag, oldest_and_newest, read_spans
+from tokencache.core.weights import MIXED, Announced, WeightSpan, in_order, lag, read_spans
 
 
 class VersionCounts(msgspec.Struct, frozen=True):
@@ -20,13 +20,23 @@ class VersionCounts(msgspec.Struct, frozen=True):
     Attributes:
         versions: number of tokens of each version, in the order in which they were sampled first.
         mixed: number of tokens that one of several versions sampled.
-        oldest, newest: the oldest and newest of these versions; `""` if there are none, or if their order is not known.
+        order: the same versions from the oldest to the newest; empty if their order is not known.
+        oldest, newest: the first and the last of them; `""` if there are none.
     """
 
     versions: dict[str, int] = {}
     mixed: int = 0
-    oldest: str = ""
-    newest: str = ""
+    order: list[str] = []
+
+    @property
+    def oldest(self) -> str:
+        """See the attributes."""
+        return self.order[0] if self.order else ""
+
+    @property
+    def newest(self) -> str:
+        """See the attributes."""
+        return self.order[-1] if self.order else ""
 
 
 class LagLimit(msgspec.Struct, frozen=True):
@@ -64,8 +74,7 @@ def count_versions(turns: Iterable[Turn], history: Sequence[Announced] = ()) -> 
             forced = sum(max(0, min(end, span.end) - max(start, span.start)) for start, end in turn.forced)
             counts[span.version] += span.end - span.start - forced
     mixed = counts.pop(MIXED, 0)
-    oldest, newest = oldest_and_newest(counts, history)
-    return VersionCounts(dict(counts), mixed, oldest, newest)
+    return VersionCounts(dict(counts), mixed, in_order(counts, history))
 
 
 def spans_of(turn: Turn | LatestTurn) -> list[WeightSpan]:

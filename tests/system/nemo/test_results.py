@@ -56,6 +56,36 @@ async def test_results_that_are_no_measurement_finish_their_sessions_as_failed()
     ]
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "0.5", [1.0]])
+async def test_a_reward_that_is_no_finite_number_ends_its_own_rollout_only(reward):
+    results = [
+        {"_ng_rollout_id": "a", "_ng_task_index": 7, "reward": reward},
+        {"_ng_rollout_id": "b", "reward": reward, "mask_sample": True, "failure_kind": "judge", "failure_reason": "gone"},
+        {"_ng_rollout_id": "c", "reward": 1.0},
+    ]
+    async with proxied() as rig:
+        for name in "abc":
+            await rig.say(name, [user("EPISODE:demo")])
+        with Client(rig.url) as client:
+            await asyncio.to_thread(finish, client, results)
+        infos = [await rig.info(name) for name in "abc"]
+    assert [(info["outcome"], info["reward"], info["state"]) for info in infos] == [
+        ("verifier", None, "finished"),
+        ("judge", None, "finished"),
+        ("ok", 1.0, "finished"),
+    ]
+    assert (infos[0]["group"], "its reward was refused" in infos[0]["outcome_detail"], infos[1]["outcome_detail"]) == ("7", True, "gone")
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("AgentTimeout", "agenttimeout"), ("5xx", "gym-5xx"), (500, "gym-500")])
+async def test_gyms_word_for_a_failure_becomes_an_outcome(kind, outcome):
+    async with proxied() as rig:
+        await rig.say("a", [user("EPISODE:demo")])
+        with Client(rig.url) as client:
+            await asyncio.to_thread(finish, client, [{"_ng_rollout_id": "a", "mask_sample": True, "failure_kind": kind}])
+        assert (await rig.info("a"))["outcome"] == outcome
+
+
 async def test_a_result_without_a_session_is_named_after_all_others_are_finished():
     async with proxied() as rig:
         await rig.say("mine", [user("EPISODE:demo")])

@@ -49,6 +49,25 @@ def test_harbor_reads_a_failed_rollout_without_a_step_to_train_on(shape):
         assert [read.extra[name] for name in ("valid", "outcome", "session_reward")] == [False, "sandbox", None]
 
 
+def test_what_a_fork_shares_is_copied_context():
+    """Harbor's own export of training data leaves out such steps. The session that was forked has them, too."""
+    talk = Talk()
+    shared = talk.call(TASK, "Which a.py?", marks=("shared",), logprobs=[])
+    own = talk.call([*talk.history(shared), user("Mine.")], "I see.", after=shared)
+    (trajectory,) = trajectories(rollout(talk.records()))
+    read = Trajectory.model_validate(trajectory)
+    assert [(step.source, bool(step.is_copied_context)) for step in read.steps] == [
+        ("system", True),
+        ("user", True),
+        ("agent", True),
+        ("user", False),
+        ("agent", False),
+    ]
+    (last,) = [span.turn for span in rollout(talk.records()).sequences[0].turns if span.turn.id == own]
+    totals = read.final_metrics
+    assert (totals.total_prompt_tokens, totals.total_completion_tokens) == (last.prompt_tokens, last.completion_tokens)
+
+
 def masks(sequence):
     """The turn of each token of a sequence, and its mask."""
     turns = [span.turn for span in sequence.turns for _ in range(span.prompt[0], span.completion[1])]

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from tests.trajectories.rollouts import ROLLOUTS, linear
+from tests.trajectories.rollouts import ROLLOUTS, linear, thrown_away
+from tokencache.core.weights import Announced
 from tokencache.trajectories.formats.reading import read_native
 from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.lengths import Lengths
@@ -31,6 +32,20 @@ def test_how_a_reply_ended_is_known_after_a_conversion(wanted, stopped):
     talk.change(talk.turns[-1].id, finish_reason="repetition", stopped=stopped)
     made = rollout(talk.records())
     assert write(read_native(exported(made, text=True)), FORMATS[wanted]) == write(made, FORMATS[wanted])
+
+
+def test_the_order_of_named_versions_is_known_after_a_conversion_that_leaves_out_a_sequence():
+    talk = thrown_away()
+    for turn, version in zip(talk.turns, ("old", "mid", "new", "mid"), strict=True):
+        marks = ("sampled-placeholder",) if turn.id == "t1" else ()
+        span = {"version": version, "start": 0, "end": turn.completion_tokens}
+        talk.change(turn.id, versions=[span], version_source="trainer", marks=marks)
+    announced = tuple(Announced(name, n, float(n)) for n, name in enumerate(("old", "mid", "new")))
+    made = rollout(msgspec.structs.replace(talk.records(), announced=announced))
+    written = write(read_native(exported(made, text=True)), FORMATS["verl"])
+    assert written == write(made, FORMATS["verl"])
+    figures = msgspec.json.decode(written)["figures"]
+    assert (figures["placeholders"]["dropped"], figures["oldest_version"], figures["newest_version"]) == (1, "old", "new")
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)

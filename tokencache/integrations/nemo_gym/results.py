@@ -14,14 +14,16 @@ from nemo_gym.global_config import TASK_INDEX_KEY_NAME
 from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.rollout_correlation import maybe_rollout_id_from_run_body
 
-from tokencache.client import Client, NotFoundError, OutcomeError
+from tokencache.client import Client, NotFoundError
+from tokencache.integrations.rollouts import finish_scored_blocking
 
 
 def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
     """Finish the session of each result, and store its reward. The session's group is the number of the task.
 
     A result that is no measurement of the policy is finished as failed, with Gym's own word: one with `mask_sample`, and one of the file of
-    failures (`…_failures.jsonl`), unless `results` also has one of the same rollout that succeeded.
+    failures (`…_failures.jsonl`), unless `results` also has one of the same rollout that succeeded. One whose reward is no finite number is
+    finished as `verifier`.
 
     Args:
         client: of the proxy.
@@ -38,12 +40,9 @@ def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
     for name, result, failed, detail in named:
         if failed and name in succeeded:
             continue
-        session, group = client.session(name), str(result.get(TASK_INDEX_KEY_NAME, ""))
         try:
-            try:
-                session.finish(result.get("reward"), group=group, failed=failed, detail=detail)
-            except OutcomeError:  # an earlier attempt failed otherwise, or a deadline passed: that outcome stays
-                session.finish(result.get("reward"), group=group)
+            group = str(result.get(TASK_INDEX_KEY_NAME, ""))
+            finish_scored_blocking(client.session(name), result.get("reward"), group=group, failed=failed, detail=detail)
         except NotFoundError:
             missing.append(name)
     if missing:
@@ -57,4 +56,5 @@ def _failure(result: Mapping[str, Any]) -> tuple[str | None, str]:
     if not kind:
         return None, ""
     detail = result.get("failure_reason") or result.get("_ng_failure_message") or kind
-    return re.sub(r"[^a-z0-9_-]", "-", kind)[:32], str(detail)
+    word = re.sub(r"[^a-z0-9_-]", "-", str(kind).lower())
+    return (word if word[0].isalpha() else f"gym-{word}")[:32], str(detail)

@@ -12,8 +12,9 @@ An image is named by its file, `<sha256>.png`, as `tokencache media` writes it. 
 images are left out, and `wordless` names their turns.
 
 If a sequence branched off another one, or took its context from it, that context is marked `is_copied_context`. So are all replies that
-this sequence did not sample. By the format, such steps are not training data. A branch or a sub-agent is a separate trajectory, not an
-entry of `subagent_trajectories`, because the call that delegated to it is not known. `extra.parent` names its parent.
+this sequence did not sample, and what a fork shares. By the format, such steps are not training data. A branch or a sub-agent is a
+separate trajectory, not an entry of `subagent_trajectories`, because the call that delegated to it is not known. `extra.parent` names its
+parent.
 
 Source: Harbor's RFC 0001 (`rfcs/0001-trajectory-format.md`), v1.7, and its classes, harbor 0.25.0, `harbor/models/trajectories/`.
 """
@@ -27,6 +28,7 @@ import msgspec
 from tokencache.core.lineage import TokenSequence
 from tokencache.core.media import file_name
 from tokencache.core.messages import Message, ToolCall
+from tokencache.core.turn import TurnMark
 from tokencache.trajectories.formats.conversation import TurnMessages, exchanges, parts_of, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import ExportedRow, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
@@ -58,6 +60,7 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
     found = [_without_other_images(exchange, types) for exchange in exchanges(sequence, rollout.contexts)]
     missing = without_messages(found)
     turns = [exchange.turn for exchange in found]
+    own = [turn for turn in turns if TurnMark.SHARED not in turn.marks]
     steps = _steps(sequence, found, types)
     tools = tools_of(sequence, rollout.contexts)
     return {
@@ -73,8 +76,8 @@ def _trajectory(rollout: Rollout, row: Row) -> dict[str, Any]:
         "steps": steps,
         **({"notes": f"not kept: the messages before the answers of turns {', '.join(missing)}"} if missing else {}),
         "final_metrics": {
-            "total_prompt_tokens": sum(turn.prompt_tokens for turn in turns),
-            "total_completion_tokens": sum(turn.completion_tokens for turn in turns),
+            "total_prompt_tokens": sum(turn.prompt_tokens for turn in own),
+            "total_completion_tokens": sum(turn.completion_tokens for turn in own),
             "total_steps": len(steps),
         },
         "extra": {**row.labels, "wordless": missing},
@@ -90,10 +93,11 @@ def _without_other_images(exchange: TurnMessages, types: _Types) -> TurnMessages
 def _steps(sequence: TokenSequence, found: list[TurnMessages], types: _Types) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for place, exchange in enumerate(found):
-        copied = not place and sequence.parent is not None
+        shared = TurnMark.SHARED in exchange.turn.marks
+        copied = shared or (not place and sequence.parent is not None)
         for message in exchange.messages or ():
             _add_message(steps, message, _content(message, types), copied=copied)
-        steps.append(_sampled_step(sequence, exchange))
+        steps.append(_sampled_step(sequence, exchange) | ({"is_copied_context": True} if shared else {}))
     return [{"step_id": place, **step} for place, step in enumerate(steps, 1)]
 
 

@@ -14,6 +14,7 @@ from tokencache.core.messages import Message
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Turn
+from tokencache.core.weights import Announced
 from tokencache.trajectories.rollout import Rollout
 from tokencache.trajectories.values import Sequence, Trajectory, TurnRequest, TurnSpan
 
@@ -50,6 +51,7 @@ def read_native(value: Mapping[str, Any]) -> Rollout:
             {turn.turn: turn.reward for turn in spans if turn.reward is not None},
             {sequence.id: sequence.reward for sequence in trajectory.sequences if sequence.reward is not None},
         ),
+        announced=[Announced(name, 0, 0.0) for name in trajectory.figures.version_order],
     )
 
 

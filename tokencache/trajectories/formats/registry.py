@@ -70,23 +70,12 @@ FORMATS: dict[str, Format] = {
             member="responses_create_params",
             read=read_nemo_gym,
         ),
-        Format(
-            "verifiers",
-            "verifiers: Trace, a branch for each sequence",
-            verifiers,
-            "",
-            reads_contexts=True,
-            member="nodes",
-            read=read_verifiers,
-        ),
-        Format(
-            "prime-rl",
-            "prime-rl: trains on the Trace of verifiers",
-            verifiers,
-            "",
-            reads_contexts=True,
-            member="nodes",
-            read=read_verifiers,
+        *(
+            Format(name, title, verifiers, "", reads_contexts=True, member="nodes", read=read_verifiers)
+            for name, title in (
+                ("verifiers", "verifiers: Trace, a branch for each sequence"),
+                ("prime-rl", "prime-rl: trains on the Trace of verifiers"),
+            )
         ),
         Format(
             "atif", "Harbor: Agent Trajectory Interchange Format", atif, "trajectories", reads_contexts=True, member="steps", read=read_atif
