@@ -67,6 +67,29 @@ async def test_a_call_of_a_proxy_that_died_does_not_keep_a_session_from_being_se
     assert (found["complete"], [incident["kind"] for incident in found["incidents"]]) == (False, ["replica-lost"])
 
 
+class LosesTurns(MemoryStore):
+    """A store that has lost the newest turn of each session, or its tokens."""
+
+    async def turns(self, session):
+        return (await super().turns(session))[:-1]
+
+
+class LosesTokens(MemoryStore):
+    """A store that has lost the tokens of the turns."""
+
+    async def tokens(self, session, turns):
+        raise KeyError(turns[0])
+
+
+@pytest.mark.parametrize("store", [LosesTurns, LosesTokens])
+async def test_a_session_with_lost_records_is_exported_as_torn(rig, store):
+    await say(rig)
+    rig.store.__class__ = store
+    _, trajectory = await call(rig, "GET", f"{SESSIONS}/s/trajectories")
+    assert not trajectory["complete"]
+    assert [incident["kind"] for incident in trajectory["incidents"]] == ["torn-record"]
+
+
 class InFlight:
     """A call that the engine does not answer, while the context is open."""
 

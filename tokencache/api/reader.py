@@ -54,14 +54,20 @@ class SessionReader:
         """
         turns = await self._store.turns(info.id)
         names = [turn.id for turn in turns]
-        if len(turns) < info.turns:
-            raise no_session(info.id)
+        torn = len(turns) < info.turns
         try:
             tokens = await self._store.tokens(info.id, names) if turns else {}
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
         except KeyError:
-            raise no_session(info.id) from None
+            torn, tokens, packed = True, {}, {}
+        if torn and await self._is_gone(info):
+            raise no_session(info.id)
         return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id), announced=self.announced)
+
+    async def _is_gone(self, info: SessionInfo) -> bool:
+        """Whether a session was deleted, and perhaps created again."""
+        now = await self._store.session(info.id)
+        return now is None or now.epoch != info.epoch
 
 
 def state_object(info: SessionInfo, owed: Sequence[Incident]) -> dict[str, Any]:

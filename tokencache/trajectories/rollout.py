@@ -104,7 +104,7 @@ def rollout(records: Records) -> Rollout:
     built: list[TokenSequence] = []
     contexts: dict[str, Context] = {}
     try:
-        built = [with_versions(sequence, records.announced) for sequence in sequences(turns, records.tokens)]
+        built = _sequences(records)
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
@@ -138,6 +138,18 @@ def rollout(records: Records) -> Rollout:
         reward=reward,
         announced=records.announced,
     )
+
+
+def _sequences(records: Records) -> list[TokenSequence]:
+    """Build the sequences of a session.
+
+    Raises:
+        KeyError, ValueError: the records are torn.
+    """
+    turns, recorded = records.turns, records.info.turns
+    if len(turns) < recorded:
+        raise ValueError(f"{len(turns)} of {recorded} turns are there")
+    return [with_versions(sequence, records.announced) for sequence in sequences(turns, records.tokens)]
 
 
 def _outdated(reward: Reward, turns: Sequence[Turn]) -> list[str]:
