@@ -109,6 +109,7 @@ CAUSES: Mapping[str, FailureCause] = MappingProxyType(
         IncidentKind.BUDGET_SPENT: FailureCause(OutcomeKind.BUDGET, lasting=True),
         IncidentKind.ENGINE_REFUSED: FailureCause(OutcomeKind.ENGINE, only_faults=True),
         IncidentKind.UPSTREAM_DOWN: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.REQUEST_NOT_READ: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.UPSTREAM_BROKE: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),

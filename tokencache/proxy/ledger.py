@@ -50,6 +50,7 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_LOST = "the store failed; the turn of this call may not be recorded"
 _NONE: Mapping[str, bytes] = MappingProxyType({})
 _MOST_UNANSWERED = 4096
 """Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
@@ -122,10 +123,11 @@ class Backlog:
         With `call` they are those of a call that has ended, and its end is kept with them. `epoch` is `""` if the store did not answer when
         the call began, and may have opened it.
         """
-        waiting = self._waiting.setdefault(session, [])
-        added = [_Unsaved(incidents, epoch, call if epoch else "")] if incidents or epoch or not call else []
-        if newest and _replaced(waiting, incidents[0]):
-            added = []
+        waiting, added = self._waiting.setdefault(session, []), list[_Unsaved]()
+        if epoch:
+            added.append(_Unsaved(incidents, epoch, call))
+        elif incidents and not (newest and _replaced(waiting, incidents[0])):
+            added.append(_Unsaved(incidents))
         if call and not epoch and len(waiting) < _MOST_UNANSWERED:
             added.append(_Unsaved((), call=call))
         waiting += added
@@ -234,19 +236,17 @@ class Ledger:
         Args:
             store: the store.
             prefixes: the cached prefixes of its turns.
+            placement: the tokens that sessions hold on each engine.
             strict: whether a store error fails the call.
             experts: writes routed experts; `None` if they are not kept.
             max_media_bytes: how many bytes of images and other media are stored in a session.
-            placement: the tokens that sessions hold on each engine.
             rebound: returns what the record of a session names after a turn, from what it named and the engine of the turn; `""` to leave
                 it. `None`: it names no engine.
             ended: is called once with each session that ends.
         """
-        self.store, self.prefixes = store, prefixes
-        self.placement = placement or Placement()
+        self.store, self.prefixes, self.placement = store, prefixes, placement or Placement()
         self._rebound, self._ended_session = rebound, ended
-        self.replica = secrets.token_hex(8)
-        self.changed = Wakeup()
+        self.replica, self.changed = secrets.token_hex(8), Wakeup()
         self._strict = strict
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
@@ -407,6 +407,17 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
+    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
+        """Add an incident for a call that was refused before it began: nothing was sampled. None if the session accepts no calls."""
+        incident = kind.incident(detail, at=time.time(), hole=False)
+        _count([incident])
+        try:
+            info = await self.store.session(session)
+            if info is None or info.state is SessionStage.OPEN:
+                await self.store.add_incidents(session, [incident])
+        except StoreError:  # the call is refused in any case
+            self._backlog.add(session, [incident], newest=not self._refused.count(session))
+
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
         return msgspec.structs.replace(facts, experts=await self._experts.keep(facts)) if self._experts is not None else facts
@@ -492,8 +503,7 @@ class Ledger:
 
     def _lose(self, session: str, epoch: str, call: str, incidents: Sequence[Incident]) -> None:
         """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
-        detail = "the store failed; the turn of this call may not be recorded"
-        lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
+        lost = IncidentKind.STORE_ERROR.incident(_LOST, call=call, at=time.time())
         _count([lost])
         self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call)
 
