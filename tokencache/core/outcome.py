@@ -12,7 +12,8 @@ What was given decides. Otherwise the first of these that holds:
 2. The newest of the other incidents in `CAUSES`, if no later turn began, and no later call received the recorded reply of the newest turn:
    the harness gave up. A call that waited for that reply may have begun before: it makes up only for incidents of the turn's own call.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
-   evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry.
+   evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry. A
+   client that leaves such a call before an engine took or refused it has no incident.
 4. The session is over, and has no turn: its harness made no call.
 """
 

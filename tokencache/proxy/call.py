@@ -89,11 +89,15 @@ class CallRequest(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
+    """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order.
+
+    `left`: the client left meanwhile, and there are such turns.
+    """
 
     epoch: str = ""
     duplicate: OpenCall | None = None
     earlier: tuple[Turn, ...] = ()
+    left: bool = False
 
 
 class CallAttempt:
@@ -148,7 +152,8 @@ class CallAttempt:
                     await self._store(self._write_turns(TurnMark.ABORTED, CLIENT_LEFT))
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    await self.close([self._call.left("the client left before an engine took the call")])
+                    late = self._sample.of_answered and self.engine.state is RequestState.IDLE  # the network delivered it after its retry
+                    await self.close([] if late else [self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()
@@ -165,7 +170,7 @@ class CallAttempt:
         Raises:
             SessionSealedError: the session is sealed. Other errors of `Store.begin` are raised too.
             StoreError: the store failed and the policy is strict.
-            CancelledError: the client left meanwhile.
+            CancelledError: the client left meanwhile, and no equal call is recorded.
         """
         keys = keys_wanted(self._call.chat)
         first = [request_key(self._call.fingerprint)] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
@@ -184,12 +189,11 @@ class CallAttempt:
         found = msgspec.structs.replace(begun, hits=begun.hits[len(first) :]) if begun is not None and opened else None
         self._begun = msgspec.structs.replace(found, hits=[]) if found is not None else None
         self._dispatch = Dispatch(self._call, self._exchange, self._services, keys, found, request=self.engine)
-        if self.client.state is ClientState.LEFT:
+        hits, left = begun.hits[0] if begun is not None and first else (), self.client.state is ClientState.LEFT
+        if left and not hits:
             raise asyncio.CancelledError
-        if begun is None:
-            return Opening()
-        earlier = begun.hits[0] if first else ()
-        return Opening(begun.epoch, begun.duplicate, tuple([hit.turn for hit in earlier]) if earlier else ())
+        earlier = tuple([hit.turn for hit in hits]) if hits else ()
+        return Opening(begun.epoch, begun.duplicate, earlier, left) if begun is not None else Opening()
 
     async def close(self, incidents: Sequence[Incident] = ()) -> None:
         """End a call without a turn.
