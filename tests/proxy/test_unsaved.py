@@ -99,3 +99,28 @@ async def test_a_session_that_cannot_be_read_does_not_keep_others_from_being_sav
 
         await until(noted)
         store.begin, store.session = begin, session
+
+
+async def test_a_session_that_cannot_be_read_does_not_keep_others_from_being_saved_at_the_end():
+    class Damaged(MemoryStore):
+        damaged = frozenset()
+
+        async def settle(self, session, *args):
+            if session in self.damaged:
+                raise StoreError(f"the data of session {session} is damaged")
+            await super().settle(session, *args)
+
+        async def commit(self, *_, **__):
+            raise StoreError("slow")
+
+    store, names = Damaged(), ["a", "s", "b"]
+    async with proxied(store=store) as rig:
+        store.damaged = frozenset(names)
+        for name in names:
+            assert (await rig.post(name, messages=[user("EPISODE:talk")]))[0] == 200
+        store.damaged = frozenset({"a", "b"})
+        backlog = rig.proxy.ledger._backlog
+        await backlog.close()
+        assert sorted(backlog._waiting) == ["a", "b"]
+        info = await store.session("s")
+        assert ([one.kind for one in info.incidents], info.open_calls) == (["store-error"], ())

@@ -143,17 +143,16 @@ class Backlog:
         """Try once more to save incidents, and log which are lost."""
         if self._task is not None:
             await end(self._task)
-        try:
-            await self._save()
-        except StoreError as why:
-            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), why)  # noqa: TRY400
+        found = await asyncio.gather(*[self._save_session(*one) for one in self._waiting.items()], return_exceptions=True)
+        if failed := [why for why in found if isinstance(why, Exception)]:
+            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), failed[0])
             for session in sorted(self._waiting):
                 incidents = self.of(session)
                 kinds = Counter(incident.kind for incident in incidents)
                 listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
                 wrong = any(incident.hole for incident in incidents)
                 effect = "so its `complete` flag may be WRONG" if wrong else "its `complete` flag is not affected"
-                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
+                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)
 
     async def _try_to_save(self) -> None:
         with contextlib.suppress(StoreError):
@@ -161,18 +160,21 @@ class Backlog:
 
     async def _save(self) -> None:
         for session, waiting in list(self._waiting.items()):
-            while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
-                unsaved = waiting[0]
-                try:
-                    await self._write(session, unsaved)
-                except StoreError:
-                    if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
-                        self._waiting[session] = self._waiting.pop(session)
-                    raise
-                if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
-                    metrics.UNSAVED.dec(waiting.pop(0).number)
-                    if not waiting:
-                        del self._waiting[session]
+            try:
+                await self._save_session(session, waiting)
+            except StoreError:
+                if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
+                    self._waiting[session] = self._waiting.pop(session)
+                raise
+
+    async def _save_session(self, session: str, waiting: list[_Unsaved]) -> None:
+        while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
+            unsaved = waiting[0]
+            await self._write(session, unsaved)
+            if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
+                metrics.UNSAVED.dec(waiting.pop(0).number)
+                if not waiting:
+                    del self._waiting[session]
 
     async def _write(self, session: str, unsaved: _Unsaved) -> None:
         """Save incidents, and the end of a call together with its own, so that the session never looks complete in between."""
