@@ -413,6 +413,29 @@ async def test_an_answered_call_that_arrives_once_more_is_no_failure(rig, header
     assert len(rig.ground_truth()) == 1
 
 
+@pytest.mark.parametrize("left", [True, False])
+async def test_an_engine_that_refuses_an_answered_call_once_more_is_a_failure_if_a_client_waits(rig, left):
+    said(await send(rig))
+    rig.engine.faults.append(Fault.answer(500, "down"))
+    send_to_engine, reached, go = rig.proxy.upstream.send, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args, **more):
+        reached.set()
+        await go.wait()
+        return await send_to_engine(*args, **more)
+
+    rig.proxy.upstream.send = slow
+    second = asyncio.create_task(send(rig))
+    await reached.wait()
+    if left:
+        second.cancel()
+        await until(lambda: rig.proxy._calls._orphans)
+    go.set()
+    await asyncio.gather(second, return_exceptions=True)
+    await settled(rig)
+    assert (await incidents(rig), (await rig.info())["outcome"]) == (({}, "ok") if left else ({"engine-refused": 1}, "engine"))
+
+
 @pytest.mark.parametrize(("answered", "refused", "outcome"), [(True, False, "ok"), (True, True, "harness"), (False, False, "harness")])
 async def test_a_client_that_left_before_an_engine_took_its_second_sample(monkeypatch, answered, refused, outcome):
     """That is no failure unless an engine had refused the call, or the first one was not answered either."""

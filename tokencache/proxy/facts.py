@@ -119,7 +119,7 @@ class RequestSample(NamedTuple):
 
     @property
     def of_answered(self) -> bool:
-        """Whether a client received the reply of an equal call."""
+        """Whether a client received the reply of an equal call: this one may be late, as the network may deliver a call after its retry."""
         return self.second and not self.never_answered
 
 
