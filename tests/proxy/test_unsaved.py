@@ -5,6 +5,7 @@ import pytest
 from tests.proxy.kit import proxied, user
 from tests.support.waiting import until
 from tokencache.store.base import StoreError
+from tokencache.store.file import FileStore
 from tokencache.store.memory import MemoryStore
 
 
@@ -124,3 +125,28 @@ async def test_a_session_that_cannot_be_read_does_not_keep_others_from_being_sav
         assert sorted(backlog._waiting) == ["a", "b"]
         info = await store.session("s")
         assert ([one.kind for one in info.incidents], info.open_calls) == (["store-error"], ())
+
+
+@pytest.mark.parametrize("policy", ["relay", "fail"])
+@pytest.mark.parametrize("name", ["memory", "file"])
+async def test_a_turn_that_was_stored_although_the_answer_was_lost_is_no_hole(monkeypatch, tmp_path, policy, name):
+    """Under the strict policy no client received it: its harness has failed unless it comes back."""
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+    store = MemoryStore() if name == "memory" else FileStore(f"file:{tmp_path}/sessions.db")
+    async with proxied(store=store, on_store_error=policy) as rig:
+        commit = store.commit
+
+        async def lost(*args, **more):
+            store.commit = commit
+            await commit(*args, **more)
+            raise StoreError("no answer")
+
+        store.commit = lost
+        asked = [user("EPISODE:talk")]
+        status, _ = await rig.post("s", messages=asked)
+        await rig.proxy.ledger.settled()
+        info = await rig.info()
+        assert (info["complete"], info["turns"], info["open_calls"]) == (True, 1, [])
+        assert (status, info["outcome"], len(info["incidents"])) == ((200, "ok", 0) if policy == "relay" else (503, "store", 1))
+        await rig.say("s", asked)
+        assert (await rig.info())["outcome"] == "ok"

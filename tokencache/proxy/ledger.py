@@ -50,6 +50,7 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_REFUSED = "the store failed when the call began, and it was refused; nothing was sampled"
 _LOST = "the store failed; the turn of this call may not be recorded"
 _NONE: Mapping[str, bytes] = MappingProxyType({})
 _MOST_UNANSWERED = 4096
@@ -86,11 +87,13 @@ class _Unsaved(NamedTuple):
         incidents: the incidents.
         epoch: the session's epoch when the call began; `""` if that is not known.
         call: id of the call that has ended; `""` if none has.
+        if_stored: what is saved in place of `incidents` if the call has turns: the store wrote them, and its answer was lost.
     """
 
     incidents: Sequence[Incident]
     epoch: str = ""
     call: str = ""
+    if_stored: Sequence[Incident] | None = None
 
     @property
     def number(self) -> int:
@@ -117,15 +120,24 @@ class Backlog:
         """The task that saves, while there is one."""
         return {self._task} if self._task is not None and not self._task.done() else set()
 
-    def add(self, session: str, incidents: Sequence[Incident], *, epoch: str = "", call: str = "", newest: bool = False) -> None:
+    def add(
+        self,
+        session: str,
+        incidents: Sequence[Incident],
+        *,
+        epoch: str = "",
+        call: str = "",
+        if_stored: Sequence[Incident] | None = None,
+        newest: bool = False,
+    ) -> None:
         """Keep the incidents of a session until they are saved; with `newest`, one in place of the last of its kind that waits.
 
         With `call` they are those of a call that has ended, and its end is kept with them. `epoch` is `""` if the store did not answer when
-        the call began, and may have opened it.
+        the call began, and may have opened it. `if_stored`: see `_Unsaved`.
         """
         waiting, added = self._waiting.setdefault(session, []), list[_Unsaved]()
         if epoch:
-            added.append(_Unsaved(incidents, epoch, call))
+            added.append(_Unsaved(incidents, epoch, call, if_stored))
         elif incidents and not (newest and _replaced(waiting, incidents[0])):
             added.append(_Unsaved(incidents))
         if call and not epoch and len(waiting) < _MOST_UNANSWERED:
@@ -178,6 +190,8 @@ class Backlog:
 
     async def _write(self, session: str, unsaved: _Unsaved) -> None:
         """Save incidents, and the end of a call together with its own, so that the session never looks complete in between."""
+        if unsaved.if_stored is not None and await self._has_turns(session, unsaved.call):
+            unsaved = unsaved._replace(incidents=unsaved.if_stored)
         try:
             if unsaved.epoch:
                 await self._store.settle(session, unsaved.epoch, unsaved.call, unsaved.incidents)
@@ -190,6 +204,12 @@ class Backlog:
                 await self._store.add_incidents(session, unsaved.incidents)
         if unsaved.call:
             self._changed.notify()
+
+    async def _has_turns(self, session: str, call: str) -> bool:
+        try:
+            return any(turn.call == call for turn in await self._store.turns(session))
+        except (StoreError, KeyError, ValueError):  # as far as is known, it has none
+            return False
 
     async def _close_unanswered(self, session: str, call: str) -> None:
         info = await self._store.session(session)
@@ -274,8 +294,7 @@ class Ledger:
             raise
         except StoreError as why:
             if self._strict:
-                detail = "the store failed when the call began, and it was refused; nothing was sampled"
-                refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
+                refused = IncidentKind.STORE_ERROR.incident(_REFUSED, call=call, at=time.time(), hole=False)
                 self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
             self._failed("begin", session, call, why)
             return None
@@ -507,7 +526,8 @@ class Ledger:
         """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
         lost = IncidentKind.STORE_ERROR.incident(_LOST, call=call, at=time.time())
         _count([lost])
-        self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call)
+        stored = [msgspec.structs.replace(lost, hole=False)] if self._strict else []  # no client has received the reply
+        self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call, if_stored=stored)
 
 
 async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None:
