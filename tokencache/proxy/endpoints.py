@@ -149,10 +149,18 @@ class Endpoints:
             except TokencacheError as why:
                 if call is None:
                     if isinstance(why, MemoryFullError) and dialect is not None:
-                        await self._note_refusal(request, session, why)
+                        await self.note_refusal(request, session, why)
                     raise
                 return await self._give_up(call, why)
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
+
+    async def note_refusal(self, request: web.Request, session: str, why: EngineError | MemoryFullError | StoreError) -> None:
+        """Add an incident for a call that was refused before it began."""
+        kind = IncidentKind.STORE_ERROR if isinstance(why, StoreError) else IncidentKind.UPSTREAM_DOWN
+        if isinstance(why, MemoryFullError):
+            kind = IncidentKind.REQUEST_NOT_READ
+        if request.method == "POST":
+            await self._ledger.note_refused_call(session, kind, str(why))
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.
@@ -207,7 +215,7 @@ class Endpoints:
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
                 call.replaced = self._pin(asked, call)
         except (EngineError, StoreError) as why:
-            await self._note_refusal(asked.request, asked.session, why)
+            await self.note_refusal(asked.request, asked.session, why)
             raise
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
@@ -243,14 +251,6 @@ class Endpoints:
         response = Response(asked.request, call, exchange, asked.holding, encoder_for)
         fingerprint = fingerprint_of(self._options.retries, asked.path, asked.request.headers, request.body, asked.harness)
         return _Call(CallRequest(asked.session, call, response, fingerprint.digest, asked.settings.digest), fingerprint, asked.route)
-
-    async def _note_refusal(self, request: web.Request, session: str, why: EngineError | MemoryFullError | StoreError) -> None:
-        """Add an incident for a call that was refused before it began."""
-        kind = IncidentKind.STORE_ERROR if isinstance(why, StoreError) else IncidentKind.UPSTREAM_DOWN
-        if isinstance(why, MemoryFullError):
-            kind = IncidentKind.REQUEST_NOT_READ
-        if request.method == "POST":
-            await self._ledger.note_refused_call(session, kind, str(why))
 
     async def _read(self, asked: SessionRequest, request: DialectRequest, parsed: ParsedCall | TokenCount, known_as: str) -> ChatCall:
         """Read a call. If the template accepts no later system messages, they may become reminders.
