@@ -142,10 +142,11 @@ class Endpoints:
                 del asked  # what this frame names, it keeps for as long as a stream
                 return await self._calls.serve(call.request, call.fingerprint, settings.budget.over(self._options.budget))
             except SettingsChangedError as changed:
+                await self._settings.learn(session, origin, changed.settings)
                 if call is not None and not may_answer_with_status(call.response.client.state):
                     message = "the call was given up: this replica did not know its session's settings; repeat it"
+                    await self._ledger.note_refused_call(session, IncidentKind.INTERNAL_ERROR, message)
                     return await call.response.fail(HTTPStatus.SERVICE_UNAVAILABLE, message)
-                await self._settings.learn(session, origin, changed.settings)
             except TokencacheError as why:
                 if call is None:
                     if isinstance(why, MemoryFullError) and dialect is not None:
