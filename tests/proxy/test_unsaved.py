@@ -1,5 +1,7 @@
 """The store fails at the end of a call: until the trainer can see what is missing, the call stays open, so no trainer takes the session."""
 
+import asyncio
+
 import pytest
 
 from tests.proxy.kit import proxied, user
@@ -150,3 +152,31 @@ async def test_a_turn_that_was_stored_although_the_answer_was_lost_is_no_hole(mo
         assert (status, info["outcome"], len(info["incidents"])) == ((200, "ok", 0) if policy == "relay" else (503, "store", 1))
         await rig.say("s", asked)
         assert (await rig.info())["outcome"] == "ok"
+
+
+async def test_a_call_that_the_store_did_not_open_does_not_mark_a_session_that_is_created_again():
+    async with proxied() as rig:
+        begin, send, reached, go = rig.store.begin, rig.proxy.upstream.send, asyncio.Event(), asyncio.Event()
+
+        async def fails(*_, **__):
+            rig.store.begin = begin
+            raise StoreError("slow")
+
+        async def slow(*args, **more):
+            reached.set()
+            await go.wait()
+            return await send(*args, **more)
+
+        rig.store.begin, rig.proxy.upstream.send = fails, slow
+        call = asyncio.create_task(rig.post("s", messages=[user("EPISODE:talk")]))
+        await reached.wait()
+        async with rig.http.delete(f"{rig.url}/tokencache/v1/sessions/s?reuse=true") as answer:
+            assert answer.status == 200
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions", json={"session": "s"}) as answer:
+            assert answer.status == 201
+        go.set()
+        assert (await call)[0] == 200
+        await rig.proxy.ledger.settled()
+        info = await rig.info()
+        assert (info["complete"], info["incidents"]) == (True, [])
+        assert not rig.proxy.ledger._backlog._unopened

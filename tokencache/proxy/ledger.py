@@ -109,6 +109,7 @@ class Backlog:
     def __init__(self, store: Store, changed: Wakeup) -> None:
         self._store, self._changed = store, changed
         self._waiting: dict[str, list[_Unsaved]] = {}  # by session
+        self._unopened: dict[str, set[str]] = {}  # by session: calls that the store did not confirm to have opened, and that have not ended
         self._task: asyncio.Task[None] | None = None
 
     def of(self, session: str) -> list[Incident]:
@@ -133,8 +134,10 @@ class Backlog:
         """Keep the incidents of a session until they are saved; with `newest`, one in place of the last of its kind that waits.
 
         With `call` they are those of a call that has ended, and its end is kept with them. `epoch` is `""` if the store did not answer when
-        the call began, and may have opened it. `if_stored`: see `_Unsaved`.
+        the call began (`begin_unopened`), and may have opened it. `if_stored`: see `_Unsaved`.
         """
+        if call and not epoch and not self._end_unopened(session, call):
+            return
         waiting, added = self._waiting.setdefault(session, []), list[_Unsaved]()
         if epoch:
             added.append(_Unsaved(incidents, epoch, call, if_stored))
@@ -147,8 +150,22 @@ class Backlog:
         if not self.saving:
             self._task = asyncio.create_task(repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._waiting)))
 
+    def begin_unopened(self, session: str, call: str) -> None:
+        """Note a call that the store did not confirm to have opened, until it ends (`add`)."""
+        self._unopened.setdefault(session, set()).add(call)
+
+    def _end_unopened(self, session: str, call: str) -> bool:
+        """Forget such a call; false if its session was deleted meanwhile."""
+        calls = self._unopened.get(session, set())
+        known = call in calls
+        calls.discard(call)
+        if not calls:
+            self._unopened.pop(session, None)
+        return known
+
     def forget(self, session: str) -> None:
         """Forget a session that was deleted: one that is created again under its name must not get its incidents."""
+        self._unopened.pop(session, None)
         metrics.UNSAVED.dec(sum(one.number for one in self._waiting.pop(session, ())))
 
     async def close(self) -> None:
@@ -268,8 +285,7 @@ class Ledger:
         """
         self.store, self.prefixes, self.placement = store, prefixes, placement or Placement()
         self._rebound, self._ended_session = rebound, ended
-        self.replica, self.changed = secrets.token_hex(8), Wakeup()
-        self._strict = strict
+        self.replica, self.changed, self._strict = secrets.token_hex(8), Wakeup(), strict
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self.over_budget, self._late, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
@@ -293,6 +309,7 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
+            self._backlog.begin_unopened(session, call)
             if self._strict:
                 refused = IncidentKind.STORE_ERROR.incident(_REFUSED, call=call, at=time.time(), hole=False)
                 self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
@@ -431,10 +448,10 @@ class Ledger:
     async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
         """Add an incident for a call that was refused before it began: nothing was sampled. None if the session accepts no calls."""
         incident = kind.incident(detail, at=time.time(), hole=False)
-        _count([incident])
         try:
             info = await self.store.session(session)
             if info is None or info.state is SessionStage.OPEN:
+                _count([incident])
                 await self.store.add_incidents(session, [incident])
         except StoreError:  # the call is refused in any case
             self._backlog.add(session, [incident], newest=not self._refused.count(session))
