@@ -61,6 +61,24 @@ def test_a_call_that_was_answered_before_is_no_failure_if_nobody_received_its_se
     assert outcome(latest=LatestTurn("t7", marks=("second-sample", "unanswered"), created=100.0)).ok
 
 
+AGAIN = ("second-sample", "unanswered")
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "marks", "wanted"),
+    [
+        (IncidentKind.ENGINE_ABORTED, "k7", AGAIN, "ok"),
+        (IncidentKind.ENGINE_ABORTED, "k7", (*AGAIN, "never-answered"), "engine"),
+        (IncidentKind.ENGINE_ABORTED, "k7", AGAIN[:1], "engine"),
+        (IncidentKind.ENGINE_ABORTED, "k8", AGAIN, "engine"),
+        (IncidentKind.CLIENT_GONE, "k7", AGAIN, "harness"),
+    ],
+)
+def test_a_failure_of_the_engine_in_a_second_sample_whose_client_left_is_none(kind, call, marks, wanted):
+    """A client that left a retry of it shows that somebody waited."""
+    assert outcome(incident(kind, call=call), latest=LatestTurn("t7", call="k7", marks=marks, created=100.0)).kind == wanted
+
+
 def test_a_second_sample_of_a_call_that_was_never_answered_is_no_excuse():
     assert outcome(latest=LatestTurn("t7", marks=("second-sample", "unanswered", "never-answered"), created=100.0)).kind == "harness"
 

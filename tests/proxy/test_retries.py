@@ -13,8 +13,10 @@ from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
+from tokencache.errors import EngineError
 from tokencache.proxy.dedup import in_flight
 from tokencache.proxy.dedup.fingerprint import fingerprint_of
+from tokencache.proxy.dispatch import Dispatch
 from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
@@ -383,18 +385,22 @@ async def test_a_harness_that_left_its_retry_and_came_back_once_more(rig):
     assert (info["outcome"], info["turns"]) == ("ok", 1)
 
 
-@pytest.mark.parametrize(("headers", "outcome"), [({}, "harness"), (RETRY, "ok")], ids=["bare", "marked"])
-async def test_a_client_that_left_while_an_answered_call_was_looked_up(rig, headers, outcome):
-    """A bare request would have been another sample; a marked one would have got the reply that was received already."""
+@pytest.mark.parametrize("name", ["begin", "delete_document", "documents"])
+@pytest.mark.parametrize("headers", [{}, FIRST, RETRY], ids=["bare", "first", "marked"])
+async def test_an_answered_call_that_arrives_once_more_is_no_failure(rig, headers, name):
+    """Its client has left long ago: the network delivered it after its retry."""
     said(await send(rig))
-    held, reached, operation = asyncio.Event(), asyncio.Event(), rig.store.delete_document
+    if name == "documents":
+        rig.proxy._calls._policy = "marked"
+    held, reached, operation = asyncio.Event(), asyncio.Event(), getattr(rig.store, name)
 
-    async def slow(*args):
+    async def slow(*args, **more):
+        found = await operation(*args, **more)
         reached.set()
         await held.wait()
-        return await operation(*args)
+        return found
 
-    rig.store.delete_document = slow
+    setattr(rig.store, name, slow)
     second = asyncio.create_task(send(rig, **headers))
     await reached.wait()
     second.cancel()
@@ -403,9 +409,55 @@ async def test_a_client_that_left_while_an_answered_call_was_looked_up(rig, head
     held.set()
     await settled(rig)
     await rig.proxy.ledger.settled()
-    assert await incidents(rig) == ({"client-gone": 1} if outcome == "harness" else {})
-    assert (await rig.info())["outcome"] == outcome
+    assert (await incidents(rig), (await rig.info())["outcome"]) == ({}, "ok")
     assert len(rig.ground_truth()) == 1
+
+
+@pytest.mark.parametrize("left", [True, False])
+async def test_an_engine_that_refuses_an_answered_call_once_more_is_a_failure_if_a_client_waits(rig, left):
+    said(await send(rig))
+    rig.engine.faults.append(Fault.answer(500, "down"))
+    send_to_engine, reached, go = rig.proxy.upstream.send, asyncio.Event(), asyncio.Event()
+
+    async def slow(*args, **more):
+        reached.set()
+        await go.wait()
+        return await send_to_engine(*args, **more)
+
+    rig.proxy.upstream.send = slow
+    second = asyncio.create_task(send(rig))
+    await reached.wait()
+    if left:
+        second.cancel()
+        await until(lambda: rig.proxy._calls._orphans)
+    go.set()
+    await asyncio.gather(second, return_exceptions=True)
+    await settled(rig)
+    assert (await incidents(rig), (await rig.info())["outcome"]) == (({}, "ok") if left else ({"engine-refused": 1}, "engine"))
+
+
+@pytest.mark.parametrize(("answered", "refused", "outcome"), [(True, False, "ok"), (True, True, "harness"), (False, False, "harness")])
+async def test_a_client_that_left_before_an_engine_took_its_second_sample(monkeypatch, answered, refused, outcome):
+    """That is no failure unless an engine had refused the call, or the first one was not answered either."""
+    async with proxied(hold=PATIENCE, repeats="marked") as rig:
+        await (send(rig) if answered else leave(rig))
+        await settled(rig)
+        reached = asyncio.Event()
+
+        async def plan(*_):
+            first = not reached.is_set()
+            reached.set()
+            if first and refused:
+                raise EngineError("it loads its weights", status=503)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(Dispatch, "_plan", plan)
+        second = asyncio.create_task(send(rig))
+        await reached.wait()
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await settled(rig)
+        assert (await rig.info())["outcome"] == outcome
 
 
 @pytest.mark.parametrize("headers", [{}, RETRY], ids=["bare", "marked"])

@@ -207,3 +207,24 @@ async def test_what_they_cost():
         for replica in (first, second, first, second):
             await say(replica)
         assert (store.begun, store.read) == (4 + 4 + 2, 0)
+
+
+async def test_a_stream_that_began_before_the_settings_were_known_fails_until_it_is_repeated():
+    """Its head was sent while the store was slow, so it cannot be served again; the next call finds the settings."""
+    async with proxied(keep_alive=0.01) as rig:
+        await create(rig, sampling=COLD)
+        begin, go = rig.store.begin, asyncio.Event()
+
+        async def slow(*args, **more):
+            await go.wait()
+            return await begin(*args, **more)
+
+        rig.store.begin = slow
+        body = {"model": "sim", "messages": [user("EPISODE:talk")], "stream": True}
+        for learned in (False, True):
+            async with rig.http.post(rig.url + CHAT, json=body, headers={HEADER: "s"}) as answer:
+                go.set()
+                assert ("repeat it" in await answer.text()) == (not learned)
+            info = await rig.info()
+            assert (info["outcome"], [one["kind"] for one in info["incidents"]]) == ("ok" if learned else "engine", ["internal-error"])
+            go.clear()

@@ -12,7 +12,8 @@ from tests.proxy.kit import EPISODES, HEADER, TOOLS, proxied
 from tests.proxy.test_client_gone import settled
 from tests.server.test_stopping import Rack
 from tests.support.waiting import PATIENCE, until
-from tokencache.request_memory import Owner
+from tokencache.errors import MemoryFullError
+from tokencache.request_memory import Holding, Owner
 from tokencache.testing import Fault, SimulatedEngine
 
 ROUTE = "/v1/responses"
@@ -257,6 +258,29 @@ async def test_messages_and_kept_items_count_as_memory():
             rig.proxy.request_memory.most = 60_000
             await socket.response(input=results(first), previous_response_id=first["id"])
         await until(lambda: not rig.proxy.request_memory.total)
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_message_that_does_not_fit_into_memory_is_noted(rig, monkeypatch, first):
+    """Its own bytes, or those of the request that is made of it."""
+    async with connected(rig) as socket:
+        await socket.response(input=[START])
+        take, taken = Holding.take, []
+
+        def full(holding, what, size):
+            if holding.owner == Owner():  # not what the connection holds
+                if taken or first:
+                    raise MemoryFullError("full")
+                taken.append(size)
+            take(holding, what, size)
+
+        monkeypatch.setattr(Holding, "take", full)
+        assert (await socket.ask(input=[START]))["status"] == 503
+        monkeypatch.undo()
+        info = await rig.info()
+        assert (info["outcome"], [one["kind"] for one in info["incidents"]]) == ("engine", ["request-not-read"])
+        await socket.response(input=[START])
+        assert (await rig.info())["outcome"] == "ok"
 
 
 async def test_an_unknown_key_is_refused_before_the_connection_opens():

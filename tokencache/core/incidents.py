@@ -220,6 +220,12 @@ class IncidentKind(StrEnum):
         "no engine could be reached; nothing was sampled",
         "Start an engine. The harness got an error.",
     )
+    REQUEST_NOT_READ = (
+        "request-not-read",
+        "",
+        "a call was refused with 503, because requests held as many bytes in memory as they may; nothing was sampled",
+        "Raise `--request-memory`, or add replicas ([budgets](budgets.md#memory)).",
+    )
     WORDS_DIFFER = (
         "words-differ",
         "",

@@ -12,7 +12,8 @@ What was given decides. Otherwise the first of these that holds:
 2. The newest of the other incidents in `CAUSES`, if no later turn began, and no later call received the recorded reply of the newest turn:
    the harness gave up. A call that waited for that reply may have begun before: it makes up only for incidents of the turn's own call.
 3. The newest turn is marked `unanswered`, and no retry received its reply: the harness left, and never came back. A `second-sample` is no
-   evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry.
+   evidence unless it is marked `never-answered`: an equal call had been answered, and the network may deliver a call after its retry. If
+   its client left, failures of the engine in that call are none either.
 4. The session is over, and has no turn: its harness made no call.
 """
 
@@ -109,6 +110,7 @@ CAUSES: Mapping[str, FailureCause] = MappingProxyType(
         IncidentKind.BUDGET_SPENT: FailureCause(OutcomeKind.BUDGET, lasting=True),
         IncidentKind.ENGINE_REFUSED: FailureCause(OutcomeKind.ENGINE, only_faults=True),
         IncidentKind.UPSTREAM_DOWN: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.REQUEST_NOT_READ: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.UPSTREAM_BROKE: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),
@@ -160,6 +162,10 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         if cause.lasting and (found := _newest([one for one in evidence if one.kind == kind and not _lost_nothing(one)])):
             return _from(found)
     began, call = (latest.created, latest.call) if latest is not None else (0.0, "")
+    left = latest is not None and TurnMark.UNANSWERED in latest.marks
+    late = latest is not None and TurnMark.SECOND_SAMPLE in latest.marks and TurnMark.NEVER_ANSWERED not in latest.marks
+    if left and late:
+        evidence = [one for one in evidence if one.call != call or one.kind == IncidentKind.CLIENT_GONE]
     retries = [one for one in incidents if one.kind in _ANSWERED_LATER and one.call == call]
     received = max((one.at for one in retries), default=0.0)
     replayed = max((one.at for one in retries if one.kind == IncidentKind.RETRY_REPLAYED), default=0.0)
@@ -167,8 +173,7 @@ def outcome_of(given: Outcome | None, incidents: Sequence[Incident], latest: Lat
         return _from(found)
     if latest is None:
         return Outcome(OutcomeKind.HARNESS, "no call was recorded") if over else Outcome()
-    answered = received or (TurnMark.SECOND_SAMPLE in latest.marks and TurnMark.NEVER_ANSWERED not in latest.marks)
-    if TurnMark.UNANSWERED in latest.marks and not answered:
+    if left and not (received or late):
         return Outcome(OutcomeKind.HARNESS, f"the harness left before the reply of turn {latest.id}, and never came back")
     return Outcome()
 

@@ -205,14 +205,15 @@ class _Probe:
     async def _sampled(self, prompt: Sequence[int], members: Mapping[str, Any]) -> Choice | None:
         """Return a reply; `None` if the engine refuses the request."""
         answer = await self._ask({**self._members, **self._supply([*prompt]), **members})
-        reply = Reply()
-        if answer.status == HTTPStatus.OK:
-            for data in _chunks(answer.body) if members.get("stream") else [answer.body]:
-                reply.add(data)
-        choice = reply.choices.get(0)
+        choice = read_reply(answer.body).choices.get(0) if answer.status == HTTPStatus.OK else None
         return choice if choice is not None and choice.ids else None
 
 
-def _chunks(stream: bytes) -> list[bytes]:
-    found = [data_of(event) for event in EventSplitter().feed(stream)]
-    return [data for data in found if data is not None and data != DONE]
+def read_reply(body: bytes) -> Reply:
+    """Read the body of an answer: a whole reply, or the events of a stream."""
+    reply = Reply()
+    chunks = [body] if body.lstrip()[:1] == b"{" else [data_of(event) for event in EventSplitter().feed(body)]
+    for data in chunks:
+        if data is not None and data != DONE:
+            reply.add(data)
+    return reply

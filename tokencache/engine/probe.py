@@ -26,7 +26,7 @@ from tokencache.core import ids
 from tokencache.core.turn import Turn
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import CHAT, Driver
-from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts
+from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts, read_reply
 from tokencache.engine.generate import has_routes
 from tokencache.engine.image_support import ImageRoute, ImageSupport
 from tokencache.engine.images import probe_images
@@ -58,8 +58,6 @@ NO_END = "the engine stops at no id with which the template ends a turn, and the
 _VOCABULARY = re.compile(rb"Vocabulary size: ([0-9]{1,10})\b")
 BUSY_PAUSES = (0.05, 0.25, 1.0)
 """Seconds before a request is repeated that was refused for now (429, 503)."""
-_ABORTED = re.compile(rb'"finish_reason": ?"abort"')
-"""A member of a reply: within a JSON string, its quotes would be escaped."""
 
 
 def higher(one: Level, other: Level) -> Level:
@@ -254,7 +252,7 @@ class ProbeRequests:
             raise _refusal(answer)
         if self.driver is not None and await self.driver.refuses_for_now(self._upstream, answer.status, path, self.model):
             raise _not_ready(_refusal(answer))
-        if answer.status == HTTPStatus.OK and _ABORTED.search(answer.body):
+        if answer.status == HTTPStatus.OK and read_reply(answer.body).aborted:
             raise EngineError("the engine aborted a reply to a probe", status=HTTPStatus.SERVICE_UNAVAILABLE)
 
 

@@ -50,9 +50,10 @@ from tokencache.proxy.call_states import (
     may_have_sampled,
 )
 from tokencache.proxy.client_ids import compare
+from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.delivery import CLIENT_LEFT, delivery_of
 from tokencache.proxy.dispatch import Dispatch, Services
-from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, RequestSample
+from tokencache.proxy.facts import FIRST_SAMPLE, BegunCall, CallFacts, PlannedCall, RequestSample
 from tokencache.proxy.generated_replies import budget_reply, overflow_reply
 from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
@@ -90,11 +91,15 @@ class CallRequest(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order."""
+    """What the store knows about other calls with the same fingerprint: one in flight, and the recorded turns in order.
+
+    `left`: the client left meanwhile, and there are such turns.
+    """
 
     epoch: str = ""
     duplicate: OpenCall | None = None
     earlier: tuple[Turn, ...] = ()
+    left: bool = False
 
 
 class CallAttempt:
@@ -149,7 +154,8 @@ class CallAttempt:
                     await self._store(self._write_turns(TurnMark.ABORTED, CLIENT_LEFT))
                 else:
                     self.report(IncidentKind.CLIENT_GONE)
-                    await self.close([self._call.left("the client left before an engine took the call")])
+                    late = self._sample.of_answered and self.engine.state is RequestState.IDLE
+                    await self.close([] if late else [self._call.left("the client left before an engine took the call")])
             case HarnessError():
                 self.report(why.kind, status=why.status)
                 await self.close()
@@ -166,7 +172,7 @@ class CallAttempt:
         Raises:
             SessionSealedError: the session is sealed. Other errors of `Store.begin` are raised too.
             StoreError: the store failed and the policy is strict.
-            CancelledError: the client left meanwhile.
+            CancelledError: the client left meanwhile, and no equal call is recorded.
         """
         keys = keys_wanted(self._call.chat)
         first = [REQUEST_KEY + self._call.fingerprint] if self._call.fingerprint else []  # the look-up ends at the first known `c` key
@@ -185,12 +191,11 @@ class CallAttempt:
         found = msgspec.structs.replace(begun, hits=begun.hits[len(first) :]) if begun is not None and opened else None
         self._begun = msgspec.structs.replace(found, hits=[]) if found is not None else None
         self._dispatch = Dispatch(self._call, self._exchange, self._services, keys, found, request=self.engine)
-        if self.client.state is ClientState.LEFT:
+        hits, left = begun.hits[0] if begun is not None and first else (), self.client.state is ClientState.LEFT
+        if left and not hits:
             raise asyncio.CancelledError
-        if begun is None:
-            return Opening()
-        earlier = begun.hits[0] if first else ()
-        return Opening(begun.epoch, begun.duplicate, tuple([hit.turn for hit in earlier]) if earlier else ())
+        earlier = tuple([hit.turn for hit in hits]) if hits else ()
+        return Opening(begun.epoch, begun.duplicate, earlier, left) if begun is not None else Opening()
 
     async def close(self, incidents: Sequence[Incident] = ()) -> None:
         """End a call without a turn.
@@ -254,10 +259,12 @@ class CallAttempt:
             raise asyncio.CancelledError
 
     async def _settle(self, kind: IncidentKind, detail: str, *, hole: bool | None = None, status: int = 0) -> None:
-        """End a call without a turn, and record an incident. Raises the errors of `close`."""
+        """End a call without a turn, and record an incident; none if the call may be late. Raises the errors of `close`."""
         metrics.CALLS.labels(self._call.chat.dialect, kind).inc()
         self.report(kind, status=status, detail=detail)
-        await self.close([self._call.incident(kind, detail, hole=hole, status=status)])
+        incident = self._call.incident(kind, detail, hole=hole, status=status)
+        late = self._sample.of_answered and self.client.state is ClientState.ORPHANED and not incident.hole
+        await self.close([] if late else [incident])
 
     async def _write_turns(self, mark: str, detail: str) -> None:
         """Write the turns of the reply; `mark` and `detail` as in `CallFacts`."""
@@ -341,7 +348,7 @@ class CallAttempt:
         try:
             answer = await self._dispatch.accepted()
         except EngineError as why:
-            if why.passing or not self._may_be_made_again:
+            if why.passing or not self._may_resample or not _may_be_made_again(self._dispatch.planned, self._services.aborted):
                 raise
             await self._conclude(End(EndKind.ABORTED))  # the engine died before it answered: nothing that it sampled is known
             return None
@@ -372,17 +379,6 @@ class CallAttempt:
                 self._call.note(IncidentKind.INTERNAL_ERROR, f"{type(end.error).__name__}: {end.error}", hole=False)
             await self._store(self._write_turns(end.mark, end.detail), sends=end.mark != TurnMark.ABORTED)
 
-    @property
-    def _may_be_made_again(self) -> bool:
-        """Whether a call whose engine gave no answer may be made again.
-
-        It may if its reply would have been continued, or if the engine was dying already when the call was planned: then the probe has
-        found nothing.
-        """
-        planned = self._dispatch.planned
-        dying = planned.plan.reason == Reason.ENGINE_UNKNOWN and self._services.aborted == "continue"
-        return self._may_resample and (planned.continues is not None or dying)
-
     def _budget_spent(self) -> str:
         """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
         if self._begun is None or not self._budget:
@@ -397,6 +393,15 @@ class CallAttempt:
         self.report(IncidentKind.BUDGET_SPENT)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
+
+
+def _may_be_made_again(planned: PlannedCall, aborted: AbortedPolicy) -> bool:
+    """Whether a call whose engine gave no answer may be made again.
+
+    It may if its reply would have been continued, or if the engine was dying already when the call was planned: then the probe has found
+    nothing.
+    """
+    return planned.continues is not None or (planned.plan.reason == Reason.ENGINE_UNKNOWN and aborted == "continue")
 
 
 def _log(call: BegunCall, incidents: Sequence[Incident]) -> None:

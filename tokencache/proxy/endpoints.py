@@ -36,7 +36,7 @@ from tokencache.engine.model import Engine, Model
 from tokencache.engine.pool import Pool
 from tokencache.engine.probe import whole
 from tokencache.engine.routes import samples_nothing
-from tokencache.errors import EngineError, HarnessError, TokencacheError, UnexpectedAnswerError, is_refusal
+from tokencache.errors import EngineError, HarnessError, MemoryFullError, TokencacheError, UnexpectedAnswerError, is_refusal
 from tokencache.net import end_to_end_headers
 from tokencache.proxy.call import CallRequest
 from tokencache.proxy.call_states import may_answer_with_status
@@ -142,15 +142,26 @@ class Endpoints:
                 del asked  # what this frame names, it keeps for as long as a stream
                 return await self._calls.serve(call.request, call.fingerprint, settings.budget.over(self._options.budget))
             except SettingsChangedError as changed:
+                await self._settings.learn(session, origin, changed.settings)
                 if call is not None and not may_answer_with_status(call.response.client.state):
                     message = "the call was given up: this replica did not know its session's settings; repeat it"
+                    await self._ledger.note_refused_call(session, IncidentKind.INTERNAL_ERROR, message)
                     return await call.response.fail(HTTPStatus.SERVICE_UNAVAILABLE, message)
-                await self._settings.learn(session, origin, changed.settings)
             except TokencacheError as why:
                 if call is None:
+                    if isinstance(why, MemoryFullError) and dialect is not None:
+                        await self.note_refusal(request, session, why)
                     raise
                 return await self._give_up(call, why)
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
+
+    async def note_refusal(self, request: web.Request, session: str, why: EngineError | MemoryFullError | StoreError) -> None:
+        """Add an incident for a call that was refused before it began."""
+        kind = IncidentKind.STORE_ERROR if isinstance(why, StoreError) else IncidentKind.UPSTREAM_DOWN
+        if isinstance(why, MemoryFullError):
+            kind = IncidentKind.REQUEST_NOT_READ
+        if request.method == "POST":
+            await self._ledger.note_refused_call(session, kind, str(why))
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.
@@ -196,22 +207,27 @@ class Endpoints:
         Raises:
             SettingsChangedError: the session has other settings; nothing was done.
         """
-        request = self._dialect_request(asked, await self._bodies.read(asked))
-        if request.method != "POST":  # it may have an effect, so it is not served again
-            await self._settings.check(asked.session, asked.settings)
-        parsed = await dialect.parse(request)
+        try:
+            request = self._dialect_request(asked, await self._bodies.read(asked))
+            if request.method != "POST":  # it may have an effect, so it is not served again
+                await self._settings.check(asked.session, asked.settings)
+            parsed = await dialect.parse(request)
+            if isinstance(parsed, ParsedCall):
+                call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
+                call.replaced = self._pin(asked, call)
+        except (EngineError, StoreError) as why:
+            await self.note_refusal(asked.request, asked.session, why)
+            raise
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
         if isinstance(parsed, TokenCount):
             await self._settings.check(asked.session, asked.settings)
             call = await self._read(asked, request, parsed, "")
             return web.Response(body=parsed.write(await self._planner.count_tokens(asked.session, call)), content_type="application/json")
-        call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
         call.dialect = dialect.name
         end = request.body[-agents.SEARCHED :]
         if not agents.HEADERS.isdisjoint(map(str.lower, request.headers)) or agents.MEMBERS[0] in end or agents.MEMBERS[1] in end:
             call.agent = agents.read_agent(request.headers, request.body)
-        call.replaced = self._pin(asked, call)
         if what := parsed.unrecorded(call):
             await self._settings.check(asked.session, asked.settings)
             return await self._relay_unrecorded(asked, what, body=msgspec.json.encode(call.safe_fields()))

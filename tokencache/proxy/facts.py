@@ -117,6 +117,11 @@ class RequestSample(NamedTuple):
     never_answered: bool = False
     documents: Mapping[str, bytes] = MappingProxyType({})
 
+    @property
+    def of_answered(self) -> bool:
+        """Whether a client received the reply of an equal call: this one may be late, as the network may deliver a call after its retry."""
+        return self.second and not self.never_answered
+
 
 FIRST_SAMPLE = RequestSample()
 

@@ -50,6 +50,8 @@ RETRY_SECONDS = 1.0
 """Seconds between attempts to save incidents."""
 ONE_BY_ONE = 16
 """Number of the first events of a session that are all selected (`SampledCounter`)."""
+_REFUSED = "the store failed when the call began, and it was refused; nothing was sampled"
+_LOST = "the store failed; the turn of this call may not be recorded"
 _NONE: Mapping[str, bytes] = MappingProxyType({})
 _MOST_UNANSWERED = 4096
 """Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
@@ -85,11 +87,13 @@ class _Unsaved(NamedTuple):
         incidents: the incidents.
         epoch: the session's epoch when the call began; `""` if that is not known.
         call: id of the call that has ended; `""` if none has.
+        if_stored: what is saved in place of `incidents` if the call has turns: the store wrote them, and its answer was lost.
     """
 
     incidents: Sequence[Incident]
     epoch: str = ""
     call: str = ""
+    if_stored: Sequence[Incident] | None = None
 
     @property
     def number(self) -> int:
@@ -105,6 +109,7 @@ class Backlog:
     def __init__(self, store: Store, changed: Wakeup) -> None:
         self._store, self._changed = store, changed
         self._waiting: dict[str, list[_Unsaved]] = {}  # by session
+        self._unopened: dict[str, set[str]] = {}  # by session: calls that the store did not confirm to have opened, and that have not ended
         self._task: asyncio.Task[None] | None = None
 
     def of(self, session: str) -> list[Incident]:
@@ -116,16 +121,28 @@ class Backlog:
         """The task that saves, while there is one."""
         return {self._task} if self._task is not None and not self._task.done() else set()
 
-    def add(self, session: str, incidents: Sequence[Incident], *, epoch: str = "", call: str = "", newest: bool = False) -> None:
+    def add(
+        self,
+        session: str,
+        incidents: Sequence[Incident],
+        *,
+        epoch: str = "",
+        call: str = "",
+        if_stored: Sequence[Incident] | None = None,
+        newest: bool = False,
+    ) -> None:
         """Keep the incidents of a session until they are saved; with `newest`, one in place of the last of its kind that waits.
 
         With `call` they are those of a call that has ended, and its end is kept with them. `epoch` is `""` if the store did not answer when
-        the call began, and may have opened it.
+        the call began (`begin_unopened`), and may have opened it. `if_stored`: see `_Unsaved`.
         """
-        waiting = self._waiting.setdefault(session, [])
-        added = [_Unsaved(incidents, epoch, call if epoch else "")] if incidents or epoch or not call else []
-        if newest and _replaced(waiting, incidents[0]):
-            added = []
+        if call and not epoch and not self._end_unopened(session, call):
+            return
+        waiting, added = self._waiting.setdefault(session, []), list[_Unsaved]()
+        if epoch:
+            added.append(_Unsaved(incidents, epoch, call, if_stored))
+        elif incidents and not (newest and _replaced(waiting, incidents[0])):
+            added.append(_Unsaved(incidents))
         if call and not epoch and len(waiting) < _MOST_UNANSWERED:
             added.append(_Unsaved((), call=call))
         waiting += added
@@ -133,25 +150,38 @@ class Backlog:
         if not self.saving:
             self._task = asyncio.create_task(repeat("incidents", self._try_to_save, RETRY_SECONDS, wanted=lambda: bool(self._waiting)))
 
+    def begin_unopened(self, session: str, call: str) -> None:
+        """Note a call that the store did not confirm to have opened, until it ends (`add`)."""
+        self._unopened.setdefault(session, set()).add(call)
+
+    def _end_unopened(self, session: str, call: str) -> bool:
+        """Forget such a call; false if its session was deleted meanwhile."""
+        calls = self._unopened.get(session, set())
+        known = call in calls
+        calls.discard(call)
+        if not calls:
+            self._unopened.pop(session, None)
+        return known
+
     def forget(self, session: str) -> None:
         """Forget a session that was deleted: one that is created again under its name must not get its incidents."""
+        self._unopened.pop(session, None)
         metrics.UNSAVED.dec(sum(one.number for one in self._waiting.pop(session, ())))
 
     async def close(self) -> None:
         """Try once more to save incidents, and log which are lost."""
         if self._task is not None:
             await end(self._task)
-        try:
-            await self._save()
-        except StoreError as why:
-            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), why)  # noqa: TRY400
+        found = await asyncio.gather(*[self._save_session(*one) for one in self._waiting.items()], return_exceptions=True)
+        if failed := [why for why in found if isinstance(why, Exception)]:
+            log.error("INCIDENTS OF %d SESSIONS ARE LOST: the store does not answer: %s", len(self._waiting), failed[0])
             for session in sorted(self._waiting):
                 incidents = self.of(session)
                 kinds = Counter(incident.kind for incident in incidents)
                 listed = ", ".join(f"{kind} ({number} times)" if number > 1 else kind for kind, number in kinds.items())
                 wrong = any(incident.hole for incident in incidents)
                 effect = "so its `complete` flag may be WRONG" if wrong else "its `complete` flag is not affected"
-                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)  # noqa: TRY400
+                log.error("session %s: incidents not saved, %s: %s", session, effect, listed)
 
     async def _try_to_save(self) -> None:
         with contextlib.suppress(StoreError):
@@ -159,21 +189,26 @@ class Backlog:
 
     async def _save(self) -> None:
         for session, waiting in list(self._waiting.items()):
-            while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
-                unsaved = waiting[0]
-                try:
-                    await self._write(session, unsaved)
-                except StoreError:
-                    if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
-                        self._waiting[session] = self._waiting.pop(session)
-                    raise
-                if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
-                    metrics.UNSAVED.dec(waiting.pop(0).number)
-                    if not waiting:
-                        del self._waiting[session]
+            try:
+                await self._save_session(session, waiting)
+            except StoreError:
+                if self._waiting.get(session) is waiting:  # the others come first next time: its own record may be damaged
+                    self._waiting[session] = self._waiting.pop(session)
+                raise
+
+    async def _save_session(self, session: str, waiting: list[_Unsaved]) -> None:
+        while self._waiting.get(session) is waiting:  # it was not forgotten meanwhile
+            unsaved = waiting[0]
+            await self._write(session, unsaved)
+            if self._waiting.get(session) is waiting and waiting[0] is unsaved:  # it was not replaced either
+                metrics.UNSAVED.dec(waiting.pop(0).number)
+                if not waiting:
+                    del self._waiting[session]
 
     async def _write(self, session: str, unsaved: _Unsaved) -> None:
         """Save incidents, and the end of a call together with its own, so that the session never looks complete in between."""
+        if unsaved.if_stored is not None and await self._has_turns(session, unsaved.call):
+            unsaved = unsaved._replace(incidents=unsaved.if_stored)
         try:
             if unsaved.epoch:
                 await self._store.settle(session, unsaved.epoch, unsaved.call, unsaved.incidents)
@@ -186,6 +221,12 @@ class Backlog:
                 await self._store.add_incidents(session, unsaved.incidents)
         if unsaved.call:
             self._changed.notify()
+
+    async def _has_turns(self, session: str, call: str) -> bool:
+        try:
+            return any(turn.call == call for turn in await self._store.turns(session))
+        except (StoreError, KeyError, ValueError):  # as far as is known, it has none
+            return False
 
     async def _close_unanswered(self, session: str, call: str) -> None:
         info = await self._store.session(session)
@@ -234,20 +275,17 @@ class Ledger:
         Args:
             store: the store.
             prefixes: the cached prefixes of its turns.
+            placement: the tokens that sessions hold on each engine.
             strict: whether a store error fails the call.
             experts: writes routed experts; `None` if they are not kept.
             max_media_bytes: how many bytes of images and other media are stored in a session.
-            placement: the tokens that sessions hold on each engine.
             rebound: returns what the record of a session names after a turn, from what it named and the engine of the turn; `""` to leave
                 it. `None`: it names no engine.
             ended: is called once with each session that ends.
         """
-        self.store, self.prefixes = store, prefixes
-        self.placement = placement or Placement()
+        self.store, self.prefixes, self.placement = store, prefixes, placement or Placement()
         self._rebound, self._ended_session = rebound, ended
-        self.replica = secrets.token_hex(8)
-        self.changed = Wakeup()
-        self._strict = strict
+        self.replica, self.changed, self._strict = secrets.token_hex(8), Wakeup(), strict
         self._experts, self.keeps_experts = experts, experts is not None
         self._media = MediaRecord(store, max_media_bytes)
         self.over_budget, self._late, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
@@ -271,9 +309,9 @@ class Ledger:
                 why.outcome = info.outcome if info is not None else None
             raise
         except StoreError as why:
+            self._backlog.begin_unopened(session, call)
             if self._strict:
-                detail = "the store failed when the call began, and it was refused; nothing was sampled"
-                refused = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time(), hole=False)
+                refused = IncidentKind.STORE_ERROR.incident(_REFUSED, call=call, at=time.time(), hole=False)
                 self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
             self._failed("begin", session, call, why)
             return None
@@ -407,6 +445,17 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
+    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
+        """Add an incident for a call that was refused before it began: nothing was sampled. None if the session accepts no calls."""
+        incident = kind.incident(detail, at=time.time(), hole=False)
+        try:
+            info = await self.store.session(session)
+            if info is None or info.state is SessionStage.OPEN:
+                _count([incident])
+                await self.store.add_incidents(session, [incident])
+        except StoreError:  # the call is refused in any case
+            self._backlog.add(session, [incident], newest=not self._refused.count(session))
+
     async def keep_experts(self, facts: CallFacts) -> CallFacts:
         """Write the routed experts of a reply, before its turns are made. Returns the facts with the files."""
         return msgspec.structs.replace(facts, experts=await self._experts.keep(facts)) if self._experts is not None else facts
@@ -492,10 +541,10 @@ class Ledger:
 
     def _lose(self, session: str, epoch: str, call: str, incidents: Sequence[Incident]) -> None:
         """Keep the incidents of a call, and its end, until the store answers again; its turns could not be stored."""
-        detail = "the store failed; the turn of this call may not be recorded"
-        lost = IncidentKind.STORE_ERROR.incident(detail, call=call, at=time.time())
+        lost = IncidentKind.STORE_ERROR.incident(_LOST, call=call, at=time.time())
         _count([lost])
-        self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call)
+        stored = [msgspec.structs.replace(lost, hole=False)] if self._strict else []  # no client has received the reply
+        self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call, if_stored=stored)
 
 
 async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None:

@@ -47,6 +47,7 @@ from tokencache.wakeup import end
 Raw = msgspec.Raw
 Serve = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Guard = Callable[[web.Request, Serve], Awaitable[web.StreamResponse]]
+Refused = Callable[[web.Request, str, MemoryFullError], Awaitable[None]]
 
 ROUTE = "/v1/responses"
 PING_SECONDS = 30.0
@@ -76,10 +77,16 @@ def is_handshake(request: web.Request, route: str) -> bool:
 
 
 class ResponsesSockets:
-    """Serves the connections of an application. `serve` serves a request, within `guard`, which sends its errors."""
+    """Serves the connections of an application.
 
-    def __init__(self, serve: Serve, guard: Guard) -> None:
-        self._serve, self._guard = serve, guard
+    Args:
+        serve: serves a request.
+        guard: sends the errors of what it calls.
+        refused: is called with a request that does not fit into memory, and its session.
+    """
+
+    def __init__(self, serve: Serve, guard: Guard, refused: Refused) -> None:
+        self._serve, self._guard, self._refused = serve, guard, refused
         self._stopping = asyncio.Event()
 
     def close(self) -> None:
@@ -95,7 +102,7 @@ class ResponsesSockets:
         if self._stopping.is_set():
             raise HarnessError("the server stops", status=HTTPStatus.SERVICE_UNAVAILABLE)
         socket = web.WebSocketResponse(heartbeat=PING_SECONDS, compress=False, max_msg_size=handshake.client_max_size)
-        connection = _Connection(handshake, socket, self._serve, self._guard)
+        connection = _Connection(handshake, socket, self._serve, self._guard, self._refused)
         connection.holding.belong_to(Owner(session))
         await socket.prepare(handshake)
         await connection.run(self._stopping)
@@ -105,8 +112,8 @@ class ResponsesSockets:
 class _Connection:
     """A connection; `holding` is what its messages hold while they arrive, and the items that it keeps."""
 
-    def __init__(self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard) -> None:
-        self._handshake, self._socket, self._serve, self._guard = handshake, socket, serve, guard
+    def __init__(self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard, refused: Refused) -> None:
+        self._handshake, self._socket, self._serve, self._guard, self._refused = handshake, socket, serve, guard, refused
         headers = [pair for pair in handshake.headers.items() if not _is_of_handshake(pair[0])]
         self._headers = CIMultiDict([*headers, ("Content-Type", "application/json")])
         self.holding = Holding(handshake.app[REQUEST_MEMORY])
@@ -170,8 +177,7 @@ class _Connection:
         Raises:
             HarnessError: it is not a request for a response. The errors of the request are raised, too.
         """
-        holding = holding_of(request)
-        holding.take("body", len(message))
+        await self._hold(request, len(message))
         await check_values(message)
         fields = fields_of(message)
         kind = member(fields, "type", (str,), "")
@@ -192,10 +198,17 @@ class _Connection:
         body = msgspec.json.encode({name: value for name, value in fields.items() if name not in {"type", "generate"}})
         if len(body) > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-        holding.take("body", len(body))
+        await self._hold(request, len(body))
         await check_values(body)
         request[KEPT] = body
         return await self._serve(request)
+
+    async def _hold(self, request: web.Request, size: int) -> None:
+        try:
+            holding_of(request).take("body", size)
+        except MemoryFullError as why:
+            await self._refused(request, self.holding.owner.name, why)
+            raise
 
     def _keep(self, response: _Response, owner: Owner) -> None:
         """Keep the items that the next request may continue."""

@@ -44,7 +44,7 @@ class RequestRouter:
         self._sources = sessions.sources
         self._session_header = settings.session_header
         self._session_headers = (settings.session_header, *self._sources.headers)
-        self.sockets = ResponsesSockets(self.route, send_errors)
+        self.sockets = ResponsesSockets(self.route, send_errors, endpoints.note_refusal)
         self._warns_of_missing_session = settings.return_token_id_information
 
     async def route(self, request: web.Request) -> web.StreamResponse:

@@ -134,31 +134,49 @@ class CallsInFlight:
                 if opening.duplicate is not None:
                     return opening
                 turns = whole_reply_of(opening.earlier, asked.chat.n) if opening.earlier else ()
-                if not turns:
-                    del opening  # what this frame names, it keeps for as long as a stream
-                    return await call.run()
-                claimed, left = Claim.NOT_DUE, False
-                if replayable:
-                    claimed, left = await to_the_end(claim_due(self._store, self._policy, asked.session, fingerprint, turns))
-                if claimed is Claim.OURS or (fingerprint.marked and claimed is not Claim.NOT_DUE):
-                    return await self._replay(call, asked, opening.epoch, turns, claimed, left=left)
-                if left:
-                    self._give_back(asked.session, opening.epoch, turns, claimed, [])
+                if turns:
+                    return await self._repeat(call, asked, fingerprint, opening, turns, replayable=replayable)
+                if opening.left:
                     raise asyncio.CancelledError
-                received = claimed is Claim.RECEIVED
-                if claimed is Claim.NOT_DUE:
-                    received = await was_received(self._store, asked.session, opening.earlier)
-                del opening
-                metrics.RETRIED_CALLS.labels("sampled").inc()
-                earlier = turns[0].call
-                documents = {refused_second_sample(fingerprint.digest): earlier.encode()}
-                return await call.run(RequestSample(second=True, never_answered=not received, documents=documents))
+                del opening  # what this frame names, it keeps for as long as a stream
+                return await call.run()
         except TokencacheError as why:
             if call.record.state is RecordState.UNOPENED:  # otherwise the call itself reports it
                 call.report(why.kind, status=why.status)
             raise
         finally:
             self._calls.pop(call.id, None)
+
+    async def _repeat(
+        self,
+        call: CallAttempt,
+        asked: CallRequest,
+        fingerprint: Fingerprint,
+        opening: Opening,
+        turns: tuple[Turn, ...],
+        *,
+        replayable: bool,
+    ) -> web.StreamResponse | None:
+        """Answer a request that has a whole reply, `turns`: send that, or sample again. Returns `None` as `_attempt`."""
+        claimed, left = Claim.NOT_DUE, opening.left
+        if replayable:
+            claimed, gone = await to_the_end(claim_due(self._store, self._policy, asked.session, fingerprint, turns))
+            left = left or gone
+        if claimed is Claim.OURS or (fingerprint.marked and claimed is not Claim.NOT_DUE):
+            return await self._replay(call, asked, opening.epoch, turns, claimed, left=left)
+        received = claimed is Claim.RECEIVED
+        if claimed is Claim.NOT_DUE:
+            received, gone = await to_the_end(was_received(self._store, asked.session, opening.earlier))
+            left = left or gone
+        if left:
+            self._give_back(asked.session, opening.epoch, turns, claimed, [])
+            if received:  # the network may deliver a call after its retry: this is no evidence that the harness left
+                call.report(IncidentKind.CLIENT_GONE)
+                await call.close()
+            raise asyncio.CancelledError
+        metrics.RETRIED_CALLS.labels("sampled").inc()
+        documents = {refused_second_sample(fingerprint.digest): turns[0].call.encode()}
+        return await call.run(RequestSample(second=True, never_answered=not received, documents=documents))
 
     # Duplicates
 
@@ -169,7 +187,7 @@ class CallsInFlight:
         if incidents:
             _, left = await to_the_end(self._note(asked.session, incidents))
         give_back = partial(self._give_back, asked.session, epoch, turns, claimed, incidents)
-        return await self._send_again(IncidentKind.RETRY_JOINED, asked, turns, give_back, left=left)
+        return await _send_again(IncidentKind.RETRY_JOINED, asked, turns, give_back, left=left)
 
     async def _note(self, session: str, incidents: list[Incident]) -> None:
         with contextlib.suppress(StoreError):  # the reply is recorded either way
@@ -187,7 +205,7 @@ class CallsInFlight:
         except asyncio.CancelledError:
             left = True
         give_back = partial(self._give_back, asked.session, epoch, turns, claimed, incidents)
-        return await self._send_again(IncidentKind.RETRY_REPLAYED, asked, turns, give_back, left=left)
+        return await _send_again(IncidentKind.RETRY_REPLAYED, asked, turns, give_back, left=left)
 
     def _give_back(self, session: str, epoch: str, turns: tuple[Turn, ...], claimed: Claim, noted: list[Incident]) -> None:
         """Let another retry claim a reply whose client left before it was sent; `noted` says that it received the reply."""
@@ -200,18 +218,6 @@ class CallsInFlight:
         with contextlib.suppress(StoreError):
             documents = {undelivered(gone.call): b"1"}
             await self._ledger.settle(BeginResult(epoch, []), session, gone.call, [gone], documents=documents)
-
-    async def _send_again(
-        self, kind: str, asked: CallRequest, turns: tuple[Turn, ...], give_back: Callable[[], None], *, left: bool
-    ) -> web.StreamResponse:
-        """Send a recorded reply, and `give_back` the reply if the client has left, or leaves before it is sent."""
-        with contextlib.suppress(asyncio.CancelledError):
-            if not left:
-                metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
-                metrics.CALLS.labels(asked.chat.dialect, kind).inc()
-                return await send_again(asked.response, turns)
-        give_back()
-        raise asyncio.CancelledError
 
     def _incidents(self, kind: IncidentKind, session: str, turns: tuple[Turn, ...], claimed: Claim) -> list[Incident]:
         """Return the incident for a retry, if it is selected (`SampledCounter`); a session must not grow with every retry.
@@ -353,6 +359,19 @@ class CallsInFlight:
             await self._store.heartbeat(self._ledger.replica, LIVE_SECONDS)
         except StoreError as why:
             log.debug("replica %s: no heartbeat written: %s", self._ledger.replica, why)
+
+
+async def _send_again(
+    kind: str, asked: CallRequest, turns: tuple[Turn, ...], give_back: Callable[[], None], *, left: bool
+) -> web.StreamResponse:
+    """Send a recorded reply, and `give_back` the reply if the client has left, or leaves before it is sent."""
+    with contextlib.suppress(asyncio.CancelledError):
+        if not left:
+            metrics.RETRIED_CALLS.labels(kind.removeprefix("retry-")).inc()
+            metrics.CALLS.labels(asked.chat.dialect, kind).inc()
+            return await send_again(asked.response, turns)
+    give_back()
+    raise asyncio.CancelledError
 
 
 def _until_done(task: _Task) -> asyncio.Future[None]:

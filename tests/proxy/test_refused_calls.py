@@ -1,0 +1,104 @@
+"""A call that is refused before it begins: if its harness gives up, the rollout has failed; a retry that is answered makes up for it."""
+
+import contextlib
+
+import pytest
+
+from tests.proxy.kit import HEADER, proxied, user
+from tokencache.request_memory import Owner
+from tokencache.store.base import StoreError
+
+ASK = {"model": "sim", "input": "EPISODE:talk"}
+
+
+async def ask(rig, **more):
+    async with rig.http.post(f"{rig.url}/v1/responses", json={**ASK, **more}, headers={HEADER: "s"}) as answer:
+        return answer.status, await answer.json()
+
+
+async def outcome(rig):
+    info = await rig.info()
+    return info["outcome"], info["complete"], [incident["kind"] for incident in info["incidents"]]
+
+
+@contextlib.contextmanager
+def full_memory(rig):
+    most, rig.proxy.request_memory.most = rig.proxy.request_memory.most, 0
+    yield
+    rig.proxy.request_memory.most = most
+
+
+@contextlib.contextmanager
+def full_share(rig):
+    """The session's; the body is read before the session is known."""
+    memory, owner = rig.proxy.request_memory, Owner("s")
+    memory.add(owner, "body", memory.share(owner))
+    yield
+    memory.remove(owner, "body", memory.share(owner))
+
+
+@contextlib.contextmanager
+def drained(rig):
+    rig.proxy.pool.drain(rig.up)
+    yield
+    rig.proxy.pool.monitors[0].draining = False
+
+
+@contextlib.contextmanager
+def unreadable_documents(rig):
+    async def documents(*_):
+        raise StoreError("it is broken")
+
+    read, rig.store.documents = rig.store.documents, documents
+    yield
+    rig.store.documents = read
+
+
+REFUSALS = {
+    full_memory: ("engine", "request-not-read"),
+    full_share: ("engine", "request-not-read"),
+    drained: ("engine", "upstream-down"),
+    unreadable_documents: ("store", "store-error"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.__name__)
+async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal):
+    async with proxied(**({"session_from": ["body:session"]} if refusal is full_share else {})) as rig:
+        _, first = await ask(rig)
+        kind, incident = REFUSALS[refusal]
+        again = {"previous_response_id": first["id"], "input": "go on"}
+        assert await outcome(rig) == ("ok", True, [])
+        with refusal(rig):
+            assert (await ask(rig, **again))[0] == 503
+        assert await outcome(rig) == (kind, True, [incident])
+        assert (await ask(rig, **again))[0] == 200
+        assert await outcome(rig) == ("ok", True, [incident])
+
+
+async def test_a_refusal_after_the_end_changes_nothing():
+    async with proxied() as rig:
+        await rig.say("s", [user("EPISODE:talk")])
+        async with rig.http.post(f"{rig.url}/tokencache/v1/sessions/s/finish", json={}) as answer:
+            assert answer.status == 200
+        with full_memory(rig):
+            assert (await ask(rig))[0] == 503
+        assert await outcome(rig) == ("ok", True, [])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_a_refusal_is_noted_when_the_store_answers_again(monkeypatch, strict):
+    monkeypatch.setattr("tokencache.proxy.ledger.RETRY_SECONDS", 0.005)
+    async with proxied(on_store_error="fail" if strict else "relay") as rig:
+        await ask(rig)
+        session = rig.store.session
+
+        async def broken(_):
+            raise StoreError("it is broken")
+
+        rig.store.session = broken
+        with full_memory(rig):
+            assert (await ask(rig))[0] == 503
+        rig.store.session = session
+        await rig.proxy.ledger.settled()
+        assert await outcome(rig) == ("engine", True, ["request-not-read"])
