@@ -446,11 +446,14 @@ class Ledger:
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
     async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
-        """Add an incident for a call that was refused before it began: nothing was sampled. None if the session accepts no calls."""
+        """Add an incident for a call that was refused before it began: nothing was sampled.
+
+        None if the session accepts no calls, or if its last incident says so already: a client may repeat a refused call endlessly.
+        """
         incident = kind.incident(detail, at=time.time(), hole=False)
         try:
             info = await self.store.session(session)
-            if info is None or info.state is SessionStage.OPEN:
+            if info is None or (info.state is SessionStage.OPEN and not _is_known(incident, info)):
                 _count([incident])
                 await self.store.add_incidents(session, [incident])
         except StoreError:  # the call is refused in any case
@@ -551,6 +554,12 @@ async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None
     """Remove the files of the routed experts of turns that are not recorded."""
     if experts is not None:
         await experts.drop([path for path, _ in facts.experts.values()])
+
+
+def _is_known(refused: Incident, info: SessionInfo) -> bool:
+    """Whether the last incident of a session is such a refusal, too, and no turn began after it."""
+    last, began = info.incidents[-1] if info.incidents else None, info.latest.created if info.latest is not None else 0.0
+    return last is not None and (last.kind, last.call, last.hole) == (refused.kind, "", False) and last.at >= began
 
 
 def _dropped(session: str, call: str) -> Incident:
