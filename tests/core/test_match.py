@@ -647,6 +647,16 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply"), "also in its position: the harness may have dropped the reasoning"
 
 
+def test_a_reply_with_hidden_calls_leaves_others_in_doubt_although_its_rule_is_switched_off():
+    """After `MALFORMED_FUNCTION_CALL` a client asks again, and gets the same text. It may have kept either reply."""
+    index = _Index(Leniency(off=frozenset({"calls-hidden"})))
+    index.add(_turn("a", OK), U1)
+    assert index.match(U1, OK, U2).kind == "continue"
+    hidden = _turn("b", Message("assistant", "OK", None, (ToolCall(C1, "bash", "[1]"),)))
+    index.add(msgspec.structs.replace(hidden, dialect="gemini"), U1)
+    assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
+
+
 def test_a_rewritten_reply_may_be_another_turns_with_the_text_dropped():
     """CrewAI lowers names, and drops the text beside calls. Ids that count do not show which of them it did."""
     index = _Index(Leniency(harness_rules=frozenset({"name-lowered", "text-dropped"}), tools=frozenset({"bash"})))

@@ -76,6 +76,26 @@ async def test_a_harness_that_gave_up_after_a_refusal_has_failed(refusal):
         assert await outcome(rig) == ("ok", True, [incident])
 
 
+@pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/messages/count_tokens", "/v1beta/models/sim:countTokens"])
+async def test_a_refused_token_count_is_no_failure(path):
+    async with proxied() as rig:
+        await ask(rig)
+        with full_memory(rig):
+            async with rig.http.post(f"{rig.url}{path}", json=ASK, headers={HEADER: "s"}) as answer:
+                assert answer.status == 503
+        assert await outcome(rig) == ("ok", True, [])
+
+
+async def test_a_refused_call_that_is_repeated_is_noted_once_since_the_last_turn():
+    """A client may repeat it endlessly, and the list of incidents must not grow with every call."""
+    async with proxied() as rig:
+        for turns in (1, 2):
+            await ask(rig)
+            with full_memory(rig):
+                assert {(await ask(rig))[0] for _ in range(20)} == {503}
+            assert await outcome(rig) == ("engine", True, ["request-not-read"] * turns)
+
+
 async def test_a_refusal_after_the_end_changes_nothing():
     async with proxied() as rig:
         await rig.say("s", [user("EPISODE:talk")])

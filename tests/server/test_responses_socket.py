@@ -260,9 +260,12 @@ async def test_messages_and_kept_items_count_as_memory():
         await until(lambda: not rig.proxy.request_memory.total)
 
 
+@pytest.mark.parametrize("tenant", ["", "acme"])
 @pytest.mark.parametrize("first", [True, False])
-async def test_a_message_that_does_not_fit_into_memory_is_noted(rig, monkeypatch, first):
-    """Its own bytes, or those of the request that is made of it."""
+async def test_a_message_that_does_not_fit_into_memory_is_noted(rig, monkeypatch, first, tenant):
+    """Its own bytes, or those of the request that is made of it. After a response, what the connection holds is the tenant's."""
+    async with rig.http.post(f"{rig.url}/tokencache/v1/sessions", json={"session": "s", "tenant": tenant}) as answer:
+        assert answer.status == 201
     async with connected(rig) as socket:
         await socket.response(input=[START])
         take, taken = Holding.take, []

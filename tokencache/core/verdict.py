@@ -172,11 +172,12 @@ def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Ver
     turn's dialect did not send cannot come back.
     """
     verdict = judge(turn.served, echoed, leniency)
-    if verdict.kind == "foreign" and turn.dialect in _HIDING_CALLS and leniency.allows(CALLS_HIDDEN):
+    if verdict.kind == "foreign" and turn.dialect in _HIDING_CALLS:
         shown = tuple(call for call in turn.served.calls if parse_object(call.arguments) is not None)
         found = judge(msgspec.structs.replace(turn.served, calls=shown), echoed, leniency) if shown != turn.served.calls else verdict
-        if found.supplied:
-            verdict = found._replace(kind="rewritten", rules=tuple(sorted({*found.rules, CALLS_HIDDEN})))
+        if found.supplied or found.rules:
+            rules, supplied = tuple(sorted({*found.rules, CALLS_HIDDEN})), found.supplied and leniency.allows(CALLS_HIDDEN)
+            verdict = found._replace(kind="rewritten", rules=rules, supplied=supplied)
     if verdict.kind != "foreign" and lacks_own_reasoning(turn, echoed):
         return verdict._replace(kind="rewritten", supplied=False)
     return verdict

@@ -56,6 +56,8 @@ from tokencache.store.base import SessionFinishedError, SessionSealedError, Sett
 
 log = logging.getLogger(__name__)
 
+_COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")
+"""Ends of the paths that count tokens, in all dialects."""
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _FOR_TENANTS = frozenset({LIST_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
@@ -156,11 +158,11 @@ class Endpoints:
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
     async def note_refusal(self, request: web.Request, session: str, why: EngineError | MemoryFullError | StoreError) -> None:
-        """Add an incident for a call that was refused before it began."""
+        """Add an incident for a call that was refused before it began. A token count is none."""
         kind = IncidentKind.STORE_ERROR if isinstance(why, StoreError) else IncidentKind.UPSTREAM_DOWN
         if isinstance(why, MemoryFullError):
             kind = IncidentKind.REQUEST_NOT_READ
-        if request.method == "POST":
+        if request.method == "POST" and not request.path.endswith(_COUNTS):
             await self._ledger.note_refused_call(session, kind, str(why))
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:

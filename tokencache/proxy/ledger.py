@@ -446,11 +446,10 @@ class Ledger:
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
     async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
-        """Add an incident for a call that was refused before it began: nothing was sampled. None if the session accepts no calls."""
+        """Add an incident for a call that was refused before it began, so that nothing was sampled; none if it would tell nothing new."""
         incident = kind.incident(detail, at=time.time(), hole=False)
         try:
-            info = await self.store.session(session)
-            if info is None or info.state is SessionStage.OPEN:
+            if _is_new(incident, await self.store.session(session)):
                 _count([incident])
                 await self.store.add_incidents(session, [incident])
         except StoreError:  # the call is refused in any case
@@ -551,6 +550,18 @@ async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None
     """Remove the files of the routed experts of turns that are not recorded."""
     if experts is not None:
         await experts.drop([path for path, _ in facts.experts.values()])
+
+
+def _is_new(refused: Incident, info: SessionInfo | None) -> bool:
+    """Whether the incident of a refused call tells something new of its session; `info` is its state, `None` if it does not exist yet.
+
+    It does not if the session accepts no calls, or if its last incident is of such a call, too, and no turn began since: a client may
+    repeat a refused call endlessly.
+    """
+    if info is None or info.state is not SessionStage.OPEN:
+        return info is None
+    last, began = info.incidents[-1] if info.incidents else None, info.latest.created if info.latest is not None else 0.0
+    return last is None or (last.kind, last.call, last.hole) != (refused.kind, "", False) or last.at < began
 
 
 def _dropped(session: str, call: str) -> Incident:

@@ -102,8 +102,7 @@ class ResponsesSockets:
         if self._stopping.is_set():
             raise HarnessError("the server stops", status=HTTPStatus.SERVICE_UNAVAILABLE)
         socket = web.WebSocketResponse(heartbeat=PING_SECONDS, compress=False, max_msg_size=handshake.client_max_size)
-        connection = _Connection(handshake, socket, self._serve, self._guard, self._refused)
-        connection.holding.belong_to(Owner(session))
+        connection = _Connection(handshake, socket, self._serve, self._guard, self._refused, session=session)
         await socket.prepare(handshake)
         await connection.run(self._stopping)
         return socket
@@ -112,11 +111,15 @@ class ResponsesSockets:
 class _Connection:
     """A connection; `holding` is what its messages hold while they arrive, and the items that it keeps."""
 
-    def __init__(self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard, refused: Refused) -> None:
-        self._handshake, self._socket, self._serve, self._guard, self._refused = handshake, socket, serve, guard, refused
+    def __init__(
+        self, handshake: web.Request, socket: web.WebSocketResponse, serve: Serve, guard: Guard, refused: Refused, *, session: str
+    ) -> None:
+        self._handshake, self._socket, self._session = handshake, socket, session
+        self._serve, self._guard, self._refused = serve, guard, refused
         headers = [pair for pair in handshake.headers.items() if not _is_of_handshake(pair[0])]
         self._headers = CIMultiDict([*headers, ("Content-Type", "application/json")])
         self.holding = Holding(handshake.app[REQUEST_MEMORY])
+        self.holding.belong_to(Owner(session))
         assert isinstance(handshake.protocol, GuardedConnection)  # noqa: S101 - the server makes no others
         self._wire = handshake.protocol
         self._asked: bytes | None = None  # the items of the current request; `None` if they are not all known
@@ -207,7 +210,7 @@ class _Connection:
         try:
             holding_of(request).take("body", size)
         except MemoryFullError as why:
-            await self._refused(request, self.holding.owner.name, why)
+            await self._refused(request, self._session, why)
             raise
 
     def _keep(self, response: _Response, owner: Owner) -> None:

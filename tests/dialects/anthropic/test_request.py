@@ -244,6 +244,7 @@ async def test_rules_for_left_out_parts_are_named(members, left_out):
     [
         {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}},
         {"type": "search_result", "source": "u", "title": "t", "content": [text("x")]},
+        {"type": "document", "source": {"type": ["text"]}},
     ],
 )
 async def test_what_no_chat_shows_of_a_result_is_left_out(block):

@@ -53,6 +53,15 @@ def read(raw):
     return message
 
 
+def test_messages_before_an_unreadable_one_do_not_pile_up():
+    """A harness may send its unreadable message with every call, after others that are new each time."""
+    reader = MessageReader(4)
+    for number in range(20):
+        with pytest.raises(ValueError, match="cannot be read"):
+            reader.read([b'{"role":"user","content":"%d"}' % number, b'{"role":1}'])
+    assert len(reader._known) <= 6
+
+
 def arguments_of(raw):
     return [call["function"]["arguments"] for call in json.loads(raw)["tool_calls"]]
 

@@ -123,7 +123,7 @@ def parts_of(block: dict[str, Any], at: Position) -> Iterator[dict[str, Any]]:
 def is_text_document(block: dict[str, Any]) -> bool:
     """Whether a block is a document that `parts_of` translates."""
     source = block.get("source") if block["type"] == "document" else None
-    return isinstance(source, dict) and source.get("type") in {"text", "content"}
+    return isinstance(source, dict) and source.get("type") in ("text", "content")
 
 
 TOOL_CHANGES = frozenset({"tool_addition", "tool_removal"})

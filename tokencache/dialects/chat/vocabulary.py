@@ -110,6 +110,8 @@ class MessageReader:
         """
         found: list[ReadMessage] = []
         known = self._known
+        while len(known) > self._size:  # before the first message that cannot be read
+            known.popitem(last=False)
         for raw in entries:
             key = xxhash.xxh3_128_digest(raw, self._seed)
             message = known.get(key)
@@ -118,8 +120,6 @@ class MessageReader:
             else:
                 known.move_to_end(key)
             found.append(message)
-        while len(known) > self._size:
-            known.popitem(last=False)
         return found
 
 
