@@ -41,7 +41,7 @@ _PLACES = {
     "upstream", "host", "port", "public_url", "store", "derender", "tokenizer", "adapters", "experts", "workers", "log_level", "log_format",
 }  # fmt: skip
 """Settings that say where something is or how it is logged; records are the same elsewhere."""
-_SECRET = re.compile(r"(?<=//)((?!//).)*@|\?[^,]*")
+_SECRET = re.compile(r"(?<=//)((?!//).)*@|\?((?!,\s*\w+://).)*")
 """The parts of URLs that may have passwords: the user, and the query."""
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from tests.api.test_lifecycle import LosesTokens
 from tests.client.both import KINDS, Wrapped
 from tests.images import image
 from tests.proxy.kit import CALL, THOUGHT, TOOLS, echo, proxied, results, user
@@ -142,6 +143,13 @@ async def test_without_an_edit_the_score_is_what_was_recorded():
                 assert turn["score"] == pytest.approx(turn["logprobs"], abs=1e-5)
                 assert {len(turn[name]) for name in ("loss_mask", "score", "top_ids", "top_logprobs")} == {len(turn["token_ids"])}
                 assert {len(top) for top in turn["top_ids"]} == {2}
+
+
+async def test_a_session_that_lost_tokens_is_refused_as_torn():
+    async with proxied(engine()) as rig:
+        await talk(rig)
+        rig.store.__class__ = LosesTokens
+        assert (await score(rig, status=409))["type"] == "torn_record"
 
 
 async def test_a_hint_has_the_scores_of_the_engine_for_the_same_ids():

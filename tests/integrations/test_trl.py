@@ -1,11 +1,15 @@
 """The `rollout_func` for TRL, with a stand-in for the trainer. `tests/system/e2e/test_trl.py` runs TRL itself."""
 
+import asyncio
+import signal
+import threading
 from types import SimpleNamespace
 
 import msgspec
 import openai
 import pytest
 
+from tests.support.waiting import until
 from tests.trajectories.rollouts import ROLLOUTS
 from tokencache.client import AsyncClient
 from tokencache.config import Settings
@@ -62,6 +66,26 @@ def test_two_lines_are_refused_unless_one_is_asked_for():
 def test_a_policy_with_several_rows_is_refused():
     with pytest.raises(ValueError, match="one row for each prompt"):
         TrlRollouts("http://127.0.0.1:1", None, rows="all")
+
+
+async def test_who_interrupts_a_notebook_does_not_wait_for_the_rollouts():
+    ended = []
+
+    class Rollouts(TrlRollouts):
+        async def play_all(self, prompts, trainer):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(prompts)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the kernel of a notebook
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Rollouts("http://127.0.0.1:1", None)(["a"], None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    await until(lambda: ended == [["a"]])
 
 
 async def test_a_trainer_in_a_notebook_has_an_event_loop_that_runs():

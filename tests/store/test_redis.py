@@ -8,7 +8,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from tests.store.conformance import build, record
 from tests.support.redis_server import RealRedis
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 from tokencache.core.incidents import Incident
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.store.base import (
@@ -186,6 +186,23 @@ async def test_a_tombstone_expires(store, redis):
         await store.begin("s", "k", [])
     await redis.pexpireat("tokencache:{s}", 1)
     assert (await store.begin("s", "k", [])).calls == 1
+
+
+async def test_other_clients_do_not_wait_for_the_memory_of_a_deleted_session(store, redis):
+    """The server frees it in a thread of its own: a big one would take it tens of milliseconds."""
+    await record(store, "s", build("a"))
+    await redis.hset("tokencache:{s}", mapping=dict.fromkeys(map(str, range(1000)), b"x" * 1000))
+
+    async def freed():
+        return (await redis.info("memory"))["lazyfreed_objects"]
+
+    before = await freed()
+    await store.delete("s")
+
+    async def freed_more():
+        return await freed() > before
+
+    await until(freed_more)
 
 
 async def test_a_call_of_an_ended_epoch_writes_nothing(store, redis):

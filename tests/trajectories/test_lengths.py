@@ -58,6 +58,17 @@ def forked():
     return of_forest(forest)
 
 
+def test_a_line_of_which_a_fork_shares_all_has_a_response():
+    """It is there if the fork goes on from an earlier turn. Trainers cannot use a row without one: slime counts from the end."""
+    forest = Forest()
+    first = forest.add([1, 2], [3, 4], marks=("shared",), logprobs=[])
+    forest.add([9], [5, 6], parent=first, marks=("shared",), logprobs=[])
+    forest.add([8], [7], parent=first)
+    shared, own = rows_of(of_forest(forest))
+    assert (shared.prompt_ids, shared.response_ids, any(shared.response_mask)) == ([1, 2], [3, 4, 9, 5, 6], False)
+    assert (own.prompt_ids, own.response_ids) == ([1, 2, 3, 4, 8], [7])
+
+
 def test_the_shared_turns_of_a_fork_are_its_prompt_as_the_context_of_a_branch_is():
     made = forked()
     (row,) = rows_of(made)

@@ -299,7 +299,7 @@ OPERATIONS = (
         "whole prompt, so the answer grows with the square of the session: name `turns` of a long one.",
         body=ScoreEdited,
         errors={
-            HTTPStatus.CONFLICT: "The engine's label of its weights changed meanwhile.",
+            HTTPStatus.CONFLICT: "The engine's label of its weights changed meanwhile, or the records are torn (`torn_record`).",
             HTTPStatus.UNPROCESSABLE_ENTITY: "A member is invalid, two edits replace one message, or no chosen turn has the place of an "
             "edit. The message names the member.",
             HTTPStatus.BAD_GATEWAY: "The engine failed. No turn is returned.",

@@ -124,6 +124,9 @@ class _ScoreApi:
         async with self._lock:  # also for reading: a request that waits holds no records
             records = await self._reader.records(await self._reader.info(request), contexts=bool(asked.edits))
             turns = _chosen(records.turns, asked.turns)
+            if not records.tokens.keys() >= {turn.id for turn in turns}:
+                message = f"the records of session {records.info.id!r} are torn: the tokens of its turns are missing"
+                raise HarnessError(message, status=HTTPStatus.CONFLICT, kind="torn_record")
             check_edits(asked.edits, [turn.messages for turn in turns])
             return records.info.id, *await self._scored(records, turns, asked)
 

@@ -69,9 +69,13 @@ class TokenSequence(msgspec.Struct, frozen=True):
 
     @property
     def response_start(self) -> int:
-        """The index of the first token that was sampled in this session, not in one that it was forked from; otherwise their number."""
-        own = (span for span in self.turns if span.turn.completion_tokens and TurnMark.SHARED not in span.turn.marks)
-        return next((span.completion[0] for span in own), len(self.token_ids))
+        """The index of the first token that was sampled in this session, or, without any, in one that it was forked from.
+
+        The number of tokens if none was sampled.
+        """
+        sampled = [span for span in self.turns if span.turn.completion_tokens]
+        own = [span for span in sampled if TurnMark.SHARED not in span.turn.marks]
+        return next((span.completion[0] for span in own or sampled), len(self.token_ids))
 
     @property
     def trained(self) -> list[Turn]:

@@ -16,6 +16,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -117,8 +118,20 @@ class TrlRollouts:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(self.play_all(prompts, trainer))
+        begun: list[asyncio.Task[dict[str, list[Any]]]] = []
+
+        async def play() -> dict[str, list[Any]]:
+            begun.append(asyncio.create_task(self.play_all(prompts, trainer)))
+            return await begun[0]
+
         with ThreadPoolExecutor(1) as thread:  # in a notebook, the thread of the trainer has an event loop that runs
-            return thread.submit(asyncio.run, self.play_all(prompts, trainer)).result()
+            try:
+                return thread.submit(asyncio.run, play()).result()
+            except KeyboardInterrupt:
+                for task in begun:
+                    with suppress(RuntimeError):  # it has ended
+                        task.get_loop().call_soon_threadsafe(task.cancel)
+                raise
 
     async def play_all(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Play the prompts and return a `TrlRow` for each, as lists by name.

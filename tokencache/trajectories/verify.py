@@ -113,7 +113,8 @@ def verify(trajectory: Trajectory) -> list[CheckFailure]:
 def verify_sequence(sequence: Sequence, *, masked: bool = False) -> list[CheckFailure]:
     """Check a sequence by itself: `aligned`, and if that holds `trained`, `hashes` and `media`.
 
-    With `masked`, none of its tokens may be trained: a limit of length, or a format for trainers (of an invalid rollout), masked it.
+    With `masked`, none of its tokens may be trained: a limit of length masked it, or a format for trainers, because the rollout is invalid
+    or the places of its images are not known.
     """
     masked = masked or sequence.overlong == "masked"
     return [*_aligned(sequence)] or [*_trained(sequence, masked=masked), *_hashes(sequence, masked=masked), *_media(sequence)]

@@ -419,11 +419,12 @@ DELETE = (
 -- ARGV: how long the tombstone lasts, 1 if the name may be used again at once, how long what forks share is kept
 -- Returns 0 if there is no session, its epoch if it is a fork or has forks, else 1.
 local forks = epoch and redis.call('HMGET', session, 'shared', 'fork') or {}
+local noted = epoch and redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1]).ok -- not while the slot moves or memory is short
 if forks[1] then
   local kept = session .. ':' .. epoch -- in the same slot: the name of the session is the hash tag of both
   redis.call('RENAME', session, kept)
   redis.call('PEXPIRE', kept, ARGV[3])
-elseif ARGV[2] == '1' then
+elseif noted or ARGV[2] == '1' then
   redis.call('UNLINK', session)
 elseif epoch then
   redis.call('PEXPIRE', session, ARGV[1]) -- never refused, and then SET is not
@@ -431,7 +432,7 @@ end
 if not epoch then return 0 end
 -- In place of the session: while its slot moves to another node, a script cannot write a key that is not there.
 if ARGV[2] == '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
-redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1])
+if not noted then redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1]) end
 return (forks[1] or forks[2]) and epoch or 1
 """
 )

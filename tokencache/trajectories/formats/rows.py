@@ -1,8 +1,8 @@
 """Splits each sequence into a prompt and a response: one training sample, in the form that most trainers need.
 
-The prompt is everything before the first sampled token of the sequence; what a fork shares is prompt. The response is the rest: replies,
-tool results and the template tokens between them. The response mask is 1 for tokens that the policy sampled in this sequence. All other
-tokens have mask 0 and log probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
+The prompt is everything before the first sampled token of the sequence; what a fork shares before its own replies is prompt. The response
+is the rest: replies, tool results and the template tokens between them. The response mask is 1 for tokens that the policy sampled in this
+sequence. All other tokens have mask 0 and log probability 0.0; verl, SkyRL, TRL, slime and Tinker write them the same way.
 
 Facts for which a trainer has no field are exported as *labels* under the single name `tokencache`, so that they cannot be mistaken for a
 field of the trainer. A reward that was not given is absent or `None`, never 0. So is the reward of an invalid rollout, whose rows all have
