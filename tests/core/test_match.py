@@ -647,6 +647,23 @@ def test_a_turn_that_a_switched_off_rule_bars_leaves_the_others_in_doubt():
     assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply"), "also in its position: the harness may have dropped the reasoning"
 
 
+@pytest.mark.parametrize("arguments", ["[1]", "no JSON", '{"n": 1e400}', '{"n": -Infinity}'])
+def test_a_reply_with_hidden_calls_and_one_without_are_told_apart_by_nothing(arguments):
+    """After `MALFORMED_FUNCTION_CALL` a client asks again, and gets the same text without a call."""
+    index = _Index()
+    hidden = _turn("a", Message("assistant", "OK", None, (ToolCall(C1, "bash", arguments),)))
+    index.add(msgspec.structs.replace(hidden, dialect="gemini"), U1)
+    index.add(_turn("b", OK), U1)
+    assert index.match(U1, OK, U2)[:2] == ("plain", "ambiguous-reply")
+
+
+def test_a_call_without_arguments_is_not_hidden():
+    index = _Index()
+    shown = _turn("a", Message("assistant", "OK", None, (ToolCall(C1, "bash", " "),)))
+    index.add(msgspec.structs.replace(shown, dialect="gemini"), U1)
+    assert index.match(U1, OK, U2).kind == "plain"
+
+
 def test_a_reply_with_hidden_calls_leaves_others_in_doubt_although_its_rule_is_switched_off():
     """After `MALFORMED_FUNCTION_CALL` a client asks again, and gets the same text. It may have kept either reply."""
     index = _Index(Leniency(off=frozenset({"calls-hidden"})))

@@ -30,6 +30,7 @@
 `outcome`       how a rollout ended: well, or by which kind of failure
 `finish`        the reasons with which an engine ends a reply
 `reasons`       the reasons why a turn does not simply continue another
+`strict_json`   JSON that every reader accepts
 ==============  =====================================================================================================
 
 Read `messages`, `chain`, `verdict` and `match` in this order to follow a call. Nothing here imports asyncio, aiohttp, redis or

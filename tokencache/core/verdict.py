@@ -33,6 +33,7 @@ from tokencache.core import ids
 from tokencache.core.messages import BLANK, Message, ToolCall, canonical_arguments, inline_end, split_think
 from tokencache.core.rules import RULES, STRICT, Leniency, Rules, explain_call, rewritings, understood_calls
 from tokencache.core.rules.harness import parse_object
+from tokencache.core.strict_json import read_object
 from tokencache.core.turn import Turn, TurnMark
 
 INTERRUPTED = "interrupted"
@@ -173,7 +174,7 @@ def judge_reply(turn: Turn, echoed: Message, leniency: Leniency = STRICT) -> Ver
     """
     verdict = judge(turn.served, echoed, leniency)
     if verdict.kind == "foreign" and turn.dialect in _HIDING_CALLS:
-        shown = tuple(call for call in turn.served.calls if parse_object(call.arguments) is not None)
+        shown = tuple(call for call in turn.served.calls if read_object(call.arguments) is not None)
         found = judge(msgspec.structs.replace(turn.served, calls=shown), echoed, leniency) if shown != turn.served.calls else verdict
         if found.supplied or found.rules:
             rules, supplied = tuple(sorted({*found.rules, CALLS_HIDDEN})), found.supplied and leniency.allows(CALLS_HIDDEN)

@@ -19,14 +19,14 @@ thousands of positions.
 
 import contextlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
+from tokencache.core.strict_json import read, replace_surrogates
 from tokencache.errors import HarnessError
 
 Raw = msgspec.Raw
@@ -42,24 +42,8 @@ IDS = msgspec.json.Decoder(list[int])
 NULL, TRUE = Raw(b"null"), Raw(b"true")
 _KEY = re.compile(rb'[\s,{]*+("(?:[^"\\]|\\.)*+")\s*+:\s*+', re.DOTALL)
 _END = re.compile(rb"\s*+\}\s*+")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _TOO_DEEP, _NO_OBJECT = "the request is nested too deeply", "the request body must be a JSON object"
 _SHOWN = 80
-
-
-def read(text: str | bytes) -> Any:
-    """Read JSON.
-
-    Raises:
-        ValueError: the text is not JSON.
-        RecursionError: it is nested too deeply.
-    """
-    try:
-        return msgspec.json.decode(text)
-    except ValueError:
-        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-        written = json.dumps(found, ensure_ascii=False)
-        return json.loads(replace_surrogates(written)) if _SURROGATE.search(written) else found
 
 
 def read_body(body: bytes) -> dict[str, Any]:
@@ -92,11 +76,6 @@ def write(value: Any) -> bytes:
         raise HarnessError(_TOO_DEEP) from None
     except (ValueError, OverflowError):
         return replace_surrogates(json.dumps(value, ensure_ascii=False, separators=(",", ":"))).encode()
-
-
-def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD."""
-    return _SURROGATE.sub("\ufffd", text)
 
 
 def fields_of(body: bytes) -> dict[str, Raw]:
@@ -253,13 +232,3 @@ def _names(position: Position) -> list[str | int]:
         position, name = position
         names.append(name)
     return [*([position] if position else []), *reversed(names)]
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        raise ValueError(f"the number {text[:_SHOWN]} is out of range")
-    return number

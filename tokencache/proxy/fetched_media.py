@@ -26,6 +26,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from tokencache.core import strict_json
 from tokencache.dialects import json_io
 from tokencache.dialects.chat.vocabulary import may_be_media
 from tokencache.dialects.json_io import entries_of, fields_of
@@ -102,7 +103,7 @@ class FetchedMedia:
         fields = fields_of(body)
         try:
             messages = entries_of(fields.get("messages", Raw(b"[]")))
-            decoded = {index: json_io.read(raw) for index, raw in enumerate(messages) if b"[" in raw}  # a content of parts is a list
+            decoded = {index: strict_json.read(raw) for index, raw in enumerate(messages) if b"[" in raw}  # a content of parts is a list
         except (ValueError, RecursionError):
             raise HarnessError("'messages' must be a list of objects", param="messages") from None
         conversations = [entry if isinstance(entry, list) else [entry] for entry in decoded.values()]  # a batch has a list of them

@@ -82,6 +82,14 @@ def sayable(dialect: str, message: Message) -> bool:
     return dialect in {"chat", "responses"} or not any(UNPARSED in value for _, _, value in _calls(message))
 
 
+def shown(dialect: str, message: Message) -> Message:
+    """What a client gets of a reply: Gemini does not show calls whose arguments are not an object (rule `calls-hidden`)."""
+    if dialect != "gemini" or sayable(dialect, message):
+        return message
+    calls = [call for call, (_, _, value) in zip(message["tool_calls"], _calls(message), strict=True) if UNPARSED not in value]
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, **({"tool_calls": calls} if calls else {})}
+
+
 def _chat_call(name: str, function: str, value: Any) -> Message:
     """A call in chat format, from arguments as a value."""
     wrapped = isinstance(value, dict) and list(value) == [UNPARSED]

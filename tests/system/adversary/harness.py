@@ -239,6 +239,8 @@ class Session:
         owing = not self.leniency.off
         kept = self.understood(thread, served) if served and self.is_vouched and continued is None else served
         kept = None if not served or says(kept, served) else kept
+        shown = self.without_hidden_calls(called, served)
+        kept = kept or shown
         number = self.oracle.judge(called, tuple(sent), scope=thread.scope, owing=owing, handle=handle, kept=kept)
         if number is None:
             self.restart(thread)
@@ -246,7 +248,7 @@ class Session:
         assert called.generation is not None
         heard = called.generation.message
         self.tally.counts["served otherwise"] += not says(served, heard)  # the dialect cannot write it
-        entry = Entry(served, number, handle=handle)
+        entry = Entry(served, number, handle=handle, kept=shown, owed=shown is None)
         if called.generation.cut and not thread.stop and self.may_continue(replace(entry, continues=True)):
             entry = replace(entry, continues=self.rng.random() < 0.6)
         if continued is not None:
@@ -258,6 +260,12 @@ class Session:
         if thread.stop and called.generation.completion and text_of(heard) and not call_ids(heard):
             entry = self.write_back(thread, replace(entry, stop=called.generation.stop))
         thread.entries.append(entry)
+
+    def without_hidden_calls(self, called: Called, served: Message) -> Message | None:
+        """The served message, if the dialect cannot show some calls of the reply and nothing else differs."""
+        reply = called.generation.message if called.generation is not None else {}
+        shown = dialects.shown(self.dialect, reply)
+        return served if served and shown is not reply and says(served, shown) else None
 
     def may_continue(self, entry: Entry) -> bool:
         """Whether the next reply continues this one: in chat by a member of the request, in Messages wherever it is the last entry."""

@@ -33,8 +33,8 @@ from odd_requests import CHAT, COMPLETIONS, JSON, MESSAGES, RESPONSES, TOKENIZE,
 from rig.server import HERE, default_venv
 
 from tests.support.reading import read_chat, read_tokenize
-from tokencache.core import ids
-from tokencache.dialects import json_io, text_completions
+from tokencache.core import ids, strict_json
+from tokencache.dialects import text_completions
 from tokencache.dialects.base import DialectRequest, ModelCall, ServedModel
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.sampling import BUDGET
@@ -305,7 +305,7 @@ def tokenize_facts(call, held):
 def translated_facts(call, held, path):
     limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
     return {
-        "model": (call.model, json_io.replace_surrogates(held["model"] or "")),
+        "model": (call.model, strict_json.replace_surrogates(held["model"] or "")),
         "stream": (call.stream, bool(held["stream"])),
         "n": (call.n, 1),
         "beam search": ("use_beam_search" in call.fields, False),

@@ -147,7 +147,8 @@ async def test_frozen(started, http):
     await take([*before, *during], 2)
     found = stack.check([*before, *during])
     assert found.clean, found.words
-    assert sorted(found.marked) == sorted(agent.session for agent in [*before, *during])
+    late = {agent.session for agent in during}  # what was written before, the server finds when it goes on: those turns may be there
+    assert late <= set(found.marked) <= late | {agent.session for agent in before}
 
 
 @pytest.mark.whole

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from tests.support.reading import read_chat
+from tokencache.core import strict_json
 from tokencache.core.messages import canonical_arguments, digest
 from tokencache.dialects import gym, json_io, text_completions
 from tokencache.dialects.base import DialectRequest, DirectReply, ModelCall, ServedModel, TokenCount
@@ -99,9 +100,9 @@ def text_completion(data: bytes) -> None:
 def message(data: bytes) -> None:
     """The same entry has the same digest, however its JSON was written."""
     try:
-        entry = json_io.read(data)
+        entry = strict_json.read(data)
         one = digest(read_message(entry))
-        other = digest(read_message(json_io.read(json_io.write(entry))))
+        other = digest(read_message(strict_json.read(json_io.write(entry))))
     except (ValueError, RecursionError, HarnessError):
         return
     assert one == other

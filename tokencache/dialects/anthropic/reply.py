@@ -20,6 +20,7 @@ Differences from vLLM 0.32 (`entrypoints/anthropic/serving.py`):
 from http import HTTPStatus
 from typing import Any
 
+from tokencache.core.strict_json import read_object
 from tokencache.dialects import json_io
 from tokencache.dialects.anthropic.vocabulary import ending, error_members, is_json, usage_of, wrapped
 from tokencache.dialects.completion_reader import ChoicePart, ToolCallPart, Usage, text_piece
@@ -215,8 +216,5 @@ def _event(type: str, **members: Any) -> bytes:  # noqa: A002 - its name in the 
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    try:
-        found = json_io.read(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return wrapped(arguments)
-    return found if isinstance(found, dict) else wrapped(arguments)
+    found = read_object(arguments)
+    return wrapped(arguments) if found is None else found

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
 
+from tokencache.core import strict_json
 from tokencache.core.finish import FinishReason
-from tokencache.dialects import json_io
 from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, dotted
 from tokencache.errors import HarnessError
@@ -198,7 +198,7 @@ def ending(finish: str | None, stop: int | str | None, last: str | None) -> dict
 def is_json(text: str) -> bool:
     """Whether a text is one whole JSON value."""
     try:
-        json_io.read(text)
+        strict_json.read(text)
     except (ValueError, RecursionError):
         return False
     return True

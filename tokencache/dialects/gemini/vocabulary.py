@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.finish import FinishReason
+from tokencache.core.strict_json import read_object
 from tokencache.dialects import json_io
 from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, bracketed
@@ -195,14 +196,9 @@ def error_of(status: int, message: str) -> dict[str, Any]:
 
 def object_of(arguments: str) -> Raw | dict[str, Any] | None:
     """Return arguments as a member: their own text on one line if it is a JSON object, else `None`."""
-    if not arguments.strip():
-        return {}
-    try:
-        found = json_io.read(arguments)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
-        return None
+    found = read_object(arguments)
+    if not found:
+        return found
     try:
         return Raw(msgspec.json.format(arguments, indent=-1).encode())
     except (ValueError, RecursionError):

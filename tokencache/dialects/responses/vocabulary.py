@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from tokencache.dialects import json_io
+from tokencache.core import strict_json
 from tokencache.dialects.thinking import read_signature
 from tokencache.errors import HarnessError
 
@@ -118,7 +118,7 @@ class FreeformInput:
         self._rest = self._rest[len(whole) :]
         self._closed = self._closed or len(self._rest) > _LONGEST_ESCAPE
         try:
-            text = json_io.replace_surrogates(json.loads(f'"{whole}"', strict=False))
+            text = strict_json.replace_surrogates(json.loads(f'"{whole}"', strict=False))
         except ValueError:  # an escape that JSON does not define
             text = whole
         self._decoded.append(text)
@@ -132,7 +132,7 @@ class FreeformInput:
         except (ValueError, RecursionError):
             return "".join(self._decoded) if not self._opening else arguments
         text = read.get("input") if isinstance(read, dict) else None
-        return json_io.replace_surrogates(text) if isinstance(text, str) else arguments
+        return strict_json.replace_surrogates(text) if isinstance(text, str) else arguments
 
 
 class ToolName(msgspec.Struct, frozen=True):
