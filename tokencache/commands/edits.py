@@ -4,15 +4,14 @@ The file has JSON objects, one a line: `{"edits": […]}` for all sessions, or `
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from tokencache.client import Client, NotFoundError
+from tokencache.client import Client
 from tokencache.commands import files
 from tokencache.commands.console import TIMEOUT
-from tokencache.commands.rollouts import session_names
+from tokencache.commands.rollouts import session_names, unless_deleted
 from tokencache.commands.sink import FileError
 from tokencache.core.context_edits import Edit
 from tokencache.scoring.rows import Row, row_of_turn
@@ -60,6 +59,6 @@ def edited_rows(
             wanted = edits.get(name) or edits.get("")
             if wanted is None:
                 raise FileError(f"session {name}: the file of edits has none for it, and none for all sessions (without `session`)")
-            with suppress(*() if sessions else (NotFoundError,)):
+            with unless_deleted(named=bool(sessions)):
                 found = client.session(name).score(msgspec.to_builtins(wanted.edits), turns=wanted.turns, score=False)
                 yield from (row_of_turn(found.session, turn) for turn in found.turns)

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -79,8 +79,13 @@ def read_targets(targets: Sequence[str], pattern: str, proxy: str, admin_key: st
                         raise FileError(f"{where} was changed after it was exported; see `tokencache verify`")
                     yield RolloutSource(where, value)
                 continue
-            with suppress(*() if targets else (NotFoundError,)):
+            with unless_deleted(named=bool(targets)):
                 yield RolloutSource(f"session {name}", msgspec.json.decode(client.session(name).fetch_json(drift="off")))
+
+
+def unless_deleted(*, named: bool) -> AbstractContextManager[None]:
+    """Pass over a session that was deleted since it was listed. One that the user `named` must be there."""
+    return nullcontext() if named else suppress(NotFoundError)
 
 
 def session_names(client: Client, pattern: str) -> list[str]:

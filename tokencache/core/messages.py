@@ -32,6 +32,8 @@ from typing import Any
 
 import msgspec
 
+from tokencache.core.strict_json import SURROGATE
+
 BLANK = (
     "\ufeff \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006"
     "\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -39,7 +41,6 @@ BLANK = (
 """The characters that `str.strip()` removes, and U+FEFF, which JavaScript's `trim()` removes too."""
 
 _INLINE_THINK = re.compile(r"\s*+<think>(.*?)</think>", re.DOTALL)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _RESULT = frozenset({"role", "content", "tool_call_id", "task"})
 """The members of a tool's result that a template may show, without the tool's name."""
 SORTED_JSON = msgspec.json.Encoder(order="sorted")
@@ -209,14 +210,14 @@ def _canonical(value: Any) -> Any:
         case None | bool():
             return value
         case str():
-            text = _SURROGATE.sub("\ufffd", value)
+            text = SURROGATE.sub("\ufffd", value)
             return "\x00" + text if text.startswith("\x00") else text  # NUL marks numbers that are not doubles
         case int() | float():
             return _double(value)
         case list():
             return [_canonical(item) for item in value]
         case _:
-            return {_SURROGATE.sub("\ufffd", key): _canonical(item) for key, item in value.items()}
+            return {SURROGATE.sub("\ufffd", key): _canonical(item) for key, item in value.items()}
 
 
 def _double(value: float) -> float | str:

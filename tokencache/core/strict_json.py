@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""A lone surrogate."""
 
 
 def read(text: str | bytes) -> Any:
@@ -22,7 +23,7 @@ def read(text: str | bytes) -> Any:
     except ValueError:
         found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         written = json.dumps(found, ensure_ascii=False)
-        return json.loads(replace_surrogates(written)) if _SURROGATE.search(written) else found
+        return json.loads(replace_surrogates(written)) if SURROGATE.search(written) else found
 
 
 def read_object(arguments: str) -> dict[str, Any] | None:
@@ -36,7 +37,7 @@ def read_object(arguments: str) -> dict[str, Any] | None:
 
 def replace_surrogates(text: str) -> str:
     """Replace lone surrogates with U+FFFD."""
-    return _SURROGATE.sub("\ufffd", text)
+    return SURROGATE.sub("\ufffd", text)
 
 
 def _refuse_constant(text: str) -> NoReturn:
