@@ -90,7 +90,7 @@ def _nearest(name: str, least: float = 0.0) -> str | None:
 
 
 def misspelled_variables() -> dict[str, str]:
-    """Return the environment variables that are no settings and look like misspelled ones, and what they may mean."""
+    """Return the environment variables that are not settings and look like misspelled ones, and what they may mean."""
     names = {variable: variable.lower().removeprefix(PREFIX.lower()) for variable in os.environ if variable.upper().startswith(PREFIX)}
     likely = {variable: _nearest(name, _MISSPELLED) for variable, name in names.items() if name not in Settings.model_fields}
     return {variable: PREFIX + nearest.upper() for variable, nearest in likely.items() if nearest is not None}

@@ -101,7 +101,7 @@ class EngineError(TokencacheError):
     """The engine could not be reached, or closed the connection.
 
     Attributes:
-        status: the HTTP status of the response, if nothing of the reply was sent yet; 502 if the engine answered with one that is no error.
+        status: the HTTP status of the response, if nothing of the reply was sent yet; 502 if the engine's own is not an error.
         reached: the request was sent, so the engine may have sampled.
         private: what logs and incidents say besides the message, such as the engine's address. A client never receives it.
     """

@@ -196,7 +196,7 @@ def no_side_calls(trajectory: Trajectory, sequence: Sequence) -> str:
     """Drop calls beside the rollout, such as one that makes a title: they offer no tools, and no later call continues them.
 
     Another sequence of the session has tools or is continued, or may have been: a limit left out sequences. A call whose answer returned in
-    another call (`links`), such as the summary of a compaction, is no side call.
+    another call (`links`), such as the summary of a compaction, is not a side call.
     """
     if not _is_single(sequence) or _returned(trajectory, sequence):
         return ""

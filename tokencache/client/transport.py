@@ -37,7 +37,7 @@ class _Transport:
             "params": request.params,
             "content": request.body,
             "headers": request.headers(self._admin_key),
-            "timeout": httpx2.Timeout(self._timeout + request.wait, pool=None),  # what has no connection yet is no outage
+            "timeout": httpx2.Timeout(self._timeout + request.wait, pool=None),  # waiting for a connection is not an outage
         }
 
     def _read(self, response: httpx2.Response) -> ServerResponse:

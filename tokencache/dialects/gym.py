@@ -121,7 +121,7 @@ def prefix_of(body: bytes) -> bytes:
 
 
 def take_all(entries: Sequence[bytes], start: int) -> tuple[Sequence[bytes], dict[int, ReturnedIdFragments]]:
-    """Remove token ids from entries, of which the first has the index `start`.
+    """Remove token ids from entries; the first has the index `start`.
 
     Returns:
         The entries, the same object if nothing was removed; and the removed ids, by index.

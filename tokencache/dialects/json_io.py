@@ -1,6 +1,6 @@
 """Reads the JSON that clients send, and writes JSON for them.
 
-A strict reader (msgspec) is tried first. Clients and models also write JSON that it refuses:
+A strict reader (msgspec) is tried first. Clients and models also write JSON that it refuses (`core.strict_json` reads it):
 
     lone surrogates     `read` and `write` replace them with U+FFFD, because UTF-8 cannot encode them and no tokenizer accepts them.
                         Claude Code itself sends U+FFFD for them. Both have the same digest (`core.messages`)

@@ -296,7 +296,7 @@ def turns_of(sequences: Iterable[TokenSequence]) -> Iterable[TrainingTurn]:
 
     TRL also joins two sequences if the second begins with all tokens of the first: each token keeps its mask. If the second begins with a
     part of the first's last reply, TRL takes that for a new tokenization of the reply, and no longer trains the rest of it, which is less
-    than `fork_threshold_tokens` (1,024) long. So a turn with nothing to train is put in between, of which TRL makes no row.
+    than `fork_threshold_tokens` (1,024) long. So a turn with nothing to train is put in between; TRL makes no row of it.
     """
     before: TokenSequence | None = None
     for sequence in sequences:

@@ -12,7 +12,7 @@ Contents (https://ai.google.dev/api/caching#Content):
 * Calls and responses may lack ids. Then the n-th response with a name answers the n-th call with that name in the previous reply. Gemini
   CLI (0.61) puts `<name>__` before the ids that it received; this prefix is removed.
 * A part that chat has no equivalent for is refused by name: files by reference, executable code, sound. Data that a function returns
-  (in its response, or after it in the same content, as Gemini CLI sends it) is left out if it is no image.
+  (in its response, or after it in the same content, as Gemini CLI sends it) is left out unless it is an image.
 
 Settings (https://ai.google.dev/api/generate-content#generationconfig): those that vLLM cannot follow are refused by name (tools that Google
 runs, several candidates, sound). Those that do not change the text are ignored (`safetySettings`, `labels`, `responseLogprobs`).
@@ -190,7 +190,7 @@ class Contents:
         return {"role": "tool", "tool_call_id": self._answered(response, name), "content": content}
 
     def _images(self, parts: list[RequestObject]) -> list[dict[str, Any]]:
-        """Translate the data of a function's response. What is no image is left out: a model that reads a PDF must not end its rollout."""
+        """Translate the data of a function's response; only images stay, because a model that reads a PDF must not end its rollout."""
         images = [part for part in parts if (blob := part.inner("inlineData")) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
         if len(images) < len(parts):
             self.left_out = ("result-parts",)

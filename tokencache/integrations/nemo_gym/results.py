@@ -22,8 +22,8 @@ def finish(client: Client, results: Iterable[Mapping[str, Any]]) -> None:
     """Finish the session of each result, and store its reward. The session's group is the number of the task.
 
     A result that is no measurement of the policy is finished as failed, with Gym's own word: one with `mask_sample`, and one of the file of
-    failures (`…_failures.jsonl`), unless `results` also has one of the same rollout that succeeded. One whose reward is no finite number is
-    finished as `verifier`.
+    failures (`…_failures.jsonl`), unless `results` also has one of the same rollout that succeeded. One whose reward is not a finite number
+    is finished as `verifier`.
 
     Args:
         client: of the proxy.
