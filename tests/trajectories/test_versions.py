@@ -131,3 +131,9 @@ def test_forced_tokens_count_for_no_version():
     assert sequence.trainable == sum(turn.chosen_tokens for turn in sequence.trained)
     assert len(sequence.trained) == 3
     assert limit_lag(ROLLOUTS["forced"], LagLimit(0, "7")).sequences == (sequence,)
+
+
+def test_a_version_of_which_every_token_was_forced_does_not_count():
+    """The weights changed where the thinking budget ended: nothing that is trained lags."""
+    forced = msgspec.structs.replace(turn(9, ("7", 0, 4), ("8", 4, 9)), forced=((0, 4),))
+    assert count_versions([forced]).versions == {"8": 5}

@@ -74,6 +74,7 @@ def count_versions(turns: Iterable[Turn], history: Sequence[Announced] = ()) -> 
             forced = sum(max(0, min(end, span.end) - max(start, span.start)) for start, end in turn.forced)
             counts[span.version] += span.end - span.start - forced
     mixed = counts.pop(MIXED, 0)
+    counts = +counts  # without versions of which every token was forced
     return VersionCounts(dict(counts), mixed, in_order(counts, history))
 
 
