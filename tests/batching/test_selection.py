@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.batching.made import as_trajectory, shape
 from tests.core.forest import grow
 from tests.core.settings import SOME
-from tests.trajectories.rollouts import ROLLOUTS, of_forest
+from tests.trajectories.rollouts import ROLLOUTS, TASK, TOOLS, Talk, of_forest, result, user
 from tokencache.batching.selection import (
     at_least,
     complete_only,
@@ -23,6 +23,7 @@ from tokencache.batching.selection import (
 )
 from tokencache.trajectories.lengths import Lengths
 from tokencache.trajectories.limiting import limit
+from tokencache.trajectories.rollout import rollout
 from tokencache.trajectories.values import Link, OverlongFigures
 
 RULES = [at_least(2), complete_only, main_line, no_discarded_retries, no_side_calls, rewarded]
@@ -82,6 +83,17 @@ def test_a_single_call_may_be_a_side_call_of_what_a_limit_left_out(shape_name):
 
 def test_a_call_whose_answer_returned_is_no_side_call():
     assert kept(linked(shape("sub-agent"), "t0", "t4"), no_side_calls) == ["t0", "t1", "t2"]
+
+
+@pytest.mark.parametrize("overlong", ["drop", "cut"])
+def test_the_summary_of_a_compaction_is_no_side_call_if_a_limit_left_out_the_context_that_it_began(overlong):
+    talk, words = Talk(), "They counted the lines of a.py: twelve."
+    main = talk.call(TASK, calls=[("c1", "bash", "{}")], tools=TOOLS)
+    talk.call([*talk.history(main), result("c1", "12 a.py")], "Twelve.", after=main, tools=TOOLS)
+    summary = talk.call([user("Summarize.")], words)
+    talk.call([user(f"{words}{'-' * 500}")], "And b.py?", tools=TOOLS)
+    left = as_trajectory(limit(rollout(talk.records()), Lengths(overlong, max_length=500)))
+    assert kept(left, no_side_calls) == [main, summary]
 
 
 def test_a_row_whose_log_probabilities_are_not_the_policys_is_dropped():

@@ -5,7 +5,7 @@ A `Rollout` is what every export format (`formats`) writes. It is computed from 
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Tokens, Turn
 from tokencache.core.weights import Announced
 from tokencache.store.base import SessionInfo
+from tokencache.trajectories.links import Line
 from tokencache.trajectories.values import DriftFigures, Figures
 from tokencache.trajectories.versions import VersionCounts, count_versions
 
@@ -65,6 +66,7 @@ class Rollout(msgspec.Struct, frozen=True):
         labels: what the trainer noted about the session.
         reward: the newest reward of the session; an empty one if it has none.
         announced: as in `Records`.
+        lines: the turns of all sequences, also of those that a limit left out.
     """
 
     session: str
@@ -82,6 +84,7 @@ class Rollout(msgspec.Struct, frozen=True):
     labels: Labels
     reward: Reward
     announced: Sequence[Announced] = ()
+    lines: Sequence[Line] = ()
 
     @property
     def valid(self) -> bool:
@@ -137,7 +140,13 @@ def rollout(records: Records) -> Rollout:
         labels=info.labels,
         reward=reward,
         announced=records.announced,
+        lines=lines_of(built),
     )
+
+
+def lines_of(sequences: Iterable[TokenSequence]) -> list[Line]:
+    """Return the turns of sequences."""
+    return [Line(sequence.root, [span.turn for span in sequence.turns]) for sequence in sequences]
 
 
 def _sequences(records: Records) -> list[TokenSequence]:

@@ -24,7 +24,7 @@ from tokencache.core.incidents import Incident
 from tokencache.core.lineage import SequenceTurn, TokenSequence
 from tokencache.core.session import Labels, Reward
 from tokencache.core.turn import Turn
-from tokencache.trajectories.links import Line, links
+from tokencache.trajectories.links import links
 from tokencache.trajectories.rollout import Rollout, outcome_object
 
 _NESTING = 100
@@ -48,12 +48,8 @@ def native(rollout: Rollout) -> dict[str, Any]:
             sequence_object(sequence, weight, rollout.drift, rollout.reward)
             for sequence, weight in zip(rollout.sequences, rollout.weights, strict=True)
         ],
-        "links": [msgspec.to_builtins(link) for link in links(_lines(rollout), rollout.contexts)],
+        "links": [msgspec.to_builtins(link) for link in links(rollout.lines, rollout.contexts)],
     }
-
-
-def _lines(rollout: Rollout) -> list[Line]:
-    return [Line(sequence.root, [span.turn for span in sequence.turns]) for sequence in rollout.sequences]
 
 
 def native_with_text(rollout: Rollout) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tokencache.core.outcome import Outcome
 from tokencache.core.session import Labels, Reward, SessionStage
 from tokencache.core.turn import Turn
 from tokencache.core.weights import Announced
-from tokencache.trajectories.rollout import Rollout
+from tokencache.trajectories.rollout import Rollout, lines_of
 from tokencache.trajectories.values import Sequence, Trajectory, TurnRequest, TurnSpan
 
 _UNREADABLE = msgspec.Raw(b"")
@@ -31,6 +31,7 @@ def read_native(value: Mapping[str, Any]) -> Rollout:
     """
     trajectory = msgspec.convert(value, Trajectory)
     spans = [turn for sequence in trajectory.sequences for turn in sequence.turns]
+    sequences = tuple(map(_sequence, trajectory.sequences))
     return Rollout(
         session=trajectory.session,
         complete=trajectory.complete,
@@ -38,7 +39,7 @@ def read_native(value: Mapping[str, Any]) -> Rollout:
         sealed=trajectory.sealed,
         created=trajectory.created,
         incidents=tuple(trajectory.incidents),
-        sequences=tuple(map(_sequence, trajectory.sequences)),
+        sequences=sequences,
         weights=tuple(sequence.weight for sequence in trajectory.sequences),
         contexts=_contexts({turn.turn: turn.request for turn in spans if turn.request is not None}),
         drift={turn.turn: turn.drift for turn in spans if turn.drift is not None},
@@ -52,6 +53,7 @@ def read_native(value: Mapping[str, Any]) -> Rollout:
             {sequence.id: sequence.reward for sequence in trajectory.sequences if sequence.reward is not None},
         ),
         announced=[Announced(name, 0, 0.0) for name in trajectory.figures.version_order],
+        lines=lines_of(sequences),
     )
 
 
