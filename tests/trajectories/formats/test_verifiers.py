@@ -8,10 +8,11 @@ import pytest
 from tests.support.material import require_package
 from tests.trajectories.formats.readers import read_verifiers
 from tests.trajectories.formats.schemas import Trace
-from tests.trajectories.rollouts import ROLLOUTS, rewarded, torn
+from tests.trajectories.rollouts import ROLLOUTS, linear, rewarded, torn
 from tokencache.core.outcome import Outcome
 from tokencache.trajectories.formats.registry import FORMATS, write
 from tokencache.trajectories.formats.verifiers import verifiers
+from tokencache.trajectories.rollout import rollout
 
 
 def written(made):
@@ -89,8 +90,24 @@ def test_messages_are_in_order_and_answers_carry_the_tokens():
 def test_calls_have_their_node_and_finish_reason():
     trace = written(ROLLOUTS["aborted"])
     assert all(trace["nodes"][call["node"]]["sampled"] for call in trace["calls"])
-    assert [call["finish_reason"] for call in trace["calls"]] == ["stop", "stop", None]
+    assert [call["finish_reason"] for call in trace["calls"]] == ["stop", None, "stop"]
     assert [call["sampling"]["temperature"] for call in trace["calls"]] == [0.7] * 3
+
+
+def test_calls_are_in_the_order_in_which_they_ended():
+    """verifiers reads from the last one whether the trace was truncated."""
+    trace = written(ROLLOUTS["sub-agent"])
+    times = [call["time"]["end"] for call in trace["calls"]]
+    assert times == sorted(times)
+    assert trace["nodes"][trace["calls"][-1]["node"]]["message"]["content"] == "It has twelve."
+
+
+def test_the_turns_that_a_fork_shares_are_no_calls_of_it():
+    talk = linear()
+    for turn in ("t0", "t1"):
+        talk.change(turn, marks=("shared",), logprobs=b"", logprobs_hash=b"")
+    trace = written(rollout(talk.records()))
+    assert [call["node"] for call in trace["calls"]] == [at for at, node in enumerate(trace["nodes"]) if node.get("sampled")] == [7]
 
 
 def test_an_incomplete_rollout_is_not_ok():

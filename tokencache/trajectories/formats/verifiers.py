@@ -30,7 +30,7 @@ from tokencache.core.lineage import TokenSequence
 from tokencache.core.messages import Message
 from tokencache.core.outcome import Outcome
 from tokencache.core.session import SessionStage
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.trajectories.formats.conversation import TurnMessages, chat_content, exchanges, sampled, tools_of, without_messages
 from tokencache.trajectories.formats.rows import ExportedRow, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
@@ -64,9 +64,11 @@ def verifiers(rollout: Rollout) -> dict[str, Any]:
         root = len(nodes)
         for exchange in found:
             nodes += _nodes(sequence, exchange, root, len(nodes))
-            calls.append(_call(exchange.turn, len(nodes) - 1))
+            if TurnMark.SHARED not in exchange.turn.marks:
+                calls.append(_call(exchange.turn, len(nodes) - 1))
         nodes[root]["tools"] = offered
         branches.append({**row.labels, "wordless": without_messages(found), "leaf": len(nodes) - 1})
+    calls.sort(key=lambda call: call["time"]["end"])  # verifiers reads from the last one whether the trace was truncated
     return {
         "version": 1,
         "id": rollout.session,
@@ -109,7 +111,7 @@ def _nodes(sequence: TokenSequence, exchange: TurnMessages, root: int, place: in
         for at, message in enumerate(messages, place)
     ]
     nodes[-1] |= {
-        "sampled": True,
+        "sampled": TurnMark.SHARED not in exchange.turn.marks,
         "token_ids": [*own.added, *own.completion],
         "mask": [False] * len(own.added) + [bool(one) for one in own.mask],
         "logprobs": [value for value, trained in zip(own.logprobs, own.mask, strict=False) if trained],
