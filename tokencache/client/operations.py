@@ -15,7 +15,7 @@ from tokencache.adapters import models as served_models
 from tokencache.adapters.load import load
 from tokencache.backoff import delays
 from tokencache.client.access import Access, access_to, check_directory, launch_of
-from tokencache.client.errors import ClientError, InvalidUrlError, NoRoomError, TooManyReadyError
+from tokencache.client.errors import ClientError, InvalidUrlError, NoRoomError, RefusedError, TooManyReadyError
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, check_options, send_delete
 from tokencache.client.session_operations import listed, written
 from tokencache.core.session import Budget, History, NewSession
@@ -24,6 +24,8 @@ from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.values import Capacity, Conditions, EngineState, SessionState
 
 _PAGE = 500
+_MOST_LISTINGS = 3
+"""How often all sessions are listed from the beginning, because the store refuses a cursor."""
 _WAIT_AT_ONCE = 20
 """Seconds for which one request waits for room in the KV caches."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
@@ -180,9 +182,16 @@ def sessions(proxy: ProxyAddress, prefix: str = "", **filters: Unpack[Filters]) 
             seconds).
     """
     found: dict[str, SessionState] = {}
-    cursor = None
+    cursor, listings = None, _MOST_LISTINGS
     while True:
-        one = yield from page(proxy, prefix, cursor=cursor, **filters)
+        try:
+            one = yield from page(proxy, prefix, cursor=cursor, **filters)
+        except RefusedError:  # of a cursor: another server of the store has taken over, so list again what it has
+            listings -= 1
+            if cursor is None or not listings:
+                raise
+            found, cursor = {}, None
+            continue
         found |= {state.session: state for state in one.sessions}
         cursor = one.cursor
         if cursor is None:
