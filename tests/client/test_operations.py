@@ -8,8 +8,16 @@ import pytest
 from tokencache.client import protocol
 from tokencache.client.access import access_to
 from tokencache.client.collecting import OUTAGE_SECONDS, as_completed, follow, iterate
-from tokencache.client.errors import AnswerError, InvalidUrlError, NotFoundError, UnauthorizedError, UnreachableError, WrongServerError
-from tokencache.client.operations import ProxyAddress, SessionOptions, create
+from tokencache.client.errors import (
+    AnswerError,
+    InvalidUrlError,
+    NotFoundError,
+    RefusedError,
+    UnauthorizedError,
+    UnreachableError,
+    WrongServerError,
+)
+from tokencache.client.operations import ProxyAddress, SessionOptions, create, sessions
 from tokencache.client.protocol import Item, Pause, ServerResponse
 from tokencache.client.session_operations import delete, finish, label, set_reward, state
 from tokencache.core.session import NewSession
@@ -85,6 +93,37 @@ OPERATIONS = {
     "as_completed": lambda: as_completed(PROXY, ["r1", "r2"], format="verl"),
     "iterate": lambda: iterate(PROXY, ["r1", "r2"], format="verl", timeout=1000.0),
 }
+
+
+def test_a_consumer_goes_on_if_a_session_is_deleted_after_it_was_taken():
+    """What remains of its group goes back: another session may make it whole."""
+    members = [{"session": name, "turns": 2, "sealed": True, "complete": True, "open_calls": []} for name in ("r1", "r2")]
+    taken = [{"id": name, "group": "g", "attempt": 1, "until": 1.0, "sessions": members} for name in ("d1", "d2")]
+    answers = iter([{"deliveries": taken}, {"outputs": []}, GONE, {"released": ["d1"]}, {"outputs": []}, {"outputs": []}])
+    asked, steps = [], follow(PROXY, "trainer", group_size=2, format="verl")
+    step = next(steps)
+    while not isinstance(step, Item):
+        asked.append((step.path.rpartition("/")[2], json.loads(step.body or "{}").get("deliveries")))
+        answer = next(answers)
+        step = steps.send(answer if isinstance(answer, ServerResponse) else ServerResponse(200, json.dumps(answer).encode()))
+    fetched = [("trajectories", None)] * 2
+    assert (step.value.id, asked) == ("d2", [("take", None), *fetched, ("release", ["d1"]), *fetched])
+
+
+def page_of(name, cursor=None):
+    state = {"session": name, "turns": 2, "sealed": False, "complete": True, "open_calls": []}
+    return ServerResponse(200, json.dumps({"sessions": [state], "cursor": cursor}).encode())
+
+
+def test_sessions_are_listed_again_if_the_store_refuses_a_cursor():
+    refusal = {"error": {"message": "another server has taken over", "type": "invalid_cursor", "param": "cursor", "code": 422}}
+    refused = ServerResponse(422, json.dumps(refusal).encode())
+    found, asked = drive(sessions(PROXY), page_of("r1", "c"), page_of("r2", "d"), refused, page_of("r2", "e"), page_of("r3"))
+    assert ([one.session for one in found], len(asked)) == (["r2", "r3"], 5)
+    with pytest.raises(RefusedError, match="another server"):
+        drive(sessions(PROXY), *[page_of("r1", "c"), refused] * 3)
+    with pytest.raises(RefusedError, match="another server"):
+        drive(sessions(PROXY), refused)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -237,8 +237,13 @@ def _follow(proxy: ProxyAddress, consumer: str, options: FollowOptions) -> ItemS
             words = "consumer %s leaves ready sessions in the queue: %d lag more than %s policy versions, the lag of %d is not known"
             log.warning(words, consumer, taken.stale, asked.get("max_lag"), taken.unknown_lag)
         for delivery in taken.deliveries:
+            try:
+                fetched = yield from _fetched(proxy, delivery, form, lengths, held)
+            except NotFoundError:  # somebody deleted a session since it was taken: the others of the delivery go back
+                yield from _give_back(delivery.id)
+                continue
             held.add(delivery.id)
-            yield Item((yield from _fetched(proxy, delivery, form, lengths, held)))
+            yield Item(fetched)
             last = time.monotonic()
         if not taken.deliveries and left <= patience:
             waiting = [str(group) for group in (yield from queue(proxy)).groups if group.waits]
@@ -284,8 +289,12 @@ def acknowledge(delivery: DeliveryData, *, delete: bool = True) -> Steps[None]:
 
 def release(delivery: DeliveryData) -> Steps[None]:
     """Give the sessions of the delivery back to the queue: any consumer may take them at once."""
-    yield from call(Request("POST", f"{BASE}/queue/release", body=written({"deliveries": [delivery.id]})), dict)
+    yield from _give_back(delivery.id)
     delivery._held.discard(delivery.id)  # noqa: SLF001 - this module's own
+
+
+def _give_back(delivery: str) -> Steps[None]:
+    yield from call(Request("POST", f"{BASE}/queue/release", body=written({"deliveries": [delivery]})), dict)
 
 
 def extend(delivery: DeliveryData, seconds: float) -> Steps[None]:
