@@ -60,11 +60,11 @@ class SessionReader:
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
         except KeyError:
             torn, tokens, packed = True, {}, {}
-        if torn and await self._is_gone(info):
+        if torn and await self.is_gone(info):
             raise no_session(info.id)
         return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id), announced=self.announced)
 
-    async def _is_gone(self, info: SessionInfo) -> bool:
+    async def is_gone(self, info: SessionInfo) -> bool:
         """Whether a session was deleted, and perhaps created again."""
         now = await self._store.session(info.id)
         return now is None or now.epoch != info.epoch

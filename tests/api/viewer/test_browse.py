@@ -179,6 +179,21 @@ async def test_torn_records_are_reported(rig):
         assert "torn" in (await answer.json())["error"]["message"]
 
 
+async def test_a_session_that_lost_records_is_there_and_its_turns_are_shown(rig, monkeypatch):
+    await rig.say("s", [user("EPISODE:talk")])
+    (turn,) = await rig.store.turns("s")
+
+    async def lost(_session, turns):
+        raise KeyError(turns[0])
+
+    monkeypatch.setattr(rig.store, "tokens", lost)
+    shown = await rig.get(f"{V1}/sessions/s/turns/{turn.id}")
+    assert (shown["torn"], shown["lost"]["unknown"]) == (f"KeyError: '{turn.id}'", "torn-record")
+    for path in ("changes", f"sequences/{turn.id}"):
+        async with rig.http.get(f"{rig.url}{V1}/sessions/s/{path}") as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (409, "torn_record")
+
+
 async def test_a_recognized_rewriting_is_shown_next_to_what_was_served(rig):
     await lively(rig)
     turns = (await rig.get(f"{SESSION}/outline"))["turns"]

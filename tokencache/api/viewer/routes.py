@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
@@ -173,19 +173,15 @@ class _ViewerApi:
         found = self._changes.get(key)
         if found is None:
             turns = await self._store.turns(info.id)
-            with _reading(info.id):
+            async with self._reading(info):
                 contexts = await self._store.contexts(info.id, [turn.id for turn in turns])
                 found = await asyncio.to_thread(_changes_and_links, turns, contexts)
-            lost = await self._lost_text(info, turns)
+                tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
+            lost = await self._lost.measure(turns, tokens)
             found["changes"] = [_with_lost_text(change, lost[change.turn]) for change in found["changes"]]
             if _TEMPORARY.isdisjoint(one.unknown for one in lost.values()):
                 self._changes[key] = found
         return json_response({"session": info.id, **found})
-
-    async def _lost_text(self, info: SessionInfo, turns: Sequence[Turn]) -> dict[str, LostText]:
-        with _reading(info.id):
-            tokens = await self._store.tokens(info.id, [turn.id for turn in turns]) if turns else {}
-        return await self._lost.measure(turns, tokens)
 
     async def turn(self, request: web.Request) -> web.StreamResponse:
         info, turns, turn = await self._turn(request, request.match_info["turn"])
@@ -196,9 +192,13 @@ class _ViewerApi:
             body["kept"] = bool(contexts[turn.id])
             body["echoes"] = await asyncio.to_thread(compare_replies, turn, turns, contexts)
             body["change"] = await asyncio.to_thread(_change, body["number"], turns, contexts)
+            tokens = await self._store.tokens(info.id, [turn.id])
         except (KeyError, ValueError) as error:
-            body["torn"] = f"{type(error).__name__}: {error}"
-        body["lost"] = (await self._lost_text(info, [turn]))[turn.id]
+            if await self._reader.is_gone(info):
+                raise no_session(info.id) from None
+            body |= {"torn": f"{type(error).__name__}: {error}", "lost": LostText(unknown=IncidentKind.TORN_RECORD)}
+        else:
+            body["lost"] = (await self._lost.measure([turn], tokens))[turn.id]
         return json_response(body)
 
     async def sequence(self, request: web.Request) -> web.StreamResponse:
@@ -289,7 +289,7 @@ class _ViewerApi:
         transcript = self._transcripts.get(key)
         if transcript is None:
             turns = {turn.id: turn for turn in await self._store.turns(info.id)}
-            with _reading(info.id):
+            async with self._reading(info):
                 contexts = await self._store.contexts(info.id, needed_contexts(last, turns))
                 transcript = await asyncio.to_thread(transcribe, last, turns, contexts, layout.runs)
             self._transcripts[key] = transcript
@@ -300,10 +300,25 @@ class _ViewerApi:
         line = next((line for line in lineages(turns) if line[0].id == name), None)
         if line is None:
             raise not_found(f"session {info.id!r} has no sequence {name[:80]!r}")
-        with _reading(info.id):
+        async with self._reading(info):
             prefix = await self._store.prefix(info.id, line[-1].id)
             tokens = await self._store.tokens(info.id, [turn.id for turn in line])
             return await asyncio.to_thread(lay_out, line, prefix.ids, tokens, {turn.id: turn for turn in turns})
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, info: SessionInfo) -> AsyncIterator[None]:
+        """Read the records of a session.
+
+        Raises:
+            HarnessError: the session was deleted meanwhile (404), or its records are torn (409).
+        """
+        try:
+            yield
+        except (KeyError, ValueError) as error:
+            if await self._reader.is_gone(info):
+                raise no_session(info.id) from None
+            words = f"the records of session {info.id!r} are torn: {type(error).__name__}: {error}"
+            raise HarnessError(words, status=409, kind="torn_record") from error
 
 
 def _changes_and_links(turns: Sequence[Turn], packed: Mapping[str, bytes]) -> dict[str, Any]:
@@ -322,18 +337,3 @@ def _change(number: int, turns: Sequence[Turn], packed: Mapping[str, bytes]) -> 
     change = compared.all()[number]
     before, after = compared.changed_message(change)
     return {**msgspec.structs.asdict(change), "parts": compare_parts(before, after) if after is not None else ()}
-
-
-@contextlib.contextmanager
-def _reading(session: str) -> Iterator[None]:
-    """Read the records of a session.
-
-    Raises:
-        HarnessError: the session was deleted meanwhile (404), or its records are torn (409).
-    """
-    try:
-        yield
-    except KeyError:
-        raise no_session(session) from None
-    except ValueError as error:
-        raise HarnessError(f"the records of this sequence are torn: {error}", status=409, kind="torn_record") from error
