@@ -172,6 +172,8 @@ async def test_a_reward_of_a_sequence_that_went_on_elsewhere_is_not_used(rig):
     failed = await rollouts(rewarding_too_early, rows="longest").one(rig.client, SAMPLE, sampling={}, group="g")
     assert (failed.kind, failed.detail) == ("incomplete", "reward-outdated")
     session = rig.client.session(failed.session)
+    state = await session.state()
+    assert (state.complete, state.valid, [incident.kind for incident in state.incidents]) == (False, False, ["reward-outdated"])
     trajectory = await session.trajectory()
     await session.set_reward(0.5, sequences={one.id: 0.25 for one in trajectory.sequences})
     again = await session.trajectory()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.core.forest import Forest, grow, line
 from tests.core.settings import MANY
+from tokencache.api.viewer.sessions import outline
 from tokencache.core.drift import Drift, Site
 from tokencache.core.incidents import Incident
 from tokencache.core.session import Labels, Reward
@@ -130,33 +131,38 @@ def test_rewards_and_labels_are_in_the_native_format():
 
 
 def rewarded_before(later, *, recorded=None):
-    """A rollout whose sequences were rewarded when it had a turn, two answers to it, and no more. `later` adds turns then."""
+    """Records whose sequences were rewarded when there was a turn, two answers to it, and no more. `later` adds turns then."""
     forest = Forest()
     first = forest.add([1, 2], [3])
     answers = [forest.add([9], [reply], parent=first) for reply in (4, 5)]
     number = len(forest.turns)
     later(forest, *answers)
     reward = Reward(1.0, sequences={first: 0.25, answers[1]: 0.75}, at=3.0, recorded=number if recorded is None else recorded)
-    made = rollout(Records(msgspec.structs.replace(info(len(forest.turns)), reward=reward), forest.turns, forest.tokens, {}))
+    made = Records(msgspec.structs.replace(info(len(forest.turns)), reward=reward), forest.turns, forest.tokens, {})
     return made, [first, *answers]
 
 
 @pytest.mark.parametrize("recorded", [None, 0])
 def test_a_sequence_keeps_its_reward_while_it_only_grows(recorded):
-    made, (first, _, retry) = rewarded_before(lambda forest, kept, _: forest.add([9], [6], parent=kept), recorded=recorded)
+    records, (first, _, retry) = rewarded_before(lambda forest, kept, _: forest.add([9], [6], parent=kept), recorded=recorded)
+    made = rollout(records)
     assert (made.valid, [(one.id, made.sequence_reward(one)) for one in made.sequences]) == (True, [(first, 0.25), (retry, 0.75)])
 
 
 def test_a_reward_whose_sequence_joined_another_one_is_neither_lost_in_silence_nor_given_to_other_tokens():
     """The discarded answer is continued after all: it becomes part of the first sequence, and the other answer leaves that."""
-    made, (first, kept, retry) = rewarded_before(lambda forest, _, other: forest.add([9], [6], parent=other))
+    records, (first, kept, retry) = rewarded_before(lambda forest, _, other: forest.add([9], [6], parent=other))
+    made = rollout(records)
     assert [[span.turn.id for span in one.turns] for one in made.sequences] == [[first, retry, "t3"], [kept]]
     (incident,) = made.incidents
     assert (incident.kind, incident.hole, made.complete, made.valid) == ("reward-outdated", True, False, False)
     assert f"{first} (0.25), {retry} (0.75)" in incident.detail
     assert [one["reward"] for one in native(made)["sequences"]] == [None, None]
+    shown = outline(records.info, records.turns, ())
+    assert ([one["reward"] for one in shown["sequences"]], shown["complete"], shown["valid"]) == ([None, None], False, False)
+    assert [one["kind"] for one in shown["incidents"]] == ["reward-outdated"]
 
 
 def test_an_older_reward_of_a_sequence_that_is_gone_is_reported():
-    made, (_, _, retry) = rewarded_before(lambda forest, _, other: forest.add([9], [6], parent=other), recorded=0)
-    assert [(one.kind, retry in one.detail) for one in made.incidents] == [("reward-outdated", True)]
+    records, (_, _, retry) = rewarded_before(lambda forest, _, other: forest.add([9], [6], parent=other), recorded=0)
+    assert [(one.kind, retry in one.detail) for one in rollout(records).incidents] == [("reward-outdated", True)]

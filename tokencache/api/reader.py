@@ -16,7 +16,7 @@ from tokencache.proxy.ledger import Ledger
 from tokencache.session_url import check_name
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object, labels_object, reward_object
-from tokencache.trajectories.rollout import Records, past_incidents, worth_object
+from tokencache.trajectories.rollout import Records, current_reward, past_incidents, worth_object
 
 
 class SessionReader:
@@ -63,6 +63,13 @@ class SessionReader:
         if torn and await self.is_gone(info):
             raise no_session(info.id)
         return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id), announced=self.announced)
+
+    async def owed(self, info: SessionInfo) -> list[Incident]:
+        """Return the incidents that the store does not have: those that could not be saved yet, and one for outdated rewards."""
+        unsaved, reward = self._ledger.unsaved(info.id), info.reward
+        if reward is None or not reward.sequences or reward.recorded == info.turns:
+            return [*unsaved]
+        return [*unsaved, *current_reward(info, await self._store.turns(info.id))[1]]
 
     async def is_gone(self, info: SessionInfo) -> bool:
         """Whether a session was deleted, and perhaps created again."""

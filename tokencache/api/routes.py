@@ -138,7 +138,7 @@ class _TrainerApi:
         return json_response({"sessions": [self._state(info) for info in found], "cursor": cursor})
 
     async def session(self, request: web.Request) -> web.StreamResponse:
-        return json_response(self._state(await self._reader.info(request)))
+        return json_response(await self._whole_state(await self._reader.info(request)))
 
     async def turns(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
@@ -180,7 +180,7 @@ class _TrainerApi:
 
     async def take(self, request: web.Request) -> web.StreamResponse:
         found, left = await self._queue.take(await read_body(request, Take, invalid=HTTPStatus.UNPROCESSABLE_ENTITY))
-        return json_response({"deliveries": [self._delivery(one) for one in found], **left})
+        return json_response({"deliveries": [await self._delivery(one) for one in found], **left})
 
     async def acknowledge(self, request: web.Request) -> web.StreamResponse:
         asked = await read_body(request, Acknowledge, invalid=HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -197,8 +197,8 @@ class _TrainerApi:
         await self._queue.extend(asked)
         return json_response({"extended": asked.deliveries})
 
-    def _delivery(self, one: TakenDelivery) -> dict[str, Any]:
-        sessions = [self._state(info) for info in one.sessions]
+    async def _delivery(self, one: TakenDelivery) -> dict[str, Any]:
+        sessions = [await self._whole_state(info) for info in one.sessions]
         valid = [state["session"] for state in sessions if state["valid"]]
         return {
             "id": one.id,
@@ -209,6 +209,10 @@ class _TrainerApi:
             "valid": valid,
             "sessions": sessions,
         }
+
+    async def _whole_state(self, info: SessionInfo) -> dict[str, Any]:
+        """Write the state of a session as its export has it: with what only its turns show."""
+        return state_object(info, await self._reader.owed(info))
 
     def _state(self, info: SessionInfo) -> dict[str, Any]:
         return state_object(info, self._ledger.unsaved(info.id))

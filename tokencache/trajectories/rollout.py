@@ -111,12 +111,8 @@ def rollout(records: Records) -> Rollout:
         contexts = whole_contexts(turns, records.contexts)
     except (KeyError, ValueError) as error:
         incidents.append(IncidentKind.TORN_RECORD.incident(f"{type(error).__name__}: {error}", at=time.time()))
-    reward = info.reward or Reward()
-    if outdated := _outdated(reward, turns):
-        named = ", ".join(f"{name} ({reward.sequences[name]:g})" for name in outdated)
-        incidents.append(IncidentKind.REWARD_OUTDATED.incident(f"sequences and their rewards: {named}", at=reward.at))
-        left = {name: value for name, value in reward.sequences.items() if name not in outdated}
-        reward = msgspec.structs.replace(reward, sequences=left)
+    reward, outdated = current_reward(info, turns)
+    incidents += outdated
     newest = max(reversed(turns), key=attrgetter("created"), default=None)
     return Rollout(
         session=info.id,
@@ -161,13 +157,23 @@ def _sequences(records: Records) -> list[TokenSequence]:
     return [with_versions(sequence, records.announced) for sequence in sequences(turns, records.tokens)]
 
 
-def _outdated(reward: Reward, turns: Sequence[Turn]) -> list[str]:
-    """Return the ids of the rewarded sequences whose last turn, when the reward was set, is now part of another sequence."""
-    if not reward.sequences:
-        return []
+def current_reward(info: SessionInfo, turns: Sequence[Turn]) -> tuple[Reward, list[Incident]]:
+    """Return the newest reward of a session without those sequences whose last turn, when it was set, is now part of another one.
+
+    Returns also an incident that names these, if there are any.
+    """
+    reward = info.reward or Reward()
+    if not reward.sequences or reward.recorded == len(turns):
+        return reward, []
     ends = {line[0].id: line[-1].id for line in lineages(turns[: reward.recorded or len(turns)])}
     holder = {turn.id: line[0].id for line in lineages(turns) for turn in line}
-    return [name for name in reward.sequences if name not in ends or holder[ends[name]] != name]
+    outdated = [name for name in reward.sequences if name not in ends or holder[ends[name]] != name]
+    if not outdated:
+        return reward, []
+    named = ", ".join(f"{name} ({reward.sequences[name]:g})" for name in outdated)
+    left = {name: value for name, value in reward.sequences.items() if name not in outdated}
+    incident = IncidentKind.REWARD_OUTDATED.incident(f"sequences and their rewards: {named}", at=reward.at)
+    return msgspec.structs.replace(reward, sequences=left), [incident]
 
 
 def with_versions(sequence: TokenSequence, announced: Sequence[Announced]) -> TokenSequence:

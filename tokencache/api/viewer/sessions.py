@@ -14,7 +14,7 @@ from tokencache.core.turn import UNTRAINED, Turn
 from tokencache.core.weights import Announced
 from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.native import incident_object
-from tokencache.trajectories.rollout import figures_of, incidents_of
+from tokencache.trajectories.rollout import current_reward, figures_of, incidents_of
 from tokencache.trajectories.versions import count_versions
 
 _PREVIEW = 160
@@ -27,6 +27,8 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
     The sequences and the figures (except drift) are those of an export. `turns` are in the order in which they were recorded, `owed` are
     incidents that the store could not save yet, and `announced` the policy versions that trainers announced, the newest last.
     """
+    reward, outdated = current_reward(info, turns)
+    owed = [*owed, *outdated]
     incidents = incidents_of(info, owed)
     found = lineages(turns)
     sequence_of = {turn.id: number for number, line in enumerate(found) for turn in line}
@@ -44,7 +46,7 @@ def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], 
         **state_object(info, owed),
         "incidents": [incident_object(incident) for incident in incidents],
         "figures": {name: value for name, value in msgspec.to_builtins(figures).items() if name != "drift"},
-        "sequences": [_sequence(number, line, sequence_of, parents, info.reward or Reward()) for number, line in enumerate(found)],
+        "sequences": [_sequence(number, line, sequence_of, parents, reward) for number, line in enumerate(found)],
         "turns": _turns(turns, sequence_of, parents),
         "failed_calls": [incident_object(one) for one in failed_calls(incidents, {turn.call for turn in turns})],
     }
