@@ -192,6 +192,20 @@ class TestDeliveries:
         (rest,), left = await queue.take(Take("c", holding=[two.id]))
         assert (names_of([rest]), left) == ([["a3"]], {})
 
+    async def test_what_a_fork_shares_does_not_make_it_old(self, store):
+        queue, forest = queue_of(store), line(2)
+        await store.define("fork", SessionSettings(), Labels())
+        begun = await store.begin("fork", "c", [])
+        for name, version, marks in (("t0", "7", ("shared",)), ("t1", "8", ())):
+            forest.change(name, versions=[{"version": version, "start": 0, "end": 2}], version_source="trainer", marks=marks)
+        entries = [Entry(turn, forest.tokens[turn.id], (), b"") for turn in forest.turns]
+        await store.commit("fork", begun.epoch, "c", entries, [])
+        await store.offer("fork", begun.epoch, 1.0)
+        await store.finish("fork")
+        assert await store.replace_weights(WeightsState().announce("8", 1.0))
+        (one,), left = await queue.take(Take("c", max_lag=0))
+        assert (names_of([one]), left) == ([["fork"]], {"stale": 0, "unknown_lag": 0})
+
     async def test_a_deleted_session_leaves_the_queue(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")

@@ -24,7 +24,7 @@ from tokencache.api.listing import store_tag
 from tokencache.api.requests import Acknowledge, Await, Deliveries, Extend, Take
 from tokencache.backoff import delays
 from tokencache.core.session import SessionStage
-from tokencache.core.turn import Turn
+from tokencache.core.turn import Turn, TurnMark
 from tokencache.core.weights import WeightsState
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
@@ -389,8 +389,9 @@ class SessionQueue:
 
 
 def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:
-    """Count what was sampled of each model, and of all (`""`)."""
-    found = {"": turns} | {model: [turn for turn in turns if turn.model == model] for model in {turn.model for turn in turns}}
+    """Count what was sampled of each model, and of all (`""`). What a fork shares was sampled in another session."""
+    own = [turn for turn in turns if TurnMark.SHARED not in turn.marks]
+    found = {"": own} | {model: [turn for turn in own if turn.model == model] for model in {turn.model for turn in turns}}
     return {model: _Sampled(count_versions(some), sum(turn.chosen_tokens for turn in some)) for model, some in found.items()}
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.trajectories.rollouts import ROLLOUTS, TASK, rewarded, text
+from tests.trajectories.rollouts import ROLLOUTS, TASK, linear, rewarded, text
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.formats.slime import slime
+from tokencache.trajectories.rollout import rollout
 
 BOTH = {
     "group_index",
@@ -82,3 +83,10 @@ def test_the_prompt_has_the_messages_if_they_are_kept():
 def test_weight_versions_are_in_the_order_of_their_spans():
     (sample,) = slime(ROLLOUTS["cut-off"])["samples"]
     assert sample["weight_versions"] == ["7", "7", "8"]
+
+
+def test_the_versions_of_turns_that_a_fork_shares_are_not_those_of_the_sample():
+    talk = linear()
+    talk.change("t0", marks=("shared",), logprobs=b"", logprobs_hash=b"")
+    (sample,) = slime(rollout(talk.records()))["samples"]
+    assert sample["weight_versions"] == ["7", "7"]

@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from tokencache.core.lineage import TokenSequence
+from tokencache.core.turn import TurnMark
 from tokencache.trajectories.formats.rows import ExportedRow, ExportedTokens, Row, rows_of, session_object
 from tokencache.trajectories.rollout import Rollout
 
@@ -75,6 +76,7 @@ def _prompt(rollout: Rollout, sequence: TokenSequence) -> list[Any] | str:
 
 
 def _weight_versions(sequence: TokenSequence) -> list[str]:
-    """Return the versions in the order of their spans, if spans name one as those of vLLM do."""
-    spans = (span for one in sequence.turns for span in one.turn.versions)
+    """Return the versions in the order of their spans, if spans name one as those of vLLM do. What a fork shares is its prompt."""
+    turns = (one.turn for one in sequence.turns if TurnMark.SHARED not in one.turn.marks)
+    spans = (span for turn in turns for span in turn.versions)
     return [str(span["version"]) for span in spans if isinstance(span, dict) and "version" in span]
