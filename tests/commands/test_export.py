@@ -1,10 +1,12 @@
 """`tokencache export` writes exactly what the proxy returns, names a file when it is complete, and deletes nothing before."""
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import json
 import random
+import resource
 from array import array
 from collections import Counter
 from pathlib import Path
@@ -34,7 +36,10 @@ def written(made, name="native"):
 
 
 def saved(path, rollouts, name="native"):
-    sink = files.create(str(path), FORMATS[name], overwrite=False)
+    return filled(files.create(str(path), FORMATS[name], overwrite=False), rollouts)
+
+
+def filled(sink, rollouts):
     for rollout in rollouts:
         sink.write(rollout)
     sink.finish()
@@ -61,6 +66,33 @@ def test_what_is_read_back_is_what_was_written(tmp_path, ending):
     assert sink.rows == sum(len(made.sequences) for made in rollouts)
     read = {content["session"]: content for _, content in files.read(path)}
     assert read == {made.session: msgspec.json.decode(written(made)) for made in rollouts}
+
+
+@contextlib.contextmanager
+def full_disk(room):
+    """No file can have more bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("room", [0, 3000])
+@pytest.mark.parametrize("name", ["native", "trl"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_no_lock(tmp_path, ending, name, room):
+    path, rollouts = tmp_path / f"a{ending}", [written(made, name) for made in ROLLOUTS.values()]
+    sink = files.create(str(path), FORMATS[name], overwrite=False)
+    with full_disk(room):
+        with pytest.raises(OSError, match="File too large"):
+            filled(sink, rollouts * 3)
+        with contextlib.suppress(OSError):  # there may be no room for the end of the file either
+            sink.leave()
+    assert not path.exists()
+    saved(path, rollouts, name)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -144,7 +144,8 @@ class Export(msgspec.Struct, kw_only=True):
             sink.finish()
             self.whole = True
         except BaseException:  # also KeyboardInterrupt and cancellation
-            self.partial = sink.leave()
+            with suppress(OSError):  # a disk that is full has no room for the end of the file either
+                self.partial = sink.leave()
             raise
         if self.file is not None:
             manifest.write(self.file, conditions, self.contents(sink.rows))

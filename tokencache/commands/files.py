@@ -131,8 +131,11 @@ class _Lines:
         """Close the file and return its path; `None` for standard output."""
         if self._file is None:
             return None
-        self._stream.close()
-        return self._file.leave()
+        try:
+            self._stream.close()
+        finally:
+            part = self._file.leave()
+        return part
 
 
 class JsonLines(_Lines):
@@ -170,8 +173,11 @@ class TraceLines(_Lines):
 
     def leave(self) -> Path | None:
         """Write the trace of the rollouts so far, close the file and return its path; `None` for standard output."""
-        self._write_lines()
-        return super().leave()
+        try:
+            self._write_lines()
+        finally:
+            part = super().leave()
+        return part
 
     def _write_lines(self) -> None:
         for line in self._pending:

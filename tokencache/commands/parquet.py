@@ -119,9 +119,17 @@ class _Groups:
             self._flush()
 
     def close(self, metadata: Mapping[bytes, bytes] | None = None) -> None:
-        self._flush()
-        self._writer.add_key_value_metadata({**(metadata or {}), _DIGEST: self._digest.text.encode()})
-        self._writer.close()
+        """Write the end of the file.
+
+        Raises:
+            OSError: it cannot be written, perhaps because an earlier part could not.
+        """
+        try:
+            self._flush()
+            self._writer.add_key_value_metadata({**(metadata or {}), _DIGEST: self._digest.text.encode()})
+            self._writer.close()
+        except pa.ArrowInvalid as why:
+            raise OSError(f"{self.file.part} has no end: {why}") from None
 
     def _flush(self) -> None:
         if self._rows:
@@ -168,8 +176,11 @@ class _Native:
         self._groups.file.publish()
 
     def leave(self) -> Path | None:
-        self._close()
-        return self._groups.file.leave()
+        try:
+            self._close()
+        finally:
+            part = self._groups.file.leave()
+        return part
 
     def _close(self) -> None:
         self._groups.close({_WITHOUT_ROWS: msgspec.json.encode(self._without_rows)})
@@ -296,8 +307,12 @@ class _Rows:
         self._file.publish()
 
     def leave(self) -> Path | None:
-        self._write_parquet()
-        return self._file.leave()
+        try:
+            if not self._rows_file.closed:  # else writing them failed
+                self._write_parquet()
+        finally:
+            part = self._file.leave()
+        return part
 
     def _write_parquet(self) -> None:
         groups = _Groups(self._file, pa.schema([(name, _TYPES[kind]) for name, kind in self._kinds.items()]))
@@ -305,6 +320,8 @@ class _Rows:
         with self._rows_file:
             self._rows_file.seek(0)
             for line in self._rows_file:
+                if not line.endswith(b"\n"):
+                    break  # the disk was full
                 row = msgspec.json.decode(line)
                 for name in texts:
                     row[name] = _text(row[name]) if row.get(name) is not None else None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from tokencache.commands.rollouts import (
     check_targets,
     read_targets,
 )
-from tokencache.commands.sink import FileError
+from tokencache.commands.sink import PART, FileError
 from tokencache.scoring.engine import REQUESTS_AT_ONCE, EngineLostError, ScoringEngine
 from tokencache.scoring.journal import ENDING, Journal, JournalError
 from tokencache.scoring.request import default_tokens_at_once
@@ -184,7 +185,7 @@ def _write(to: Path, run: ScoreRun, journal: Journal) -> None:
             sink.write(journal.row(key))
         sink.finish()
     except BaseException:
-        partial = sink.leave()
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is full has no room for the end of the file either
+            sink.leave()
+        to.with_name(to.name + PART).unlink(missing_ok=True)
         raise
