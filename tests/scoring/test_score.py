@@ -319,6 +319,14 @@ async def test_a_turn_that_is_refused_is_never_scored(sessions, tmp_path):
     assert len(shell.rig.engine.completions) == scored + 4
 
 
+async def test_a_parquet_file_may_begin_with_a_turn_that_is_refused(sessions, tmp_path):
+    shell, write = sessions
+    to, (_, second, _) = tmp_path / "a.parquet", await shell.rig.store.turns("a")
+    reply = {"session": "a", "edits": [{"at": 1, "replace": [{"role": "user", "content": "x"}]}], "turns": [second.id]}
+    await shell("score", "a", "b", "--edit", write(HINT, reply), "--engine", shell.rig.up, "--to", str(to), code=1)
+    assert [(row["session"], row["score"] is None) for row in rows_of(to)] == [("a", True), *[("b", False)] * 3]
+
+
 async def test_a_turn_that_is_proven_later_is_scored_by_a_resumed_run(sessions, tmp_path):
     shell, write = sessions
     to, tokenizer = tmp_path / "a.jsonl", shell.rig.engine.tokenizer

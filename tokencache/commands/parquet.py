@@ -281,7 +281,7 @@ class _Rows:
     def write(self, rollout: bytes) -> None:
         for raw in rows_of(rollout, self._format):
             row = msgspec.json.decode(raw)
-            if not self.rows and not any(_kind(value) in _IDS for value in row.values()):
+            if not self.rows and "token_ids" not in row and not any(_kind(value) in _IDS for value in row.values()):
                 words = f"format {self._format.name} has token ids only inside objects, which a Parquet file would hold as text"
                 raise FileError(f"{words}: write a .jsonl file instead")
             for name, value in row.items():
