@@ -46,7 +46,7 @@ class DeletesWhileRead(MemoryStore):
         return info
 
 
-@pytest.mark.parametrize("route", ["trajectories", "drift"])
+@pytest.mark.parametrize("route", ["trajectories", "drift", "turns", "outline"])
 async def test_a_session_that_is_deleted_while_it_is_read_is_not_exported_as_empty(rig, route):
     await say(rig)
     rig.store.__class__ = DeletesWhileRead

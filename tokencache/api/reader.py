@@ -9,6 +9,7 @@ from aiohttp import web
 from tokencache.api.http import not_found
 from tokencache.core.incidents import Incident
 from tokencache.core.session import Reward
+from tokencache.core.turn import Turn
 from tokencache.core.weights import Announced
 from tokencache.engine.announced_weights import AnnouncedWeights
 from tokencache.errors import HarnessError
@@ -52,17 +53,27 @@ class SessionReader:
         Raises:
             HarnessError: the session was deleted meanwhile (404).
         """
-        turns = await self._store.turns(info.id)
+        turns = await self.turns(info)
         names = [turn.id for turn in turns]
-        torn = len(turns) < info.turns
         try:
             tokens = await self._store.tokens(info.id, names) if turns else {}
             packed = await self._store.contexts(info.id, names) if turns and contexts else {}
         except KeyError:
-            torn, tokens, packed = True, {}, {}
-        if torn and await self.is_gone(info):
-            raise no_session(info.id)
+            if await self.is_gone(info):
+                raise no_session(info.id) from None
+            tokens, packed = {}, {}
         return Records(info, turns, tokens, packed, self._ledger.unsaved(info.id), announced=self.announced)
+
+    async def turns(self, info: SessionInfo) -> list[Turn]:
+        """Read the turns of a session, in the order in which they were recorded; fewer than its state says if its records are torn.
+
+        Raises:
+            HarnessError: the session was deleted meanwhile (404).
+        """
+        turns = await self._store.turns(info.id)
+        if len(turns) < info.turns and await self.is_gone(info):
+            raise no_session(info.id)
+        return turns
 
     async def owed(self, info: SessionInfo) -> list[Incident]:
         """Return the incidents that the store does not have: those that could not be saved yet, and one for outdated rewards."""

@@ -125,7 +125,6 @@ async def _openapi(_request: web.Request) -> web.StreamResponse:
 
 class _TrainerApi:
     def __init__(self, ledger: Ledger, queue: SessionQueue, worker: ExportWorker, meter: DriftMeter, weights: AnnouncedWeights) -> None:
-        self._store = ledger.store
         self._ledger = ledger
         self._queue = queue
         self._reader = SessionReader(ledger, weights)
@@ -143,7 +142,7 @@ class _TrainerApi:
     async def turns(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
         reward = info.reward or Reward()
-        return json_response({"session": info.id, "turns": [turn_object(turn, reward) for turn in await self._store.turns(info.id)]})
+        return json_response({"session": info.id, "turns": [turn_object(turn, reward) for turn in await self._reader.turns(info)]})
 
     async def trajectories(self, request: web.Request) -> web.StreamResponse:
         wanted = format_named(request.query.get("format", "native"))

@@ -164,7 +164,7 @@ class _ViewerApi:
 
     async def outline(self, request: web.Request) -> web.StreamResponse:
         info = await self._reader.info(request)
-        turns = await self._store.turns(info.id)
+        turns = await self._reader.turns(info)
         return json_response(await asyncio.to_thread(outline, info, turns, self._ledger.unsaved(info.id), self._reader.announced))
 
     async def changes(self, request: web.Request) -> web.StreamResponse:
