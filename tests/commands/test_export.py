@@ -20,7 +20,7 @@ from tests.core.forest import Forest, grow
 from tests.trajectories.rollouts import ROLLOUTS, of_forest
 from tokencache.client import Conditions, NotFoundError, UnfinishedError
 from tokencache.client.errors import ClientError
-from tokencache.commands import files, parquet
+from tokencache.commands import convert, files, parquet
 from tokencache.commands.export import Export
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.formats.registry import FORMATS
@@ -66,6 +66,19 @@ def test_what_is_read_back_is_what_was_written(tmp_path, ending):
     assert sink.rows == sum(len(made.sequences) for made in rollouts)
     read = {content["session"]: content for _, content in files.read(path)}
     assert read == {made.session: msgspec.json.decode(written(made)) for made in rollouts}
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    source = tmp_path / "a.jsonl"
+    saved(source, [written(ROLLOUTS["linear"])])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "_converted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert.convert_file(source, to=str(tmp_path / "b.jsonl"))
+    assert [*tmp_path.iterdir()] == [source]
 
 
 @contextlib.contextmanager

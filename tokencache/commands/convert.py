@@ -48,12 +48,14 @@ def convert_file(
             sink.write(_converted(value, wanted, f"{source}, number {place}"))
             rollouts += 1
         sink.finish()
-    except (FileError, OSError) as error:
+    except BaseException as error:  # also KeyboardInterrupt
         with suppress(OSError):  # a disk that is full has no room for the end of the file either
             sink.leave()
         if to != "-":
             part.unlink(missing_ok=True)
-        raise failed(error) from None
+        if isinstance(error, FileError | OSError):
+            raise failed(error) from None
+        raise
     typer.echo(f"{plural(rollouts, 'rollout')}: {plural(sink.rows, 'row')} of format {wanted.name} in {to}", err=True)
 
 
