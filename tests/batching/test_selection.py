@@ -193,6 +193,21 @@ def test_a_main_line_that_is_cut_stays_the_main_line():
     assert kept(cut, main_line) == [main.id]
 
 
+@pytest.mark.parametrize(("source", "follows"), [(0, False), (2, True)], ids=["fork", "edit-at-the-end"])
+def test_what_followed_the_main_line_is_known_after_it_is_cut(source, follows):
+    talk = Talk()
+    turns = [talk.call(TASK, calls=[("c0", "bash", "{}")], tools=TOOLS)]
+    for n in (0, 1):
+        history = [*talk.history(turns[n]), result(f"c{n}", "12 a.py")]
+        turns.append(talk.call(history, calls=[(f"c{n + 1}", "bash", "{}")], after=turns[n], tools=TOOLS))
+    edited = talk.call([user("Shorter.")], "OK", tools=TOOLS, match="resplice", origin=turns[source])
+    talk.change(edited, created=talk.turns[source].created + 1.5)
+    made = rollout(talk.records())
+    end = made.sequences[0].turns[1].completion[1]
+    for trajectory in (as_trajectory(made), as_trajectory(limit(made, Lengths("cut", max_length=end)))):
+        assert kept(trajectory, main_line) == [turns[0], *([edited] if follows else [])]
+
+
 def test_a_limit_that_leaves_out_a_small_branch_keeps_the_main_line():
     retry = shape("thrown-away").sequences[1]
     assert kept(limited("thrown-away", "drop", max_length=retry.tokens), main_line) == []

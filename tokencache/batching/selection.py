@@ -265,13 +265,21 @@ def _main_line(trajectory: Trajectory) -> list[str]:
         successors = [
             one
             for one in trajectory.sequences
-            if parents[one.id] == last.id
-            and one.start != "branch"
-            and one.turns[0].created >= last.turns[-1].created
-            and not no_side_calls(trajectory, one)
+            if parents[one.id] == last.id and one.start != "branch" and _began_after(last, one) and not no_side_calls(trajectory, one)
         ]
     line |= {source for target, source in summaries.items() if target in line}
     return [sequence.id for sequence in trajectory.sequences if sequence.id in line]
+
+
+def _began_after(before: Sequence, sequence: Sequence) -> bool:
+    """Whether a sequence, which took its context from another one, began when that had ended.
+
+    Of one that is cut the end is not there. What took its context from a turn that is left began before the turns that are not.
+    """
+    first = sequence.turns[0]
+    if before.overlong == "cut":
+        return all(turn.turn != first.origin for turn in before.turns)
+    return first.created >= before.turns[-1].created
 
 
 def _turns(trajectory: Trajectory) -> tuple[dict[str, int], int]:
