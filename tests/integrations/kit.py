@@ -32,6 +32,12 @@ async def branching(session, sample):
     return 0.5
 
 
+async def rewarding_a_part(session, sample):
+    """A harness whose grader rewards the last row by itself, beside the rollout."""
+    reward = await branching(session, sample)
+    await session.set_reward(reward, sequences={(await session.trajectory()).sequences[-1].id: 9.0})
+
+
 async def without_reward(session, sample):
     """A harness that returns no reward."""
     await branching(session, sample)

@@ -28,7 +28,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from examples.integrations.guessing import play
-from tests.integrations.kit import branching, failing, guessing_engine, looking, truth, without_reward
+from tests.integrations.kit import branching, failing, guessing_engine, looking, rewarding_a_part, truth, without_reward
 from tests.proxy.kit import proxied
 from tokencache.client import AsyncClient
 from tokencache.integrations.rollouts import TooManyFailuresError
@@ -68,9 +68,11 @@ async def test_a_batch_has_the_ids_that_the_engine_used():
         assert output["rollout_metrics"]["generate/trajectory_completion_time_max"] > 0
 
 
-async def test_step_wise_training_gets_all_rows_of_a_trajectory():
+@pytest.mark.parametrize("harness", [branching, rewarding_a_part])
+async def test_step_wise_training_gets_all_rows_of_a_trajectory(harness):
+    """SkyRL gives the advantage of the last row to all, so that has the reward of the rollout."""
     async with proxied(guessing_engine()) as rig:
-        output = await TokencacheGenerator(rig.url, branching, rows="all", step_wise=True).generate(batch_of(1, 2))
+        output = await TokencacheGenerator(rig.url, harness, rows="all", step_wise=True).generate(batch_of(1, 2))
         validate_generator_output(2, output, step_wise=True)
         assert output["is_last_step"] == [False, True] * 2
         assert output["rewards"] == [0.5] * 4

@@ -165,7 +165,9 @@ async def test_a_row_has_its_images_in_order(tmp_path):
         assert await rig.store.session(output.extra_fields["tokencache"]["session"]) is None
 
 
-async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("harness", ["branching", "rewarding_a_part"])
+async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch, harness):
+    """verl gives the score of the last row to all, so that has the reward of the rollout."""
     stored = {}
 
     async def put(keys, fields, tags, partition_id):
@@ -175,7 +177,7 @@ async def test_the_worker_for_transfer_queue_gets_all_rows(tmp_path, monkeypatch
 
     monkeypatch.setattr("verl.trainer.ppo.v1.agent_loop_tq.tq.async_kv_batch_put", put)
     async with proxied(guessing_engine()) as rig:
-        worker = worker_of(rig.url, tmp_path, play="tests.integrations.kit:branching", rows="all")
+        worker = worker_of(rig.url, tmp_path, play=f"tests.integrations.kit:{harness}", rows="all")
         sample = {"uid": "u7", "session_id": 0, "global_steps": 3, "secret": 2}
         outputs = await loop_of(worker).run({"temperature": 0.5}, **sample)
     worker.__class__ = AgentLoopWorkerTQ.__ray_metadata__.modified_class
