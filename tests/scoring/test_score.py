@@ -14,6 +14,7 @@ from tests.proxy.kit import proxied
 from tests.scoring.kit import turn
 from tokencache.cli import app
 from tokencache.client import AsyncClient
+from tokencache.scoring.journal import Journal, JournalError
 from tokencache.store.memory import MemoryStore
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault, FaultKind
@@ -373,3 +374,15 @@ async def test_edits_that_cannot_be_applied_are_refused(sessions, tmp_path, valu
     assert words in " ".join(result.stderr.split())
     assert {file.name for file in tmp_path.iterdir()} == {"edits.jsonl"}
     assert shell.rig.engine.completions == []
+
+
+def test_two_runs_do_not_write_one_journal(tmp_path):
+    path, settings = tmp_path / "a.jsonl.scored", {"model": "sim"}
+    with Journal(path, settings, resume=False) as first:
+        first.append("k", {"score": [0.0]})
+        for resume in (True, False):
+            with pytest.raises(JournalError, match="written by another run"):
+                Journal(path, settings, resume=resume)
+    with Journal(path, settings, resume=True) as again:
+        assert "k" in again
+        assert json.loads(again.row("k")) == {"score": [0.0]}

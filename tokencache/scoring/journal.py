@@ -4,6 +4,8 @@ A run that is interrupted leaves it, and `--resume` continues it. Its first line
 written to its end is cut off. When all rows are done, the result is written from it, in the order of the input.
 """
 
+import contextlib
+import fcntl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +45,7 @@ class Journal:
         failed: keys of the rows without scores → why.
 
     Raises:
-        JournalError: the journal that should be continued has other settings, or cannot be read.
+        JournalError: the journal that should be continued has other settings, or cannot be read, or another process writes it.
         OSError: the file cannot be read or written.
     """
 
@@ -51,8 +53,12 @@ class Journal:
         self.path = path
         self.failed: dict[str, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
-        self._file = path.open("r+b" if resume and path.exists() else "w+b")
+        self._file = path.open("a+b")
         try:
+            self._lock()
+            if not resume:
+                self._file.truncate(0)
+            self._file.seek(0)
             self._read(settings)
         except msgspec.DecodeError as error:
             self._file.close()
@@ -69,6 +75,13 @@ class Journal:
         self._file.close()
         if not self._places:
             self.path.unlink()
+
+    def _lock(self) -> None:
+        with contextlib.suppress(OSError):  # a file system may have no locks
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise JournalError(f"{self.path} is being written by another run: wait until it has ended") from None
 
     def _read(self, settings: Mapping[str, Any]) -> None:
         head = self._file.readline()
