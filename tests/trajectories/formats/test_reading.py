@@ -2,14 +2,25 @@
 
 import msgspec
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
+from tests.core.forest import grow
+from tests.core.settings import SOME
 from tests.trajectories.rollouts import ROLLOUTS, linear, thrown_away
+from tokencache.core import ids
+from tokencache.core.lineage import lineages
+from tokencache.core.session import Reward
+from tokencache.core.turn import hash_logprobs
 from tokencache.core.weights import Announced
+from tokencache.store.base import SessionInfo
 from tokencache.trajectories.formats.reading import read_native
-from tokencache.trajectories.formats.registry import FORMATS, write
-from tokencache.trajectories.lengths import Lengths
+from tokencache.trajectories.formats.registry import FORMATS, export, write
+from tokencache.trajectories.lengths import POLICIES, Lengths
 from tokencache.trajectories.limiting import limit
-from tokencache.trajectories.rollout import rollout
+from tokencache.trajectories.rollout import Records, rollout
+from tokencache.trajectories.verify_rows import verify_row
+from tokencache.trajectories.versions import LagLimit
 
 
 def exported(made, **options):
@@ -96,3 +107,42 @@ def test_what_is_no_export():
     torn["sequences"][0]["turns"][1]["request"]["base"] = "nope"
     with pytest.raises(ValueError, match="begins with that of turn nope, which is missing"):
         read_native(torn)
+
+
+ANNOUNCED = tuple(Announced(version, n, float(n)) for n, version in enumerate("123", 1))
+
+
+def recorded(rng):
+    """A random session of two models, one of which is not trained, with forced ids, policy versions and rewards of sequences."""
+    forest, models = grow(rng), {}
+    for turn in forest.turns:
+        model = models[turn.id] = models[turn.parent] if turn.parent else rng.choice("aab")
+        end, marks = turn.completion_tokens, (*turn.marks, *(("not-trainable",) if model == "b" else ()))
+        middle = rng.randint(0, end)
+        parts = [(start, stop) for start, stop in ((0, middle), (middle, end)) if start < stop]
+        versions = [{"version": rng.choice("123"), "start": start, "end": stop} for start, stop in parts]
+        values = ids.unpack_logprobs(forest.tokens[turn.id].logprobs)
+        forced = ((0, middle),) if middle and values and rng.random() < 0.7 else ()
+        packed = ids.pack_logprobs([0.0] * middle + values[middle:]) if forced else forest.tokens[turn.id].logprobs
+        members = {"model": model, "marks": marks, "versions": versions, "version_source": "trainer"}
+        forest.change(turn.id, forced=forced, logprobs=packed, logprobs_hash=hash_logprobs(packed), **members)
+    sequences = {line[0].id: rng.choice([0.0, 1.0]) for line in lineages(forest.turns) if rng.random() < 0.5}
+    reward = Reward(rng.choice([None, 0.5]), sequences=sequences, recorded=len(forest.turns))
+    info = SessionInfo("s", 1.0, 2.0, True, len(forest.turns), (), (), reward=reward)
+    return Records(info, forest.turns, forest.tokens, {}, announced=ANNOUNCED)
+
+
+@SOME
+@given(rng=st.randoms(use_true_random=False))
+def test_any_export_with_limits_is_sound_and_becomes_every_format(rng):
+    records = recorded(rng)
+    assume(all(turn.prompt_tokens > 1 for turn in records.turns))
+    lengths = Lengths(rng.choice(POLICIES), max_length=rng.randint(1, 20)) if rng.random() < 0.7 else None
+    limits = {"lag": rng.choice([None, LagLimit(1, "3", ANNOUNCED)]), "model": rng.choice(["", "a"])}
+    native = msgspec.json.decode(export(records, FORMATS["native"], lengths, **limits))
+    for name, wanted in FORMATS.items():
+        written = export(records, wanted, lengths, **limits)
+        assert write(read_native(native), wanted) == written, name
+        whole = msgspec.json.decode(written)
+        rows = whole[wanted.rows] if wanted.rows and name != "native" else [whole]
+        assert [failure for row in rows for failure in verify_row(row).failures] == []
