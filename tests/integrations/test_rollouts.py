@@ -1,6 +1,7 @@
 """Rollouts from creation to rows: settings, labels, reward, limits, and how a step goes on if some of them fail."""
 
 import asyncio
+import os
 
 import openai
 import pytest
@@ -79,6 +80,15 @@ async def test_a_rollout_without_a_row_that_fits_the_limits_is_not_played_again(
     assert "no row to train on" in failed.detail
     (state,) = await rig.client.sessions()
     assert (state.valid, state.reward) == (True, 0.75)
+
+
+async def test_what_a_harness_says_of_its_failure_may_have_bytes_that_are_no_text(rig):
+    async def breaking(session, sample):
+        raise RuntimeError("no file " + os.fsdecode(b"\xe4.txt"))
+
+    failed = await rollouts(breaking).one(rig.client, SAMPLE, sampling={}, group="g")
+    state = await rig.client.session(failed.session).state()
+    assert (state.state, state.outcome, state.outcome_detail) == ("finished", "harness", "RuntimeError: no file \ufffd.txt")
 
 
 async def test_a_rollout_whose_policy_version_is_too_old_is_not_called_too_long(rig):

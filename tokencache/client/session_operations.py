@@ -15,6 +15,7 @@ from tokencache.client.access import Access
 from tokencache.client.errors import AnswerError, NotFoundError, SealedError, WaitTimeoutError
 from tokencache.client.protocol import BASE, Pause, Request, Steps, call, call_for_bytes, send_delete
 from tokencache.core.media import StoredMedium
+from tokencache.core.strict_json import replace_surrogates
 from tokencache.trajectories.lengths import ExportOptions, parameters_of
 from tokencache.trajectories.values import EditedScores, RewardState, SessionState, Trajectory, TurnChange
 
@@ -118,7 +119,7 @@ def finish(
         RefusedError: a reward, a label or the outcome is invalid; nothing was changed.
     """
     members = {**_reward(reward, components, turns, sequences), **_labels(group, metadata, tags)}
-    members |= ({} if failed is None else {"failed": failed}) | ({"detail": detail} if detail else {})
+    members |= ({} if failed is None else {"failed": failed}) | ({"detail": replace_surrogates(detail)} if detail else {})
     return (yield from call(Request("POST", f"{path_of(session.id)}/finish", body=written(members)), SessionState))
 
 
