@@ -131,6 +131,20 @@ async def test_each_prompt_is_played_in_a_session_of_its_group(delete):
         assert all(state.state == "sealed" for state in states.values())
 
 
+async def test_a_group_may_be_spread_over_processes():
+    """This process has two of its four rollouts."""
+    engine = SimulatedEngine(logprobs_mode="processed_logprobs")
+
+    async def play(session, prompt):
+        return 1.0
+
+    trainer = trainer_of(num_generations=4)
+    async with engine.serve() as upstream, serving(Settings(upstream=upstream, port=0)) as (url, _), AsyncClient(url) as client:
+        await TrlRollouts(url, play, run="r", max_failures=2).play_all(["a", "b"], trainer)
+        states = await client.sessions(tag="run:r")
+    assert [(state.group, state.metadata["group_size"]) for state in states] == [("r-7-0-0", 4)] * 2
+
+
 async def test_a_failed_rollout_has_a_masked_row_without_a_reward():
     """TRL leaves a row out of its group if all its rewards are `None`."""
 

@@ -146,10 +146,13 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
     concurrency: int = 64
     max_failures: int | None = None
 
-    async def step(self, client: AsyncClient, samples: Sequence[tuple[str, S]], sampling: Mapping[str, Any]) -> list[T | FailedRollout]:
+    async def step(
+        self, client: AsyncClient, samples: Sequence[tuple[str, S]], sampling: Mapping[str, Any], *, size: int = 0
+    ) -> list[T | FailedRollout]:
         """Play the samples of a step, given as pairs of a group and a sample. Returns the rollouts in the same order.
 
-        A failed rollout ends neither the step nor the other rollouts.
+        A failed rollout ends neither the step nor the other rollouts. `size` is how many rollouts each group has, if others may be played
+        elsewhere; 0: those of the samples.
 
         Raises:
             TooManyFailuresError: more than `max_failures` failed. Rollouts that are still played are cancelled.
@@ -161,7 +164,7 @@ class Rollouts(msgspec.Struct, Generic[S, T], frozen=True, kw_only=True):
 
         async def play(group: str, sample: S) -> T | FailedRollout:
             async with places:
-                done = await self.one(client, sample, group=group, sampling=sampling, size=sizes[group])
+                done = await self.one(client, sample, group=group, sampling=sampling, size=size or sizes[group])
             if isinstance(done, FailedRollout):
                 failures.append(done)
                 if len(failures) > allowed:

@@ -147,7 +147,7 @@ class TrlRollouts:
         first = trainer.accelerator.process_index * len(prompts)
         groups = [f"{trainer.state.global_step}-{call}-{(first + index) // size}" for index in range(len(prompts))]
         async with AsyncClient(self._url, self._admin_key) as client:
-            played = await self._rollouts.step(client, list(zip(groups, prompts, strict=True)), sampling_of(trainer))
+            played = await self._rollouts.step(client, list(zip(groups, prompts, strict=True)), sampling_of(trainer), size=size)
         rows = [masked_row(one) if isinstance(one, FailedRollout) else one for one in played]
         return {name: [row[name] for row in rows] for name in TrlRow.__annotations__}  # type: ignore[literal-required]
 
