@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from rapidfuzz import fuzz, process
 
@@ -23,6 +23,7 @@ from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.pool import PlacementPolicy
 from tokencache.engine.probe import Requirement
 from tokencache.logs import LogFormat
+from tokencache.net import check_header_name, is_base_url
 from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
@@ -403,16 +404,26 @@ class Settings(BaseSettings):
 
     @field_validator(*_KEYS)
     @classmethod
-    def _strip_key(cls, given: str | None) -> str | None:
+    def _check_key(cls, given: str | None) -> str | None:
         """Drop blanks around a key, such as the newline at the end of a secret's file: no header can have them."""
-        return given and given.strip()
+        key = given and given.strip()
+        if key and not key.isprintable():
+            raise ValueError("it has a line break or another character that no header can have")
+        return key
 
-    @field_validator("upstream")
+    @field_validator("session_header", "affinity_headers")
+    @classmethod
+    def _check_headers(cls, given: str, info: ValidationInfo) -> str:
+        for name in names_in(given) if info.field_name == "affinity_headers" else [given]:
+            check_header_name(name)
+        return given
+
+    @field_validator("upstream", "derender")
     @classmethod
     def _check_upstreams(cls, given: str) -> str:
         urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(given)]
-        if not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError("write base URLs that begin with http:// or https://")
+        if not all(map(is_base_url, urls)):
+            raise ValueError("write base URLs such as http://10.0.0.7:8000, which begin with http:// or https://")
         if len(set(urls)) < len(urls):
             raise ValueError("the same engine is named twice; name each engine once")
         return given
