@@ -48,6 +48,10 @@ def told(call_id, content):
 HI, HI_CHAT = user(text("hi")), {"role": "user", "content": "hi"}
 PNG = {"inlineData": {"mimeType": "image/png", "data": "aGk_"}}
 PDF = {"inlineData": {"mimeType": "application/pdf", "data": "JVBERi0="}}
+LINK = {"fileData": {"mimeType": "image/png", "fileUri": "https://example.com/a.png"}}
+FILE = {"fileData": {"mimeType": "application/pdf", "fileUri": "https://example.com/a.pdf"}}
+STORED = "https://generativelanguage.googleapis.com/v1beta/files/a"
+LINK_PART = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk/"}}
 
 CONVERSATIONS = {
@@ -148,6 +152,14 @@ CONVERSATIONS = {
     "an image without padding": (
         [user({"inlineData": {"mimeType": "image/png", "data": "aGkh_g"}}, {"inlineData": {"mimeType": "image/png", "data": "aGkh_g=="}})],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGkh/g=="}}] * 2}],
+    ),
+    "images at public URLs, of the user and of a result": (
+        [user(text("look"), LINK), model(call(call_id="a")), user(result({"output": "one"}, call_id="a", parts=[LINK, FILE]))],
+        [
+            {"role": "user", "content": [{"type": "text", "text": "look"}, LINK_PART]},
+            asks(("a", "bash", {})),
+            {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "one"}, LINK_PART]},
+        ],
     ),
     "results with images beside them, as Gemini CLI sends them": (
         [
@@ -386,8 +398,9 @@ REFUSED = [
     ({"contents": [user({"text": 1})]}, "contents[0].parts[0].text must be a string"),
     ({"contents": [user({"text": "a", "functionCall": {"name": "f"}})]}, "one kind of data, not text and functionCall"),
     ({"contents": [user(call())]}, "'functionCall' is not supported"),
-    ({"contents": [user({"fileData": {"fileUri": "x"}})]}, "'fileData' is not supported"),
-    ({"contents": [user({"file_data": {"fileUri": "x"}})]}, "'fileData' is not supported"),
+    ({"contents": [user(FILE)]}, "'application/pdf' is not supported"),
+    ({"contents": [user({"fileData": {"fileUri": "gs://a/b", "mimeType": "image/png"}})]}, "fileUri: files are not stored here"),
+    ({"contents": [user({"file_data": {"file_uri": STORED, "mime_type": "image/png"}})]}, "fileUri: files are not stored here"),
     ({"contents": [model({"executableCode": {"code": "x"}})]}, "'executableCode' is not supported"),
     ({"contents": [model({"codeExecutionResult": {}})]}, "'codeExecutionResult' is not supported"),
     ({"contents": [model(PNG)]}, "'inlineData' is not supported"),
@@ -396,7 +409,7 @@ REFUSED = [
     ({"contents": [model({"functionCall": {}})]}, "functionCall.name is missing"),
     ({"contents": [model({"functionCall": {"name": "f", "args": "x"}})]}, "functionCall.args must be an object"),
     ({"contents": [user({"functionResponse": {"name": "f", "response": "x"}})]}, "functionResponse.response must be an object"),
-    ({"contents": [user({"functionResponse": {"name": "f", "parts": [{"fileData": {}}]}})]}, "only inlineData is"),
+    ({"contents": [user({"functionResponse": {"name": "f", "parts": [{"text": "x"}]}})]}, "only inlineData and fileData are"),
     ({"contents": [HI], "systemInstruction": 5}, "systemInstruction must be"),
     ({"contents": [HI], "systemInstruction": {"parts": [PNG]}}, "'inlineData' is not supported in the system instruction"),
     ({"contents": [HI], "cachedContent": "cachedContents/1"}, "cachedContent is not supported"),

@@ -11,7 +11,8 @@ Contents (https://ai.google.dev/api/caching#Content):
   would send it; anything else becomes the object's compact JSON. In one content, responses precede texts, as in vLLM's Messages.
 * Calls and responses may lack ids. Then the n-th response with a name answers the n-th call with that name in the previous reply. Gemini
   CLI (0.61) puts `<name>__` before the ids that it received; this prefix is removed.
-* A part that chat has no equivalent for is refused by name: files by reference, executable code, sound. Data that a function returns
+* An image may be at a public URL (`fileData`), as in Google's API. A part that chat has no equivalent for is refused by name: files
+  that Google stores, executable code, sound. Data that a function returns
   (in its response, or after it in the same content, as Gemini CLI sends it) is left out unless it is an image.
 
 Settings (https://ai.google.dev/api/generate-content#generationconfig): those that vLLM cannot follow are refused by name (tools that Google
@@ -49,7 +50,10 @@ _BESIDE = frozenset(
 )
 """Members of a part besides its data (google-genai 3.4, `types.Part`; `callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
+_MEDIA = ("inlineData", "fileData")
 _IMAGES = "image/"
+_STORED = "https://generativelanguage.googleapis.com/"
+"""Where files are that a client stored with Google: nobody reads them without its key."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 
 
@@ -171,7 +175,7 @@ class Contents:
                 answers = True
             elif kind == "text":
                 parts.append(_text_part(part.text("text") or ""))
-            elif kind == "inlineData":
+            elif kind in _MEDIA:
                 parts += self._images([part]) if answers else [_image(part)]
             elif kind:
                 raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no equivalent", param=part.path)
@@ -191,7 +195,7 @@ class Contents:
 
     def _images(self, parts: list[RequestObject]) -> list[dict[str, Any]]:
         """Translate the data of a function's response; only images stay, because a model that reads a PDF must not end its rollout."""
-        images = [part for part in parts if (blob := part.inner("inlineData")) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
+        images = [part for part in parts if (blob := _blob(part)) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
         if len(images) < len(parts):
             self.left_out = ("result-parts",)
         return [*map(_image, images)]
@@ -246,14 +250,23 @@ def _alone(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
+def _blob(part: RequestObject) -> RequestObject | None:
+    return next((blob for name in _MEDIA if (blob := part.inner(name)) is not None), None)
+
+
 def _image(part: RequestObject) -> dict[str, Any]:
     """Translate an image into chat's `image_url`; the engine decides whether its model accepts images."""
-    blob = part.inner("inlineData")
+    blob = _blob(part)
     if blob is None:
-        raise HarnessError(f"{part.path} is not supported: only inlineData is", param=part.path)
-    kind, data = blob.text("mimeType") or "", blob.text("data") or ""
+        raise HarnessError(f"{part.path} is not supported: only inlineData and fileData are", param=part.path)
+    kind, data, uri = blob.text("mimeType") or "", blob.text("data") or "", blob.text("fileUri")
     if not kind.startswith(_IMAGES):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
+    if uri is not None:
+        if not uri.startswith(("https://", "http://")) or uri.startswith(_STORED):
+            at = blob.at("fileUri")
+            raise HarnessError(f"{at}: files are not stored here; send inlineData or a public URL", param=at)
+        return {"type": "image_url", "image_url": {"url": uri}}
     # protocol buffers in JSON accept both alphabets, and no padding (https://protobuf.dev/programming-guides/json/); vLLM 0.32 does not
     standard = data.translate(_STANDARD_BASE64).rstrip("=")
     standard += "=" * (-len(standard) % 4)
