@@ -138,8 +138,8 @@ class NamedPath(NamedTuple):
 
     @classmethod
     def read(cls, raw: str) -> Self:
-        """Split a path."""
-        session, rest = split_session(raw)
+        """Split a path. It may begin with several slashes: base URLs are also made of `http://HOST:PORT/` and `/s/<session>`."""
+        session, rest = split_session(f"/{raw.lstrip('/')}" if raw.startswith("//") else raw)
         return cls(raw, session, *split_harness(rest))
 
     @property
