@@ -217,6 +217,21 @@ def test_either_spelling_is_read(name):
     assert chat_of(spelt) == chat_of(said)
 
 
+def test_a_single_object_is_a_list_of_one():
+    declared = {"name": "f", "parameters": {"type": "OBJECT"}}
+    one = {
+        "system_instruction": {"parts": text("be brief")},
+        "contents": {"role": "user", "parts": text("hi")},
+        "tools": {"function_declarations": declared},
+    }
+    listed = {
+        "systemInstruction": {"parts": [text("be brief")]},
+        "contents": [HI],
+        "tools": [{"functionDeclarations": [declared]}],
+    }
+    assert json.loads(read(one).body) == json.loads(read(listed).body)
+
+
 @pytest.mark.parametrize(
     ("instruction", "content"),
     [

@@ -102,8 +102,10 @@ class RequestObject:
         return value or []
 
     def objects(self, name: str) -> "list[RequestObject]":
-        """A list of objects."""
-        position = self.position, name
+        """A list of objects; Google's API reads a single object as a list of one, and its own examples have them."""
+        position, only = (self.position, name), self.get(name)
+        if isinstance(only, dict):
+            return [RequestObject(only, position)]
         return [
             RequestObject(item, (position, i)) if type(item) is dict else entry(item, (position, i))
             for i, item in enumerate(self.values(name))
