@@ -341,6 +341,7 @@ def test_schemas_become_json_schemas():
             "b": {"type": "STRING", "enum": ["x", "y"], "format": "enum", "nullable": True},
             "a": {"type": "ARRAY", "items": {"type": "INTEGER", "format": "int64"}, "min_items": "1", "maxItems": 3},
             "type": {"anyOf": [{"type": "NUMBER"}, {"type": "BOOLEAN"}], "nullable": True, "description": "d", "example": 1},
+            "union": {"oneOf": [{"type": "OBJECT"}, {"allOf": [{"type": "STRING"}]}], "nullable": True},
         },
         "required": ["a"],
         "property_ordering": ["a", "b"],
@@ -362,13 +363,14 @@ def test_schemas_become_json_schemas():
                         "description": "d",
                         "examples": [1],
                     },
+                    "union": {"oneOf": [{"type": "object"}, {"allOf": [{"type": "string"}]}, {"type": "null"}]},
                 },
                 "required": ["a"],
                 "additionalProperties": False,
             },
         },
     }
-    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b", "type"]
+    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b", "type", "union"]
 
 
 TOOLS = [{"function_declarations": [{"name": "f", "parametersJsonSchema": {"type": "object"}}, {"name": "g"}]}, {}]

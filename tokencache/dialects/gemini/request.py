@@ -418,6 +418,8 @@ def _schema(chat: RequestObject, plain: str, theirs: str) -> dict[str, Any] | No
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
 _AS_IS = ("title", "description", "default", "pattern", "minimum", "maximum", "required", "$ref")
+_SEVERAL = ("anyOf", "oneOf", "allOf")
+"""Members with several schemas. Google's API defines the first; AI SDK (`@ai-sdk/google`) sends all three."""
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -460,8 +462,9 @@ def _inner(schema: RequestObject) -> dict[str, Any]:
         translated["properties"] = {name: json_schema(entry(properties.members[name], properties.at(name))) for name in names}
     if (items := schema.inner("items")) is not None:
         translated["items"] = json_schema(items)
-    if choices := schema.objects("anyOf"):
-        translated["anyOf"] = [json_schema(choice) for choice in choices]
+    for name in _SEVERAL:
+        if choices := schema.objects(name):
+            translated[name] = [json_schema(choice) for choice in choices]
     rest = schema.get("additionalProperties")
     if rest is not None:
         translated["additionalProperties"] = rest if isinstance(rest, bool) else json_schema(entry(rest, schema.at("additionalProperties")))
@@ -476,6 +479,7 @@ def _nullable(translated: dict[str, Any]) -> dict[str, Any]:
         translated["type"] = [translated["type"], "null"]
     if "enum" in translated and None not in translated["enum"]:
         translated["enum"] = [*translated["enum"], None]
-    if "anyOf" in translated:
-        translated["anyOf"] = [*translated["anyOf"], {"type": "null"}]
+    for name in _SEVERAL[:2]:
+        if name in translated:
+            translated[name] = [*translated[name], {"type": "null"}]
     return translated
