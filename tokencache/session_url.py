@@ -9,6 +9,7 @@ The proxy reads them (`proxy.sessions`); the Python client and the harness adapt
 the base URL that the user gave.
 """
 
+import ipaddress
 import re
 from typing import NamedTuple, Self
 from urllib.parse import quote, unquote, urlsplit
@@ -75,6 +76,20 @@ def _without_route(url: str) -> str:
 def printable_url(url: str) -> str:
     """Return a URL for messages: without user, password, query and fragment, which may hold secrets."""
     return re.sub(r"^([A-Za-z]+://)?[^/]*@", r"\1", re.split("[?#]", url)[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to this address. The only accepted host name is `localhost`: others may resolve to anything."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def direct(url: str) -> dict[str, None]:
+    """Return the `mounts` with which httpx ignores `HTTP_PROXY` for a URL of this machine, which no proxy elsewhere can reach."""
+    host = urlsplit(url).hostname or ""
+    return {f"all://{f'[{host}]' if ':' in host else host}": None} if is_loopback(host) else {}
 
 
 def check_name(name: str) -> str:

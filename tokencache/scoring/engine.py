@@ -16,7 +16,7 @@ import httpx2
 import msgspec
 
 from tokencache.scoring.request import Scores, ScoringError, read_scores, refusal_words, scoring_request
-from tokencache.session_url import printable_url
+from tokencache.session_url import direct, printable_url
 
 _TIMEOUT = 600.0
 
@@ -64,7 +64,7 @@ class ScoringEngine:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = printable_url(base)
         headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
-        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers)
+        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, mounts=direct(base))
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()
