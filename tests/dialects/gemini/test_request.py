@@ -312,6 +312,12 @@ CONFIGS = [
         {"responseMimeType": "application/json", "responseSchema": {"type": "STRING"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": {"type": "string"}}}},
     ),
+    (
+        {"responseFormat": {"text": {"mimeType": "APPLICATION_JSON", "schema": {"type": "object"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": {"type": "object"}}}},
+    ),
+    ({"response_format": [{"text": {"mime_type": "application/json"}}]}, {"response_format": {"type": "json_object"}}),
+    ({"responseFormat": {"text": {"mimeType": "TEXT_PLAIN"}}}, {}),
     ({"thinkingConfig": {"thinkingBudget": 0}}, {"reasoning_effort": "none"}),
     ({"thinkingConfig": {"thinkingBudget": 8192}}, {}),
     ({"thinkingConfig": {"thinkingLevel": "HIGH"}}, {"reasoning_effort": "high"}),
@@ -430,6 +436,14 @@ REFUSED = [
     ({"contents": [HI], "systemInstruction": 5}, "systemInstruction must be"),
     ({"contents": [HI], "systemInstruction": {"parts": [PNG]}}, "'inlineData' is not supported in the system instruction"),
     ({"contents": [HI], "cachedContent": "cachedContents/1"}, "cachedContent is not supported"),
+    (
+        {"contents": [HI], "generationConfig": {"responseFormat": {"image": {"aspectRatio": "1:1"}}}},
+        "generationConfig.responseFormat.image is not supported",
+    ),
+    (
+        {"contents": [HI], "generationConfig": {"responseFormat": {"text": {"mimeType": "TEXT_HTML"}}}},
+        "mimeType: 'TEXT_HTML' is not supported",
+    ),
     ({"contents": [HI], "tools": [{"googleSearch": {}}]}, "tools[0].googleSearch is not supported"),
     ({"contents": [HI], "tools": [{"code_execution": {}}]}, "tools[0].code_execution is not supported"),
     ({"contents": [HI], "tools": [{"urlContext": {}}]}, "tools[0].urlContext is not supported"),

@@ -30,7 +30,8 @@ prompt, because vLLM 0.32 has no `allowed_tools`.
 
 Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSchema` are in a form of OpenAPI 3.0: types are in upper case,
 `nullable` is a separate member, integers may be strings, and members have either spelling. Members that JSON Schema has too stay; the
-others are translated, or left out if they constrain nothing. `parametersJsonSchema` and `responseJsonSchema` are JSON Schema already.
+others are translated, or left out if they constrain nothing. `parametersJsonSchema`, `responseJsonSchema` and that of `responseFormat` are
+JSON Schema already.
 """
 
 from collections import deque
@@ -343,16 +344,31 @@ def _thinking(config: RequestObject) -> dict[str, Any]:
 
 
 def _response_format(config: RequestObject) -> dict[str, Any] | None:
-    kind = config.text("responseMimeType") or ""
-    if kind not in {"", _JSON, _PLAIN}:
-        at = config.at("responseMimeType")
-        raise HarnessError(f"{at}: {kind!r} is not supported, only {_JSON} and {_PLAIN} are", param=at)
+    """Translate `responseFormat`, or the older members in its place."""
+    texts: list[RequestObject] = []
+    for form in config.objects("responseFormat"):
+        if others := [name for name in form.named() if name != "text"]:
+            raise HarnessError(f"{form.at(others[0])} is not supported, only text is", param=form.at(others[0]))
+        texts += [text] if (text := form.inner("text")) is not None else []
+    if texts:
+        given = texts[0].inner("schema")
+        kind, schema = _text_kind(texts[0], "mimeType"), given.members if given is not None else None
+    else:
+        kind, schema = _text_kind(config, "responseMimeType"), _schema(config, "responseJsonSchema", "responseSchema")
     if kind != _JSON:
         return None
-    schema = _schema(config, "responseJsonSchema", "responseSchema")
     if schema is None:
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+
+
+def _text_kind(form: RequestObject, name: str) -> str:
+    """Read a media type, which may also be a name of Google's enum: `APPLICATION_JSON`."""
+    given = form.text(name) or ""
+    kind = given.lower().replace("_", "/", 1)
+    if kind not in {"", _JSON, _PLAIN}:
+        raise HarnessError(f"{form.at(name)}: {given!r} is not supported, only {_JSON} and {_PLAIN} are", param=form.at(name))
+    return kind
 
 
 def _tools(request: RequestObject) -> dict[str, Any]:
