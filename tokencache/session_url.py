@@ -6,7 +6,7 @@
     tck-…                                           an API key that the trainer registered
 
 The proxy reads them (`proxy.sessions`); the Python client and the harness adapters write them, after `check_proxy_url` has checked
-the base URL that the user gave.
+the base URL that the user gave. `is_loopback` and `direct` tell whether a host is this machine.
 """
 
 import ipaddress
