@@ -300,6 +300,7 @@ def test_the_model_s_name_is_in_the_path(path, name):
 CONFIGS = [
     ({"temperature": 0, "topP": 0.5, "topK": 40.0, "seed": 7}, {"temperature": 0, "top_p": 0.5, "top_k": 40, "seed": 7}),
     ({"max_output_tokens": "12", "stop_sequences": ["X"], "stopSequences": None}, {"max_tokens": 12, "stop": ["X"]}),
+    ({"temperature": "0.5", "topP": "1"}, {"temperature": 0.5, "top_p": 1.0}),
     ({"presencePenalty": 1, "frequencyPenalty": -1.5}, {"presence_penalty": 1, "frequency_penalty": -1.5}),
     ({"candidateCount": 1, "responseModalities": ["TEXT"], "responseLogprobs": True, "logprobs": 3, "mediaResolution": "X"}, {}),
     ({"responseMimeType": "text/plain"}, {}),
