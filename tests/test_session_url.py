@@ -18,6 +18,10 @@ def test_a_url_that_the_client_writes_is_read_by_the_proxy(name, harness):
     assert NamedPath.read(path).route == "/v1/chat/completions"
 
 
+def test_slashes_before_the_session_are_ignored():
+    assert NamedPath.read("//s/r1/v1/models") == ("//s/r1/v1/models", "r1", None, "/v1/models")
+
+
 def test_nemo_gyms_paths_name_the_session_too():
     for capture in ("", "/training-token-capture"):
         assert split_session(f"/ng-rollout/r1{capture}/v1/models") == ("r1", "/v1/models")

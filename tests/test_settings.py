@@ -16,6 +16,7 @@ import tokencache
 from tests.support.waiting import PATIENCE
 from tokencache import cli
 from tokencache.config import NAMES, PREFIX, Settings, SettingsError, option_of
+from tokencache.server.listener import bind
 
 ROOT = Path(__file__).parents[1]
 FIELDS = Settings.model_fields
@@ -158,6 +159,30 @@ def test_the_proxy_is_not_its_own_engine(host, upstream, own):
 def test_the_newline_at_the_end_of_a_key_is_dropped(serve):
     settings = serve(TOKENCACHE_ADMIN_KEY=f"{'a' * 32}\n", TOKENCACHE_UPSTREAM_KEY=" b\r\n")
     assert (settings.admin_key, settings.upstream_key) == ("a" * 32, "b")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--upstream", "http://gpu:99999", "write base URLs"),
+        ("--upstream", "http://[::1", "write base URLs"),
+        ("--derender", "gpu:8000", "write base URLs"),
+        ("--session-header", "X Session", "'X Session' is not the name of a header"),
+        ("--session-from", "header:X-Session ID", "'X-Session ID' is not the name of a header"),
+        ("--affinity-headers", "X-A,X B", "'X B' is not the name of a header"),
+        ("--upstream-key", "a\nb", "a line break"),
+    ],
+)
+def test_a_value_that_no_request_could_use_is_refused_at_the_start(option, value, words):
+    told = CliRunner().invoke(cli.app, ["serve", option, value], env={"COLUMNS": "200"})
+    assert told.exit_code == 2
+    assert f"{option}: " in told.output
+    assert words in told.output
+
+
+def test_a_host_that_does_not_exist_is_named():
+    with pytest.raises(OSError, match=r"cannot listen on no\.such\.host\.invalid port 0 \(--host, --port\): "):
+        bind("no.such.host.invalid", 0)
 
 
 def test_a_misspelled_variable_is_named(serve, caplog):

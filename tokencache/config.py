@@ -1,7 +1,6 @@
 """Settings of `tokencache serve`. Each field is an option, an environment variable and a key of the configuration file."""
 
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from rapidfuzz import fuzz, process
 
@@ -23,11 +22,12 @@ from tokencache.engine.drivers.registry import AUTO, DRIVERS, EngineKind
 from tokencache.engine.pool import PlacementPolicy
 from tokencache.engine.probe import Requirement
 from tokencache.logs import LogFormat
+from tokencache.net import check_header_name, is_base_url
 from tokencache.proxy.continuation import AbortedPolicy
 from tokencache.proxy.dedup.fingerprint import Policy
 from tokencache.proxy.kv_salt import KvPolicy
 from tokencache.proxy.sessions import SessionSources
-from tokencache.session_url import check_proxy_url
+from tokencache.session_url import check_proxy_url, is_loopback
 
 PREFIX = "TOKENCACHE_"
 """Prefix of every environment variable."""
@@ -94,14 +94,6 @@ def misspelled_variables() -> dict[str, str]:
     names = {variable: variable.lower().removeprefix(PREFIX.lower()) for variable in os.environ if variable.upper().startswith(PREFIX)}
     likely = {variable: _nearest(name, _MISSPELLED) for variable, name in names.items() if name not in Settings.model_fields}
     return {variable: PREFIX + nearest.upper() for variable, nearest in likely.items() if nearest is not None}
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to this address. The only accepted host name is `localhost`: others may resolve to anything."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
 
 
 class Settings(BaseSettings):
@@ -374,7 +366,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_openness(self) -> Self:
-        if not self.admin_key and not self.allow_open and not _is_loopback(self.host):
+        if not self.admin_key and not self.allow_open and not is_loopback(self.host):
             raise ValueError(
                 f"{self.host or 'every address'} can be reached from elsewhere. Without an admin key, everyone who reaches it can read "
                 "and delete all rollouts. Set --admin-key (TOKENCACHE_ADMIN_KEY) to a long random secret (openssl rand -hex 32), or "
@@ -394,25 +386,35 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_own_address(self) -> Self:
         """Check that no engine is the proxy itself: each request would be sent again and again."""
-        everywhere = _is_loopback(self.host) or self.host in {"", "0.0.0.0", "::"}  # noqa: S104 - only compared
+        everywhere = is_loopback(self.host) or self.host in {"", "0.0.0.0", "::"}  # noqa: S104 - only compared
         for url in names_in(self.upstream):
             host, port = urlsplit(url).hostname or "", urlsplit(url).port
-            if port == self.port and (host == self.host or (everywhere and _is_loopback(host))):
+            if port == self.port and (host == self.host or (everywhere and is_loopback(host))):
                 raise ValueError(f"--upstream: {host}:{port} is the address of this proxy: name the engine's, or choose another --port")
         return self
 
     @field_validator(*_KEYS)
     @classmethod
-    def _strip_key(cls, given: str | None) -> str | None:
+    def _check_key(cls, given: str | None) -> str | None:
         """Drop blanks around a key, such as the newline at the end of a secret's file: no header can have them."""
-        return given and given.strip()
+        key = given and given.strip()
+        if key and not key.isprintable():
+            raise ValueError("it has a line break or another character that no header can have")
+        return key
 
-    @field_validator("upstream")
+    @field_validator("session_header", "affinity_headers")
+    @classmethod
+    def _check_headers(cls, given: str, info: ValidationInfo) -> str:
+        for name in names_in(given) if info.field_name == "affinity_headers" else [given]:
+            check_header_name(name)
+        return given
+
+    @field_validator("upstream", "derender")
     @classmethod
     def _check_upstreams(cls, given: str) -> str:
         urls = [url.rstrip("/").removesuffix("/v1") for url in names_in(given)]
-        if not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError("write base URLs that begin with http:// or https://")
+        if not all(map(is_base_url, urls)):
+            raise ValueError("write base URLs such as http://10.0.0.7:8000, which begin with http:// or https://")
         if len(set(urls)) < len(urls):
             raise ValueError("the same engine is named twice; name each engine once")
         return given

@@ -37,6 +37,29 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+def is_base_url(given: str) -> bool:
+    """Whether this can be the base URL of a server: http or https, with a host and a valid port, and without query and fragment."""
+    try:
+        url = URL(given)
+    except ValueError:
+        return False
+    return url.scheme in {"http", "https"} and bool(url.host) and not (url.query_string or url.fragment or " " in given)
+
+
+def check_header_name(name: str) -> str:
+    """Return the name of a header if it is valid (RFC 9110 §5.6.2).
+
+    Raises:
+        ValueError: no request can have such a header.
+    """
+    if not _HEADER_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a header: use letters, digits and -")
+    return name
+
+
 def end_to_end_headers(headers: Mapping[str, str], *, drop: frozenset[str] = frozenset()) -> CIMultiDict[str]:
     """Copy headers, without those of one connection (RFC 9110 §7.6.1) and those in `drop` (lower case)."""
     left_out = _HOP_BY_HOP | drop

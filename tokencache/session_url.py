@@ -6,9 +6,10 @@
     tck-…                                           an API key that the trainer registered
 
 The proxy reads them (`proxy.sessions`); the Python client and the harness adapters write them, after `check_proxy_url` has checked
-the base URL that the user gave.
+the base URL that the user gave. `is_loopback` and `direct` tell whether a host is this machine.
 """
 
+import ipaddress
 import re
 from typing import NamedTuple, Self
 from urllib.parse import quote, unquote, urlsplit
@@ -77,6 +78,20 @@ def printable_url(url: str) -> str:
     return re.sub(r"^([A-Za-z]+://)?[^/]*@", r"\1", re.split("[?#]", url)[0])
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to this address. The only accepted host name is `localhost`: others may resolve to anything."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") == "localhost"
+
+
+def direct(url: str) -> dict[str, None]:
+    """Return the `mounts` with which httpx ignores `HTTP_PROXY` for a URL of this machine, which no proxy elsewhere can reach."""
+    host = urlsplit(url).hostname or ""
+    return {f"all://{f'[{host}]' if ':' in host else host}": None} if is_loopback(host) else {}
+
+
 def check_name(name: str) -> str:
     """Return a session's name if it is valid.
 
@@ -138,8 +153,8 @@ class NamedPath(NamedTuple):
 
     @classmethod
     def read(cls, raw: str) -> Self:
-        """Split a path."""
-        session, rest = split_session(raw)
+        """Split a path. It may begin with several slashes: base URLs are also made of `http://HOST:PORT/` and `/s/<session>`."""
+        session, rest = split_session(f"/{raw.lstrip('/')}" if raw.startswith("//") else raw)
         return cls(raw, session, *split_harness(rest))
 
     @property

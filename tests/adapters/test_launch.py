@@ -215,6 +215,22 @@ def test_the_harness_sees_no_variable_of_ours(tmp_path):
     assert prepared("codex", tmp_path).environment(mine)["TOKENCACHE_API_KEY"] == KEY
 
 
+@pytest.mark.parametrize(
+    ("proxy", "mine", "direct"),
+    [
+        ("http://127.0.0.1:8100", {"HTTP_PROXY": "http://web:3128"}, "127.0.0.1"),
+        ("http://localhost:8100", {"https_proxy": "http://web:3128", "NO_PROXY": ".local,10.0.0.0/8"}, ".local,10.0.0.0/8,localhost"),
+        ("http://127.0.0.1:8100", {"ALL_PROXY": "socks5://web:1080", "no_proxy": "*"}, None),
+        ("http://127.0.0.1:8100", {"NO_PROXY": ".local"}, None),
+        (PROXY, {"HTTP_PROXY": "http://web:3128"}, None),
+    ],
+)
+def test_a_web_proxy_is_not_asked_for_this_machine(tmp_path, proxy, mine, direct):
+    launch = prepared("openai", tmp_path, proxy_url=proxy)
+    named = {} if direct is None else {"NO_PROXY": direct, "no_proxy": direct}
+    assert launch.environment(mine) == {**mine, **named, **launch.env}
+
+
 odd = st.sampled_from(['"', "\\", "'", "a.b", "\x7f", "\x01", "\n", "ü", "yes", "1e3", "{}", "- a", "# a", "*a"])
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | odd
 

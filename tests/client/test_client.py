@@ -55,6 +55,14 @@ async def open_call(rig, session):
             await call
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
+async def test_a_proxy_for_other_hosts_is_not_asked_for_this_machine(rig, kind, monkeypatch):
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    async with Wrapped(kind(rig.url)) as client:
+        assert await client.conditions()
+
+
 async def test_requests_that_wait_at_the_proxy_hold_up_no_others(rig):
     """A trainer waits for as many sessions at once as it plays rollouts."""
     waiting, count = asyncio.Event(), 150

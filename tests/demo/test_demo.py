@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -16,7 +17,8 @@ from tokencache.proxy.planner import Planner
 from tokencache.testing import SimulatedEngine
 from tokencache.trajectories.formats import native
 
-ROLLOUTS, TURNS = 6, 8
+ROOT = Path(__file__).parents[2]
+ROLLOUTS, TURNS = 16, 8
 FIGURES = ["rollouts", "turns", "contiguous_turns", "drifted_tokens", "sequences", "trainable_tokens"]
 
 
@@ -43,6 +45,9 @@ async def test_the_proxy_keeps_every_rollout_in_one_piece(tmp_path):
     assert direct["drifted_tokens"] > 3000
     assert proxied["trainable_tokens"] > 5 * direct["trainable_tokens"]
     assert "Verified by the engine" in said
+    readme = (ROOT / "README.md").read_text()
+    for name in ("drifted_tokens", "sequences", "trainable_tokens"):
+        assert f"| {direct[name]:,} | {proxied[name]:,} |" in readme
 
 
 @pytest.mark.parametrize("width", [80, 120])

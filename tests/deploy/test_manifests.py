@@ -222,6 +222,7 @@ def test_compose_has_an_engine_for_each_profile():
         assert host == f"http://{service['networks']['engine']['aliases'][0]}:8000"
         assert service["healthcheck"]["test"][0] == "CMD"
         assert "ports" not in service
+        assert "--logprobs-mode=processed_logprobs" in service["command"]  # otherwise the proxy warns at every start
     assert engines["gpu",]["command"] == engines["cpu",]["command"]
 
 

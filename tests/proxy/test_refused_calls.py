@@ -1,6 +1,7 @@
 """A call that is refused before it begins: if its harness gives up, the rollout has failed; a retry that is answered makes up for it."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -84,6 +85,19 @@ async def test_a_refused_token_count_is_no_failure(path):
             async with rig.http.post(f"{rig.url}{path}", json=ASK, headers={HEADER: "s"}) as answer:
                 assert answer.status == 503
         assert await outcome(rig) == ("ok", True, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"model": "other", "messages": [user("hi")]}, r"the engine answered 404: The model `other` does not exist\.[^{}]*"),
+        ({"model": "sim", "messages": []}, r"/tokenize answered 400: Cannot apply chat template to an empty conversation\.[^{}]*"),
+    ],
+)
+async def test_a_refused_token_count_has_the_engines_words(asked, words):
+    async with proxied() as rig, rig.http.post(f"{rig.url}/v1/messages/count_tokens", json=asked, headers={HEADER: "s"}) as answer:
+        said = (await answer.json())["error"]["message"]
+    assert re.fullmatch(words, said), said
 
 
 async def test_a_refused_call_that_is_repeated_is_noted_once_since_the_last_turn():

@@ -137,6 +137,12 @@ async def test_a_row_that_is_refused_loses_no_other_and_is_tried_again(recorded,
     assert not to.with_name("scores.jsonl.scored").exists()
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "gpu2:8000"])
+async def test_a_url_that_no_engine_can_have_is_named(recorded, tmp_path, url):
+    said = await score(recorded[2], "--engine", url, "--to", tmp_path / "scores.jsonl", code=1)
+    assert f"'{url}' is not the base URL of an engine" in said
+
+
 async def test_a_run_that_lost_its_engine_is_resumed(recorded, tmp_path):
     engine, url, path, rollouts = recorded
     to, journal = tmp_path / "scores.jsonl", tmp_path / "scores.jsonl.scored"

@@ -8,19 +8,21 @@ command line, which other users can see.
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from tokencache.adapters.files import render
 from tokencache.adapters.load import AdapterError
 from tokencache.adapters.schema import PLACEHOLDER, Adapter
-from tokencache.session_url import check_name, check_proxy_url, session_key, session_url
+from tokencache.session_url import check_name, check_proxy_url, is_loopback, session_key, session_url
 
 DEFAULT_CONTEXT = 131072
 """The longest context in tokens, if the engine does not report one."""
 
 _MAX_OUTPUT = 32000
 _OWN_PREFIX = "TOKENCACHE_"
+_WEB_PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -31,19 +33,25 @@ class Launch(msgspec.Struct, frozen=True):
         env: variables to set.
         unset: variables to remove.
         files: path → content; `files.write` writes them.
+        host: the proxy's host if it is this machine, else `""`.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     unset: tuple[str, ...]
     files: dict[Path, str]
+    host: str = ""
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the harness.
 
-        Variables `TOKENCACHE_…` are removed: an agent can read its environment, and they include the admin key and the engine's key.
+        Variables `TOKENCACHE_…` are removed: an agent can read its environment, and they include the admin key and the engine's key. If
+        `HTTP_PROXY` or the like is set, `NO_PROXY` names the proxy's host on this machine, which a web proxy cannot reach.
         """
         kept = {name: value for name, value in inherited.items() if not name.startswith(_OWN_PREFIX) and name not in self.unset}
+        direct = kept.get("no_proxy") or kept.get("NO_PROXY", "")
+        if self.host and direct != "*" and not _WEB_PROXIES.isdisjoint(map(str.lower, kept)):
+            kept |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"{direct},{self.host}".removeprefix(","))
         return {**kept, **self.env}
 
 
@@ -87,6 +95,7 @@ def prepare(  # noqa: PLR0917 - callers pass them by name
         env={name: _fill(text, values) for name, text in adapter.variables.items()},
         unset=adapter.unset,
         files={config_dir / file.path: render(file.format, _fill_all(file.content, values)) for file in adapter.files},
+        host=host if is_loopback(host := urlsplit(proxy_url).hostname or "") else "",
     )
 
 

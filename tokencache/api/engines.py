@@ -17,6 +17,7 @@ from tokencache.engine.health import EngineMonitor
 from tokencache.engine.membership import EngineMember, EngineMembership
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
+from tokencache.net import is_base_url
 
 
 def add_engine_routes(app: web.Application, auth: AdminAuth, membership: EngineMembership, pool: Pool) -> None:
@@ -82,12 +83,8 @@ async def _url_in(request: web.Request) -> str:
 
 def _base_url(given: str) -> str:
     """Return an engine's base URL without `/v1`. The URLs that NeMo RL gives its workers end with it."""
-    try:
-        url = URL(given)
-    except ValueError:
-        url = URL()
-    if url.scheme not in {"http", "https"} or not url.host or url.query_string or url.fragment or " " in given:
+    if not is_base_url(given):
         raise HarnessError(f"url: must be the base URL of an engine, such as http://10.0.0.7:8000, not {given[:200]!r}", param="url")
-    if url.user is not None:
+    if URL(given).user is not None:
         raise HarnessError("url: must not contain a key; set the key for engines with --upstream-key", param="url")
     return given.rstrip("/").removesuffix("/v1")

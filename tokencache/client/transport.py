@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import httpx2
 
 from tokencache.client.protocol import Item, ItemSteps, Pause, Request, ServerResponse, Steps
-from tokencache.session_url import printable_url
+from tokencache.session_url import direct, printable_url
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -52,7 +52,7 @@ class BlockingTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS)
+        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
 
     def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""
@@ -91,7 +91,7 @@ class AwaitedTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS)
+        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
 
     async def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""

@@ -24,6 +24,7 @@ import msgspec
 
 from tokencache.core import ids
 from tokencache.core.turn import Turn
+from tokencache.dialects.base import parse_engine_error
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.engine.drivers.base import CHAT, Driver
 from tokencache.engine.earlier_thoughts import NO_EFFECT, EarlierThoughts, find_earlier_thoughts, read_reply
@@ -75,7 +76,7 @@ async def chat_prompt_ids(ask: AskChat, body: dict[str, Any], reply: Reply | Non
     """
     answer = await ask({"max_tokens": 1, "temperature": 0, "return_token_ids": True, **body})
     if answer.status != HTTPStatus.OK:
-        raise EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
+        raise _refusal(answer)
     read = Reply()
     read.add(answer.body)
     if reply is not None:
@@ -261,7 +262,8 @@ def _not_ready(why: EngineError) -> EngineError:
 
 
 def _refusal(answer: EngineResponse) -> EngineError:
-    return EngineError(f"the engine answered {answer.status}: {answer.body[:300].decode(errors='replace')}", status=answer.status)
+    message, _, _ = parse_engine_error(answer.status, answer.body)
+    return EngineError(f"the engine answered {answer.status}: {message[:300]}", status=answer.status)
 
 
 async def probe(upstream: Upstream, drivers: Sequence[Driver], model: str = "", *, known: Driver | None = None) -> Capability:
@@ -487,8 +489,9 @@ async def _tokenizes_supplied(requests: ProbeRequests, body: Mapping[str, Any], 
 
 def _refused_by_all(refusals: Mapping[Driver, EngineError]) -> EngineError:
     """Make one error from the engine's answers to all drivers, with advice if they have no message (500)."""
-    first, *others = refusals.values()
-    words = "; ".join(f"{driver.name}: {why.client_message}" for driver, why in refusals.items()) if others else first.client_message
+    first = next(iter(refusals.values()))
+    alike = len({why.client_message for why in refusals.values()}) == 1
+    words = first.client_message if alike else "; ".join(f"{driver.name}: {why.client_message}" for driver, why in refusals.items())
     if all(why.status == HTTPStatus.INTERNAL_SERVER_ERROR for why in refusals.values()):
         words = "; ".join([words, *(driver.refusal_hint for driver in refusals if driver.refusal_hint)])
     return EngineError(words, private=first.private, status=first.status, reached=first.reached)

@@ -38,6 +38,7 @@ from tokencache.core.session import Labels, SessionSettings
 from tokencache.dialects.json_io import fields_of
 from tokencache.dialects.registry import credential_parameters, keys_in
 from tokencache.errors import HarnessError
+from tokencache.net import check_header_name
 from tokencache.proxy.harness_profile import HEADER as HARNESS_HEADER
 from tokencache.recent import Expiring, Recent
 from tokencache.request_memory import Holding
@@ -137,7 +138,7 @@ class SessionSources(NamedTuple):
             kind, _, name = entry.partition(":")
             path = tuple(name.split("."))
             if kind == "header" and name:
-                headers.append(name)
+                headers.append(check_header_name(name))
             elif kind == "body" and all(path):
                 members.append(path)
             else:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Self
 import httpx2
 import msgspec
 
+from tokencache.net import is_base_url
 from tokencache.scoring.request import Scores, ScoringError, read_scores, refusal_words, scoring_request
-from tokencache.session_url import printable_url
+from tokencache.session_url import direct, printable_url
 
 _TIMEOUT = 600.0
 
@@ -58,13 +59,18 @@ class ScoringEngine:
         url: its URL for messages.
         models: the models that it serves, by name.
         salt: the `cache_salt` of this run.
+
+    Raises:
+        EngineLostError: the URL cannot be that of an engine.
     """
 
     def __init__(self, url: str, key: str | None = None, *, tokens_at_once: int, requests_at_once: int = REQUESTS_AT_ONCE) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.url = printable_url(base)
+        if not is_base_url(base):
+            raise EngineLostError(f"{self.url!r} is not the base URL of an engine, such as http://10.0.0.7:8000")
         headers = {b"Authorization": f"Bearer {key.strip()}".encode()} if key else {}
-        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers)
+        self._http = httpx2.AsyncClient(base_url=base, timeout=_TIMEOUT, headers=headers, mounts=direct(base))
         self._at_once = tokens_at_once
         self._room = tokens_at_once
         self._freed = asyncio.Condition()

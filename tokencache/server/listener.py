@@ -81,9 +81,9 @@ def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
     Raises:
         OSError: there is no such address, or the port is in use.
     """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
     try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(found):
             if address[1] == 0 and bound:
                 address = (address[0], bound[0].getsockname()[1], *address[2:])  # noqa: PLW2901
@@ -100,7 +100,7 @@ def bind(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
     except OSError as why:
         for sock in bound:
             sock.close()
-        raise OSError(why.errno, f"cannot listen on {host or '*'} port {port}: {why.strerror}") from None
+        raise OSError(why.errno, f"cannot listen on {host or '*'} port {port} (--host, --port): {why.strerror}") from None
     return bound
 
 

@@ -48,6 +48,10 @@ def told(call_id, content):
 HI, HI_CHAT = user(text("hi")), {"role": "user", "content": "hi"}
 PNG = {"inlineData": {"mimeType": "image/png", "data": "aGk_"}}
 PDF = {"inlineData": {"mimeType": "application/pdf", "data": "JVBERi0="}}
+LINK = {"fileData": {"mimeType": "image/png", "fileUri": "https://example.com/a.png"}}
+FILE = {"fileData": {"mimeType": "application/pdf", "fileUri": "https://example.com/a.pdf"}}
+STORED = "https://generativelanguage.googleapis.com/v1beta/files/a"
+LINK_PART = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 PNG_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk/"}}
 
 CONVERSATIONS = {
@@ -149,6 +153,14 @@ CONVERSATIONS = {
         [user({"inlineData": {"mimeType": "image/png", "data": "aGkh_g"}}, {"inlineData": {"mimeType": "image/png", "data": "aGkh_g=="}})],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGkh/g=="}}] * 2}],
     ),
+    "images at public URLs, of the user and of a result": (
+        [user(text("look"), LINK), model(call(call_id="a")), user(result({"output": "one"}, call_id="a", parts=[LINK, FILE]))],
+        [
+            {"role": "user", "content": [{"type": "text", "text": "look"}, LINK_PART]},
+            asks(("a", "bash", {})),
+            {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "one"}, LINK_PART]},
+        ],
+    ),
     "results with images beside them, as Gemini CLI sends them": (
         [
             HI,
@@ -203,6 +215,21 @@ def test_either_spelling_is_read(name):
     spelt = json.loads(json.dumps(said).replace("functionCall", "function_call").replace("functionResponse", "function_response"))
     spelt = json.loads(json.dumps(spelt).replace("inlineData", "inline_data").replace("mimeType", "mime_type"))
     assert chat_of(spelt) == chat_of(said)
+
+
+def test_a_single_object_is_a_list_of_one():
+    declared = {"name": "f", "parameters": {"type": "OBJECT"}}
+    one = {
+        "system_instruction": {"parts": text("be brief")},
+        "contents": {"role": "user", "parts": text("hi")},
+        "tools": {"function_declarations": declared},
+    }
+    listed = {
+        "systemInstruction": {"parts": [text("be brief")]},
+        "contents": [HI],
+        "tools": [{"functionDeclarations": [declared]}],
+    }
+    assert json.loads(read(one).body) == json.loads(read(listed).body)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +300,7 @@ def test_the_model_s_name_is_in_the_path(path, name):
 CONFIGS = [
     ({"temperature": 0, "topP": 0.5, "topK": 40.0, "seed": 7}, {"temperature": 0, "top_p": 0.5, "top_k": 40, "seed": 7}),
     ({"max_output_tokens": "12", "stop_sequences": ["X"], "stopSequences": None}, {"max_tokens": 12, "stop": ["X"]}),
+    ({"temperature": "0.5", "topP": "1"}, {"temperature": 0.5, "top_p": 1.0}),
     ({"presencePenalty": 1, "frequencyPenalty": -1.5}, {"presence_penalty": 1, "frequency_penalty": -1.5}),
     ({"candidateCount": 1, "responseModalities": ["TEXT"], "responseLogprobs": True, "logprobs": 3, "mediaResolution": "X"}, {}),
     ({"responseMimeType": "text/plain"}, {}),
@@ -285,6 +313,12 @@ CONFIGS = [
         {"responseMimeType": "application/json", "responseSchema": {"type": "STRING"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": {"type": "string"}}}},
     ),
+    (
+        {"responseFormat": {"text": {"mimeType": "APPLICATION_JSON", "schema": {"type": "object"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": {"type": "object"}}}},
+    ),
+    ({"response_format": [{"text": {"mime_type": "application/json"}}]}, {"response_format": {"type": "json_object"}}),
+    ({"responseFormat": {"text": {"mimeType": "TEXT_PLAIN"}}}, {}),
     ({"thinkingConfig": {"thinkingBudget": 0}}, {"reasoning_effort": "none"}),
     ({"thinkingConfig": {"thinkingBudget": 8192}}, {}),
     ({"thinkingConfig": {"thinkingLevel": "HIGH"}}, {"reasoning_effort": "high"}),
@@ -314,6 +348,7 @@ def test_schemas_become_json_schemas():
             "b": {"type": "STRING", "enum": ["x", "y"], "format": "enum", "nullable": True},
             "a": {"type": "ARRAY", "items": {"type": "INTEGER", "format": "int64"}, "min_items": "1", "maxItems": 3},
             "type": {"anyOf": [{"type": "NUMBER"}, {"type": "BOOLEAN"}], "nullable": True, "description": "d", "example": 1},
+            "union": {"oneOf": [{"type": "OBJECT"}, {"allOf": [{"type": "STRING"}]}], "nullable": True},
         },
         "required": ["a"],
         "property_ordering": ["a", "b"],
@@ -335,13 +370,14 @@ def test_schemas_become_json_schemas():
                         "description": "d",
                         "examples": [1],
                     },
+                    "union": {"oneOf": [{"type": "object"}, {"allOf": [{"type": "string"}]}, {"type": "null"}]},
                 },
                 "required": ["a"],
                 "additionalProperties": False,
             },
         },
     }
-    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b", "type"]
+    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b", "type", "union"]
 
 
 TOOLS = [{"function_declarations": [{"name": "f", "parametersJsonSchema": {"type": "object"}}, {"name": "g"}]}, {}]
@@ -386,8 +422,9 @@ REFUSED = [
     ({"contents": [user({"text": 1})]}, "contents[0].parts[0].text must be a string"),
     ({"contents": [user({"text": "a", "functionCall": {"name": "f"}})]}, "one kind of data, not text and functionCall"),
     ({"contents": [user(call())]}, "'functionCall' is not supported"),
-    ({"contents": [user({"fileData": {"fileUri": "x"}})]}, "'fileData' is not supported"),
-    ({"contents": [user({"file_data": {"fileUri": "x"}})]}, "'fileData' is not supported"),
+    ({"contents": [user(FILE)]}, "'application/pdf' is not supported"),
+    ({"contents": [user({"fileData": {"fileUri": "gs://a/b", "mimeType": "image/png"}})]}, "fileUri: files are not stored here"),
+    ({"contents": [user({"file_data": {"file_uri": STORED, "mime_type": "image/png"}})]}, "fileUri: files are not stored here"),
     ({"contents": [model({"executableCode": {"code": "x"}})]}, "'executableCode' is not supported"),
     ({"contents": [model({"codeExecutionResult": {}})]}, "'codeExecutionResult' is not supported"),
     ({"contents": [model(PNG)]}, "'inlineData' is not supported"),
@@ -396,10 +433,18 @@ REFUSED = [
     ({"contents": [model({"functionCall": {}})]}, "functionCall.name is missing"),
     ({"contents": [model({"functionCall": {"name": "f", "args": "x"}})]}, "functionCall.args must be an object"),
     ({"contents": [user({"functionResponse": {"name": "f", "response": "x"}})]}, "functionResponse.response must be an object"),
-    ({"contents": [user({"functionResponse": {"name": "f", "parts": [{"fileData": {}}]}})]}, "only inlineData is"),
+    ({"contents": [user({"functionResponse": {"name": "f", "parts": [{"text": "x"}]}})]}, "only inlineData and fileData are"),
     ({"contents": [HI], "systemInstruction": 5}, "systemInstruction must be"),
     ({"contents": [HI], "systemInstruction": {"parts": [PNG]}}, "'inlineData' is not supported in the system instruction"),
     ({"contents": [HI], "cachedContent": "cachedContents/1"}, "cachedContent is not supported"),
+    (
+        {"contents": [HI], "generationConfig": {"responseFormat": {"image": {"aspectRatio": "1:1"}}}},
+        "generationConfig.responseFormat.image is not supported",
+    ),
+    (
+        {"contents": [HI], "generationConfig": {"responseFormat": {"text": {"mimeType": "TEXT_HTML"}}}},
+        "mimeType: 'TEXT_HTML' is not supported",
+    ),
     ({"contents": [HI], "tools": [{"googleSearch": {}}]}, "tools[0].googleSearch is not supported"),
     ({"contents": [HI], "tools": [{"code_execution": {}}]}, "tools[0].code_execution is not supported"),
     ({"contents": [HI], "tools": [{"urlContext": {}}]}, "tools[0].urlContext is not supported"),

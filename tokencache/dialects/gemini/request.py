@@ -11,7 +11,8 @@ Contents (https://ai.google.dev/api/caching#Content):
   would send it; anything else becomes the object's compact JSON. In one content, responses precede texts, as in vLLM's Messages.
 * Calls and responses may lack ids. Then the n-th response with a name answers the n-th call with that name in the previous reply. Gemini
   CLI (0.61) puts `<name>__` before the ids that it received; this prefix is removed.
-* A part that chat has no equivalent for is refused by name: files by reference, executable code, sound. Data that a function returns
+* An image may be at a public URL (`fileData`), as in Google's API. A part that chat has no equivalent for is refused by name: files
+  that Google stores, executable code, sound. Data that a function returns
   (in its response, or after it in the same content, as Gemini CLI sends it) is left out unless it is an image.
 
 Settings (https://ai.google.dev/api/generate-content#generationconfig): those that vLLM cannot follow are refused by name (tools that Google
@@ -29,7 +30,8 @@ prompt, because vLLM 0.32 has no `allowed_tools`.
 
 Schemas (https://ai.google.dev/api/caching#Schema): `parameters` and `responseSchema` are in a form of OpenAPI 3.0: types are in upper case,
 `nullable` is a separate member, integers may be strings, and members have either spelling. Members that JSON Schema has too stay; the
-others are translated, or left out if they constrain nothing. `parametersJsonSchema` and `responseJsonSchema` are JSON Schema already.
+others are translated, or left out if they constrain nothing. `parametersJsonSchema`, `responseJsonSchema` and that of `responseFormat` are
+JSON Schema already.
 """
 
 from collections import deque
@@ -49,7 +51,10 @@ _BESIDE = frozenset(
 )
 """Members of a part besides its data (google-genai 3.4, `types.Part`; `callIndex` is Gemini CLI's own)."""
 _SIGNATURE = "thoughtSignature"
+_MEDIA = ("inlineData", "fileData")
 _IMAGES = "image/"
+_STORED = "https://generativelanguage.googleapis.com/"
+"""Where files are that a client stored with Google: nobody reads them without its key."""
 _STANDARD_BASE64 = str.maketrans("-_", "+/")
 
 
@@ -171,7 +176,7 @@ class Contents:
                 answers = True
             elif kind == "text":
                 parts.append(_text_part(part.text("text") or ""))
-            elif kind == "inlineData":
+            elif kind in _MEDIA:
                 parts += self._images([part]) if answers else [_image(part)]
             elif kind:
                 raise HarnessError(f"{part.path}: {kind!r} is not supported: chat completions have no equivalent", param=part.path)
@@ -191,7 +196,7 @@ class Contents:
 
     def _images(self, parts: list[RequestObject]) -> list[dict[str, Any]]:
         """Translate the data of a function's response; only images stay, because a model that reads a PDF must not end its rollout."""
-        images = [part for part in parts if (blob := part.inner("inlineData")) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
+        images = [part for part in parts if (blob := _blob(part)) is None or (blob.text("mimeType") or "").startswith(_IMAGES)]
         if len(images) < len(parts):
             self.left_out = ("result-parts",)
         return [*map(_image, images)]
@@ -246,14 +251,23 @@ def _alone(parts: list[dict[str, Any]]) -> Any:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
+def _blob(part: RequestObject) -> RequestObject | None:
+    return next((blob for name in _MEDIA if (blob := part.inner(name)) is not None), None)
+
+
 def _image(part: RequestObject) -> dict[str, Any]:
     """Translate an image into chat's `image_url`; the engine decides whether its model accepts images."""
-    blob = part.inner("inlineData")
+    blob = _blob(part)
     if blob is None:
-        raise HarnessError(f"{part.path} is not supported: only inlineData is", param=part.path)
-    kind, data = blob.text("mimeType") or "", blob.text("data") or ""
+        raise HarnessError(f"{part.path} is not supported: only inlineData and fileData are", param=part.path)
+    kind, data, uri = blob.text("mimeType") or "", blob.text("data") or "", blob.text("fileUri")
     if not kind.startswith(_IMAGES):
         raise HarnessError(f"{blob.path}: data of type {kind!r} is not supported, only images are", param=blob.at("mimeType"))
+    if uri is not None:
+        if not uri.startswith(("https://", "http://")) or uri.startswith(_STORED):
+            at = blob.at("fileUri")
+            raise HarnessError(f"{at}: files are not stored here; send inlineData or a public URL", param=at)
+        return {"type": "image_url", "image_url": {"url": uri}}
     # protocol buffers in JSON accept both alphabets, and no padding (https://protobuf.dev/programming-guides/json/); vLLM 0.32 does not
     standard = data.translate(_STANDARD_BASE64).rstrip("=")
     standard += "=" * (-len(standard) % 4)
@@ -330,16 +344,31 @@ def _thinking(config: RequestObject) -> dict[str, Any]:
 
 
 def _response_format(config: RequestObject) -> dict[str, Any] | None:
-    kind = config.text("responseMimeType") or ""
-    if kind not in {"", _JSON, _PLAIN}:
-        at = config.at("responseMimeType")
-        raise HarnessError(f"{at}: {kind!r} is not supported, only {_JSON} and {_PLAIN} are", param=at)
+    """Translate `responseFormat`, or the older members in its place."""
+    texts: list[RequestObject] = []
+    for form in config.objects("responseFormat"):
+        if others := [name for name in form.named() if name != "text"]:
+            raise HarnessError(f"{form.at(others[0])} is not supported, only text is", param=form.at(others[0]))
+        texts += [text] if (text := form.inner("text")) is not None else []
+    if texts:
+        given = texts[0].inner("schema")
+        kind, schema = _text_kind(texts[0], "mimeType"), given.members if given is not None else None
+    else:
+        kind, schema = _text_kind(config, "responseMimeType"), _schema(config, "responseJsonSchema", "responseSchema")
     if kind != _JSON:
         return None
-    schema = _schema(config, "responseJsonSchema", "responseSchema")
     if schema is None:
         return {"type": "json_object"}
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
+
+
+def _text_kind(form: RequestObject, name: str) -> str:
+    """Read a media type, which may also be a name of Google's enum: `APPLICATION_JSON`."""
+    given = form.text(name) or ""
+    kind = given.lower().replace("_", "/", 1)
+    if kind not in {"", _JSON, _PLAIN}:
+        raise HarnessError(f"{form.at(name)}: {given!r} is not supported, only {_JSON} and {_PLAIN} are", param=form.at(name))
+    return kind
 
 
 def _tools(request: RequestObject) -> dict[str, Any]:
@@ -405,6 +434,8 @@ def _schema(chat: RequestObject, plain: str, theirs: str) -> dict[str, Any] | No
 
 _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
 _AS_IS = ("title", "description", "default", "pattern", "minimum", "maximum", "required", "$ref")
+_SEVERAL = ("anyOf", "oneOf", "allOf")
+"""Members with several schemas. Google's API defines the first; AI SDK (`@ai-sdk/google`) sends all three."""
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
@@ -447,8 +478,9 @@ def _inner(schema: RequestObject) -> dict[str, Any]:
         translated["properties"] = {name: json_schema(entry(properties.members[name], properties.at(name))) for name in names}
     if (items := schema.inner("items")) is not None:
         translated["items"] = json_schema(items)
-    if choices := schema.objects("anyOf"):
-        translated["anyOf"] = [json_schema(choice) for choice in choices]
+    for name in _SEVERAL:
+        if choices := schema.objects(name):
+            translated[name] = [json_schema(choice) for choice in choices]
     rest = schema.get("additionalProperties")
     if rest is not None:
         translated["additionalProperties"] = rest if isinstance(rest, bool) else json_schema(entry(rest, schema.at("additionalProperties")))
@@ -463,6 +495,7 @@ def _nullable(translated: dict[str, Any]) -> dict[str, Any]:
         translated["type"] = [translated["type"], "null"]
     if "enum" in translated and None not in translated["enum"]:
         translated["enum"] = [*translated["enum"], None]
-    if "anyOf" in translated:
-        translated["anyOf"] = [*translated["anyOf"], {"type": "null"}]
+    for name in _SEVERAL[:2]:
+        if name in translated:
+            translated[name] = [*translated[name], {"type": "null"}]
     return translated

@@ -1,7 +1,7 @@
 """Reads objects of a Gemini request; writes finish reasons, usage and errors.
 
 Requests are protocol buffers in JSON. By their JSON mapping each member may be spelled in camelCase or snake_case (Google's clients write
-camelCase, other programs both), 64-bit integers may be strings, and `null` is a missing member. `RequestObject` reads one object by these
+camelCase, other programs both), numbers may be strings, and `null` is a missing member. `RequestObject` reads one object by these
 rules and names its position in errors.
 """
 
@@ -19,6 +19,7 @@ from tokencache.dialects.completion_reader import Usage
 from tokencache.dialects.json_io import Position, bracketed
 from tokencache.errors import HarnessError
 
+_DECIMAL = re.compile(r"-?\d{1,18}(\.\d{1,18})?", re.ASCII)
 _HUMP = re.compile(r"(?<=[a-z0-9])([A-Z])")
 
 
@@ -71,8 +72,10 @@ class RequestObject:
         return bool(value)
 
     def number(self, name: str) -> float | None:
-        """A number."""
+        """A number, which may be written as `"0.5"`."""
         value = self.get(name)
+        if isinstance(value, str) and _DECIMAL.fullmatch(value):
+            return float(value)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise wrong(self.at(name), "a number", value)
         return value
@@ -102,8 +105,10 @@ class RequestObject:
         return value or []
 
     def objects(self, name: str) -> "list[RequestObject]":
-        """A list of objects."""
-        position = self.position, name
+        """A list of objects; Google's API reads a single object as a list of one, and its own examples have them."""
+        position, only = (self.position, name), self.get(name)
+        if isinstance(only, dict):
+            return [RequestObject(only, position)]
         return [
             RequestObject(item, (position, i)) if type(item) is dict else entry(item, (position, i))
             for i, item in enumerate(self.values(name))

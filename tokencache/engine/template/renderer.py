@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import msgspec
 
 from tokencache.core import ids
+from tokencache.dialects.base import parse_engine_error
 from tokencache.dialects.chat.rendering import RenderArgs
 from tokencache.dialects.chat.vocabulary import with_reasoning
 from tokencache.engine.prompt_echo import cut_out, read_long_ids
@@ -115,7 +116,7 @@ class EngineRenderer:
             TemplateRefusedError: the conversation is refused.
             RenderError: otherwise; if the engine may render it later, the cause is an error that says so (`errors.passing_cause`).
         """
-        words = f"{who} answered {answer.status}: {answer.body[:300].decode(errors='replace')}"
+        words = f"{who} answered {answer.status}: {parse_engine_error(answer.status, answer.body)[0][:300]}"
         if answer.status in self.not_now:
             raise RenderError(words) from EngineError(words, status=HTTPStatus.SERVICE_UNAVAILABLE)
         raise TemplateRefusedError(words) if answer.status in REFUSALS else RenderError(words)
