@@ -1,23 +1,17 @@
 """Sends the simulated engine's responses: JSON, server-sent events and refusals, and carries out faults."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from tokencache.testing import wire
+from tokencache.testing.completion import Completion
 from tokencache.testing.errors import RefusalResponse
 from tokencache.testing.faults import Fault, FaultKind
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from tokencache.testing.completion import Completion
-
 
 _FINISHES = b'"finish_reason":"'
 
