@@ -326,11 +326,7 @@ def _change(number: int, turns: Sequence[Turn], packed: Mapping[str, bytes]) -> 
 
 @contextlib.contextmanager
 def _reading(session: str) -> Iterator[None]:
-    """Read the records of a session.
-
-    Raises:
-        HarnessError: the session was deleted meanwhile (404), or its records are torn (409).
-    """
+    """Read the records of a session. Raises `HarnessError` if the session was deleted meanwhile (404), or its records are torn (409)."""
     try:
         yield
     except KeyError:
