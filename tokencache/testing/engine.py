@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import msgspec
 from aiohttp import web
 
 from tokencache.testing import wire
@@ -330,7 +331,7 @@ class SimulatedEngine:
         try:
             if completion.request.stream:
                 return await stream_reply(http, completion, fault)
-            raw = wire.encode(await completion.whole())
+            raw = msgspec.json.encode(await completion.whole())
         except BaseException:
             completion.abort()
             raise

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from tokencache.testing import wire
@@ -94,4 +95,4 @@ async def empty_response(_: web.Request) -> web.Response:
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Make a response with a JSON body."""
-    return web.Response(status=status, body=wire.encode(value), content_type="application/json", headers=headers)
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json", headers=headers)

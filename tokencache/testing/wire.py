@@ -18,14 +18,9 @@ FINGERPRINT = "vllm-0.32.0-51b0ca5e"
 """`system_fingerprint` of every reply."""
 
 
-def encode(value: Any) -> bytes:
-    """Return compact JSON, non-ASCII characters as they are."""
-    return msgspec.json.encode(value)
-
-
 def event(value: Any) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
