@@ -7,6 +7,7 @@ another product file than the one before. *Frames above*: the most product funct
 
 import asyncio
 from collections import Counter
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -27,21 +28,13 @@ class CallPath:
             if not self.files or self.files[-1] != name:
                 self.files.append(name)
                 if name == "engine/upstream.py":
-                    self.depth = max(self.depth, frames_above(frame))
+                    above = (one.f_code.co_filename for one, _ in walk_stack(frame.f_back))
+                    self.depth = max(self.depth, sum(waiting.startswith(PACKAGE) for waiting in above))
 
     def figures(self) -> dict[str, int]:
         entered = set(self.files)
         proxy = [name for name in entered if name.startswith("proxy/")]
         return {"product files": len(entered), "modules of proxy/": len(proxy), "moves": len(self.files) - 1, "frames above": self.depth}
-
-
-def frames_above(frame: FrameType) -> int:
-    """Counts the product functions that wait for this one, and their coroutines."""
-    count, above = 0, frame.f_back
-    while above is not None:
-        count += above.f_code.co_filename.startswith(PACKAGE)
-        above = above.f_back
-    return count
 
 
 async def measured(*, stream: bool) -> CallPath:

@@ -17,13 +17,9 @@ _SENT = re.compile(rb'"mock_sent": ?(\d+)')
 
 
 class Answer:
-    """An answer that is being read. Times are CLOCK_MONOTONIC in nanoseconds.
+    """An answer that is being read. Times are CLOCK_MONOTONIC in nanoseconds; `first` is that of the first byte of its body, 0 before.
 
-    Attributes:
-        begun: when its request was about to be sent.
-        first: when the first byte of its body arrived; 0 before.
-        ended: when its last bytes arrived.
-        pause: the longest time between two arrivals.
+    `pause` is the longest time between two arrivals.
     """
 
     def __init__(self) -> None:
@@ -88,11 +84,7 @@ class Client:
         self.socket.close()
 
     def post(self, body: bytes, session: str | None = None, path: str = CHAT, *, at_event: Callable[[], None] | None = None) -> Answer:
-        """Makes a call; `at_event` is called at the first event of a stream.
-
-        Raises:
-            RuntimeError: The answer is not 200.
-        """
+        """Makes a call; `at_event` is called at the first event of a stream. `RuntimeError`: the answer is not 200."""
         answer = self._call(head(session, len(body), path) + body, at_event)
         if answer.status != 200:
             raise RuntimeError(f"port {self.port}, session {session}: {answer.status} {answer.body[:500]!r}")
@@ -127,23 +119,17 @@ def get(port: int, path: str) -> Answer:
 
 
 def turns(port: int, session: str) -> list[dict[str, Any]]:
-    """The turns that a proxy recorded of a session, as it returns them; none if it does not know the session.
-
-    Raises:
-        RuntimeError: It answered with another error.
-    """
+    """The turns that a proxy recorded of a session, none if it does not know the session; `RuntimeError` for another error."""
     answer = get(port, f"/tokencache/v1/sessions/{session}/turns")
     if answer.status not in {200, 404}:
         raise RuntimeError(f"port {port}, turns of {session}: {answer.status} {answer.body[:120]!r}")
-    found: list[dict[str, Any]] = json.loads(answer.body)["turns"] if answer.status == 200 else []
-    return found
+    return json.loads(answer.body)["turns"] if answer.status == 200 else []
 
 
 def check_continued(ports: Iterable[int], session: str, least: int) -> int:
-    """Checks that a proxy matched each call of a session as the continuation of the one before. Returns the number of its turns.
+    """Checks that each call of a session continued the one before. Returns the number of its turns.
 
-    Raises:
-        RuntimeError: It did not, or has fewer than `least` turns. Then no figure counts: a proxy that only relays is fast, too.
+    `RuntimeError`: one did not, or there are fewer. Then no figure counts: a proxy that only relays is fast, too.
     """
     kinds = [turn["match"] for turn in next(filter(None, (turns(port, session) for port in ports)), [])]
     if len(kinds) < least or kinds[1:] != ["continue"] * (len(kinds) - 1):

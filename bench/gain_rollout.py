@@ -1,4 +1,4 @@
-"""Runs one agent's session against a real engine and measures each call's time to first token and prefix cache hits.
+"""Runs sessions against a real engine and measures each call: time to first token, prefix cache hits, CPU by the content of its body.
 
 The harness here is *faithful*: it sends back content, thinking and calls exactly as they were served. No real harness loses less, so
 what the direct calls lose comes from the text alone: tokenizing again, and what the chat template omits.
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from bench import client, targets
 from bench.gain_engine import MODEL, Engine
 from bench.processes import Process, cpu_seconds
+from tokencache.core import ids
+from tokencache.engine.prefixes import MEMBER, PromptHashes
 
 _PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 TOOL = {"type": "function", "function": {"name": "bash", "description": "Run a command.", "parameters": _PARAMETERS}}
@@ -31,6 +33,8 @@ SETTLE_S = 0.02
 PER_MESSAGE = 150
 """Tokens per message of a history: 32k tokens in some 200 messages, like agents' histories."""
 STREAMED = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+ASKED = {"return_token_ids": True, "logprobs": True}
+"""What the proxy requests in addition."""
 
 
 def forced(say: list[int]) -> dict[str, Any]:
@@ -85,11 +89,7 @@ def opened(name: str, engine: Engine, *, tokenizer: bool = True) -> Iterator[Cal
 
 
 def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -> StreamedAnswer:
-    """Sends a streamed call and reads all of it; the clock and the CPU accounts are read at the first event.
-
-    Raises:
-        RuntimeError: The answer is not a stream.
-    """
+    """Sends a streamed call and reads all of it; clock and CPU accounts are read at the first event. `RuntimeError`: it is no stream."""
     seen: list[tuple[int, list[float]]] = []
     with contextlib.closing(client.Client(target.process.port)) as connection:
         answer = connection.post(body, session, at_event=lambda: seen.append((time.monotonic_ns(), target.cpu())))
@@ -100,9 +100,7 @@ def send_streamed(target: CallTarget, body: bytes, session: str | None = None) -
 
 def assembled(stream: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """The message and the usage of a streamed chat completion."""
-    content = reasoning = ""
-    usage: dict[str, Any] = {}
-    calls: list[dict[str, Any]] = []
+    content, reasoning, usage, calls = "", "", dict[str, Any](), list[dict[str, Any]]()
     for event in (json.loads(line[6:]) for line in stream.split(b"\n") if line.startswith(b"data: {")):
         usage = event.get("usage") or usage
         for delta in (choice["delta"] for choice in event["choices"]):
@@ -165,15 +163,11 @@ class Rollout:
     def add_input(self, tokens: int) -> None:
         """Adds the next input: results of the open calls, or else a user message."""
         calls = self.messages[-1].get("tool_calls")
-        answers = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
-        self.messages.append({**answers, "content": self.words(max(1, tokens))})
+        message = {"role": "tool", "tool_call_id": calls[0]["id"]} if calls else {"role": "user"}
+        self.messages.append(message | {"content": self.words(max(1, tokens))})
 
     def call(self, kind: str, mark: int, new_tokens: int, sizes: tuple[int, int], *, calls: bool) -> None:
-        """One turn: input is added, the model replies, and the accounts are read.
-
-        Raises:
-            RuntimeError: The reply is not the forced one, so the figures would measure something else.
-        """
+        """One turn: input is added, the model replies, the accounts are read. `RuntimeError`: the reply is not the forced one."""
         self.add_input(new_tokens)
         engine, sampled_text = self.target.engine, self.reply(sizes, calls=calls)
         say = engine.tokenizer.resample(sampled_text, self.rng, self.drift)
@@ -214,3 +208,53 @@ def chat(rollout: Rollout, marks: list[int], repeats: int, sizes: tuple[int, int
         for _ in range(repeats):
             rollout.call("chat", mark, SMALL, sizes, calls=False)
         yield
+
+
+def asked(engine: Engine, body: dict[str, Any], path: str = client.CHAT) -> dict[str, Any]:
+    """The answer to a request that is not streamed."""
+    with contextlib.closing(client.Client(engine.process.port)) as connection:
+        return json.loads(connection.post(json.dumps(body).encode(), path=path).body)
+
+
+def named(packed: bytes, known: int, *, packs: bool = False) -> dict[str, Any]:
+    """A request of one message that names a prompt, of which so many tokens are known."""
+    name = PromptHashes().name(packed, known, echo=False).member(PER_MESSAGE, packed=packs)
+    return {"messages": [{"role": "user", "content": "Hello."}], **ASKED, "kv_transfer_params": {MEMBER: name}}
+
+
+def named_body(engine: Engine, same: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+    """A call whose prompt is as long as `prompt`, and named by a hash up to a reply that the engine has just sampled."""
+    known = prompt[: -SMALL - 1]
+    first = asked(engine, {**same, "stream": False, "stream_options": None, **named(ids.pack(known), 0)})
+    known += first["choices"][0]["token_ids"]
+    return named(ids.pack(known + prompt[-SMALL:]), len(known), packs=True)
+
+
+def run_bodies(engine: Engine, plugin: Engine, marks: list[int], repeats: int) -> list[dict[str, Any]]:
+    """Measures what a call costs the engine's API server: a row for each length of the history, with so many calls of each body, in turn.
+
+    `messages`: the call as a harness sends it, so the server validates every message, renders the template and tokenizes. `ids`: the same,
+    plus the exact ids as the proxy sends them to a stock vLLM. `prefix`: as the proxy sends it to one with the plugin: the beginning of
+    the prompt by its hash, the ids after it, and one message. The prefix cache always holds the whole prompt.
+    """
+    stock = CallTarget("direct", engine)
+    receivers = {"messages": stock, "ids": stock, "prefix": CallTarget("plugin", plugin)}
+    same = {"tools": [TOOL], **STREAMED, "max_tokens": 1, "temperature": 0}
+    rows = []
+    for mark in marks:
+        messages = history(engine, mark)
+        prompt = asked(engine, {"model": MODEL, "messages": messages, "tools": [TOOL]}, "/tokenize")["tokens"]
+        exact = {**ASKED, "kv_transfer_params": {"prompt_token_ids": prompt}}
+        bodies = {"messages": {"messages": messages}, "ids": {"messages": messages, **exact}, "prefix": named_body(plugin, same, prompt)}
+        sent = {name: json.dumps({**same, **body}).encode() for name, body in bodies.items()}
+        for name in ("ids", "prefix"):
+            send_streamed(receivers[name], sent[name])  # now the prompt is cached
+        seen: dict[str, list[float]] = {name: [] for name in sent}
+        for _ in range(repeats):
+            for name, body in sent.items():
+                time.sleep(SETTLE_S)
+                before = receivers[name].cpu()[0]
+                seen[name].append(round((send_streamed(receivers[name], body).at_first[0] - before) * 1e3, 2))
+        kinds = {name: {"api_cpu_ms": values} for name, values in seen.items()}
+        rows.append({"mark": mark, "tokens": len(prompt), "messages": len(messages), "bodies": kinds})
+    return rows

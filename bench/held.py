@@ -1,29 +1,32 @@
-"""Counts what the proxy holds for each stream that waits for its next event: `python -m bench.held [--places N]`.
+"""Counts what the proxy holds: for each stream that waits for its next event (`python -m bench.held [--places N]`), and for a token.
 
 Python's own account (`tracemalloc`) is read while all clients are connected and nothing runs, and while each has a stream that continues a
 session and of which the same number of events have arrived. The difference is nearly the same in each run, however busy the machine is.
-Client and engine do not count: the engine is a process of its own, and clients keep nothing.
 """
 
 import argparse
 import asyncio
 import gc
+import sys
 import tracemalloc
-from types import CoroutineType
+from types import BuiltinFunctionType, CoroutineType, FunctionType, ModuleType
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import uvloop
 
 from bench.client import Client, head, take_turn
-from bench.talk import Shape
+from bench.talk import NEW, Shape
 from bench.targets import mock
 from tests.support.waiting import until
 from tokencache import metrics
 from tokencache.config import Settings
 from tokencache.server.serve import serving
+from tokencache.store.memory import MemoryStore
 
 SHAPES = {"1 KB": Shape(messages=2, tokens=20, tail=200), "141 KB": Shape(size=141_000, messages=200, tokens=20, tail=200)}
 _STREAMS = 16
+_CODE = (type, ModuleType, FunctionType, BuiltinFunctionType)
 _ARRIVED = 20
 """Tokens that the engine sends of a reply of 1,000, one in each 20 ms."""
 
@@ -92,6 +95,36 @@ def _settled() -> tracemalloc.Snapshot:
 
 def _coroutines() -> int:
     return sum(isinstance(one, CoroutineType) and one.cr_frame is not None for one in gc.get_objects())
+
+
+def weigh(root: object) -> int:
+    """Bytes of an object and of everything reachable from it, without code."""
+    sizes, todo = dict[int, int](), [root]
+    while todo:
+        one = todo.pop()
+        if id(one) not in sizes and not isinstance(one, _CODE):
+            sizes[id(one)] = sys.getsizeof(one)
+            todo += gc.get_referents(one)
+    return sum(sizes.values())
+
+
+async def stored(upstream: str, turns: int) -> dict[str, float]:
+    """What a session of so many turns holds in the memory store."""
+
+    def grow(port: int) -> None:
+        talk = NEW.talk("counted")
+        client = Client(port)
+        for _ in range(turns):
+            take_turn(client, talk, "counted", NEW.tail)
+        client.close()
+
+    store = MemoryStore()
+    async with serving(Settings(upstream=upstream, port=0), store) as (url, _):
+        before = weigh(store)
+        await asyncio.to_thread(grow, urlsplit(url).port or 0)
+        last = (await store.turns("counted"))[-1]
+        tokens, size = last.prompt_tokens + last.completion_tokens, weigh(store) - before
+        return {"turns": turns, "tokens": tokens, "stored_bytes": size, "bytes_per_token": round(size / tokens, 2)}
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,20 +31,15 @@ class Answer(NamedTuple):
 
     status: int
     ended: int
-    pause: int
-    sent: int
-    number: bytes
+    pause: int = 0
+    sent: int = 0
+    number: bytes = b""
     error: str = ""
-
-
-def failed(words: str) -> Answer:
-    return Answer(0, time.monotonic_ns(), 0, 0, b"", words)
 
 
 class Connection(asyncio.Protocol):
     """A connection that carries one call at a time."""
 
-    transport: asyncio.Transport
     _waiting: asyncio.Future[Answer] | None = None
 
     @classmethod
@@ -50,7 +47,7 @@ class Connection(asyncio.Protocol):
         return (await asyncio.get_running_loop().create_connection(cls, "127.0.0.1", port))[1]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
+        self.transport = transport
 
     def call(self, head: bytes, body: bytes) -> asyncio.Future[Answer]:
         self._answer = client.Answer()
@@ -65,7 +62,7 @@ class Connection(asyncio.Protocol):
             self._settle(Answer(got.status, got.ended, got.pause, got.sent, number[1] if number else b"", error))
 
     def connection_lost(self, reason: Exception | None) -> None:
-        self._settle(failed(f"connection lost: {reason or 'closed'}"))
+        self._settle(Answer(0, time.monotonic_ns(), error=f"connection lost: {reason or 'closed'}"))
 
     def _settle(self, answer: Answer) -> None:
         waiting, self._waiting = self._waiting, None
@@ -114,7 +111,7 @@ class Rollout:
                 async with gate:
                     self.connection = await Connection.open(self.port)
             except OSError as error:
-                return failed(f"no connection: {error}")
+                return Answer(0, time.monotonic_ns(), error=f"no connection: {error}")
         answer = await self.connection.call(client.head(self.session if self.spec.sessions else None, len(body)), body)
         self.turn += 1
         self.talk.add_turn(answer.number.decode() + reply_of(tokens).json_text.decode(), self.spec.shape.tail)
@@ -131,14 +128,10 @@ class Generator:
         self.calls: list[tuple[int, Answer]] = []  # when it was due, its answer
         self.gate = asyncio.Semaphore(CONNECTING)
         self.tasks: set[asyncio.Task[None]] = set()
-        self.made = 0
+        self.rollouts = map(partial(Rollout, spec), count())
         self.stop = False
         self.under_way = self.peak = 0
         self.finished: deque[tuple[str, int]] = deque(maxlen=5)
-
-    def rollout(self) -> Rollout:
-        self.made += 1
-        return Rollout(self.spec, self.made - 1)
 
     async def ask(self, rollout: Rollout, due: int) -> None:
         self.under_way += 1
@@ -160,19 +153,19 @@ class Generator:
                     break
             if self.spec.once:
                 break
-            another = self.rollout()
+            another = next(self.rollouts)
             another.port, another.connection, rollout.connection = rollout.port, rollout.connection, None
             rollout = another
         rollout.close()
 
     def open(self) -> threading.Thread:
         """Starts calls when they are due. A thread keeps the time: the loop's own timers have a resolution of milliseconds."""
-        idle: deque[Rollout] = deque(self.rollout() for _ in range(int(self.spec.rate * self.spec.seconds / self.spec.turns) + 64))
+        idle: deque[Rollout] = deque(islice(self.rollouts, int(self.spec.rate * self.spec.seconds / self.spec.turns) + 64))
         rng = random.Random(self.spec.name)
         loop = asyncio.get_running_loop()
 
         async def one(due: int) -> None:
-            rollout = idle.pop() if idle else self.rollout()  # the most recently used one: rollouts continue, few begin
+            rollout = idle.pop() if idle else next(self.rollouts)  # the most recently used one: rollouts continue, few begin
             await self.ask(rollout, due)
             if rollout.turn < self.spec.turns and not self.stop:
                 idle.append(rollout)
@@ -199,7 +192,7 @@ class Generator:
         """Runs the load; `at_bounds` is called when the measured time begins and when it is over."""
         clock = self.open() if self.spec.rate else None
         if clock is None:
-            rollouts = [self.rollout() for _ in range(self.spec.connections)]
+            rollouts = list(islice(self.rollouts, self.spec.connections))
             if self.spec.warm_turn:
                 await asyncio.gather(*(rollout.call(self.gate, short=True) for rollout in rollouts))
             self.tasks |= {asyncio.create_task(self.closed(rollout)) for rollout in rollouts}

@@ -1,8 +1,4 @@
-"""Puts load on targets, from one rollout at a time to thousands: calls per second, latency, cost per call (README.md).
-
-Every row is measured in rounds, target after target within each round, so that a change of the machine's speed appears as spread and not as
-a difference between targets.
-"""
+"""Puts load on targets, from one rollout at a time to thousands, target after target in each round (README.md)."""
 
 import gc
 import os

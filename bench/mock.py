@@ -1,20 +1,20 @@
-"""The mock engine: the part of vLLM that the proxy uses, at the lowest possible cost.
+"""The mock engine: the part of vLLM that the proxy uses, at the lowest possible cost: `python -m bench.mock PORT [--plugin]`.
 
-Supplied prompt ids are never parsed: their JSON is copied from the request to the reply. Replies are joined from byte strings made once.
-The tokenizer is exact and trivial: any four bytes of a text are one token, and special tokens enclose each message; so a tail is a suffix
-of the full rendering, as with a real template. All ids have six digits, so that a text becomes the JSON of its ids by one table look-up.
+Supplied prompt ids are never parsed: their JSON is copied to the reply, which is joined from byte strings made once. The tokenizer is exact
+and trivial: any four bytes of a text are one token, whose id has six digits, and special tokens enclose each message; so a tail is a suffix
+of the full rendering, as with a real template.
 
 Request members that only this engine has, all optional: `mock_tokens` (length of the reply), `mock_pace_ms` (the pause before each token of
 a stream), `mock_halt` (after so many tokens a stream goes on no more). The last event of a stream has the time when it was written:
 `"mock_sent": nanoseconds` of CLOCK_MONOTONIC. With `--plugin` it also takes prompts by hash, and packs replies.
 """
 
-import argparse
 import asyncio
 import base64
 import hashlib
 import itertools
 import re
+import sys
 import time
 from functools import lru_cache
 
@@ -43,7 +43,7 @@ def tokens_of(text: bytes) -> bytes:
 
 
 class _NotTextError(Exception):
-    """A message has images: the mock engine refuses it, as a model for text does."""
+    """A message has images, which a model for text refuses."""
 
 
 @lru_cache(20_000)
@@ -86,11 +86,6 @@ _decode_name = msgspec.json.Decoder(_Name).decode
 def kept_prompts() -> FIFOCache[str, bytes]:
     """What the engine keeps with the plugin: the SHA-256 of a prompt with its reply → their packed ids."""
     return FIFOCache(4_096)
-
-
-def packed_ids(json_ids: bytes) -> bytes:
-    """The packed ids of a JSON list without its brackets."""
-    return np.fromstring(json_ids.decode(), dtype="<i4", sep=",").tobytes()
 
 
 _CHOICE = b'"logprobs":%s,"finish_reason":"stop","stop_reason":null,"token_ids":%s,"routed_experts":null'
@@ -144,11 +139,7 @@ class Server(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
-        while len(self.buffer) >= self.wanted:
-            if not self.wanted and not self._head():
-                return
-            if len(self.buffer) < self.wanted:
-                return
+        while (self.wanted or self._head()) and len(self.buffer) >= self.wanted:
             body = bytes(memoryview(self.buffer)[self.start : self.wanted])
             del self.buffer[: self.wanted]
             self.wanted = 0
@@ -222,7 +213,7 @@ class Server(asyncio.Protocol):
         if known is None:
             self._json(b'{"error":{"message":"no such prefix","code":400}}', b"400 Bad Request", b"x-tokencache-prefix: miss\r\n")
             return
-        prompt = known + name.tail if name.tail else packed_ids(rendered)
+        prompt = known + name.tail if name.tail else np.fromstring(rendered.decode(), dtype="<i4", sep=",").tobytes()
         hashed = hashlib.sha256(prompt)
         digest = hashed.hexdigest()
         hashed.update(reply.packed)
@@ -241,11 +232,9 @@ class Server(asyncio.Protocol):
 
     def _stream(self, deltas: list[bytes], pace_ms: int, number: bytes, prompt: bytes, usage: bytes, *, halt: int) -> None:
         head = b'data: {"id":"chatcmpl-%s","object":"chat.completion.chunk","created":0,"model":"mock","choices":[' % number
-        first = (
-            b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}],"prompt_token_ids":' % number
-        )
+        first = b'{"index":0,"delta":{"role":"assistant","content":"%s"},"logprobs":null,"finish_reason":null}]' % number
         begin = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-        self.transport.write(begin + _framed(head + first + prompt + b',"prompt_text":null}\n\n'))
+        self.transport.write(begin + _framed(head + first + b',"prompt_token_ids":%s,"prompt_text":null}\n\n' % prompt))
         loop = asyncio.get_running_loop()
         begun, sent = loop.time(), 0
 
@@ -295,8 +284,4 @@ async def main(port: int, kept: FIFOCache[str, bytes] | None) -> None:
 
 
 if __name__ == "__main__":
-    asked = argparse.ArgumentParser(prog="python -m bench.mock", description="Run the mock engine.")
-    asked.add_argument("port", type=int)
-    asked.add_argument("--plugin", action="store_true", help="take prompts by hash")
-    options = asked.parse_args()
-    uvloop.run(main(options.port, kept_prompts() if options.plugin else None))
+    uvloop.run(main(int(sys.argv[1]), kept_prompts() if "--plugin" in sys.argv else None))

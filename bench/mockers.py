@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.gain_engine import CONFIG, make_model, venv
+from bench.gain_engine import CONFIG, MODEL, make_model, venv
 from bench.placement import BLOCK, Load, Rollout, rollouts
 from bench.processes import ROOT, running
 from tokencache.config import Settings
@@ -29,7 +29,6 @@ from tokencache.engine.pool import PlacementPolicy
 from tokencache.server.serve import serving
 from tokencache.store.memory import MemoryStore
 
-MODEL = "bench"
 LOAD = Load(engines=4, kv=16_000, groups=4, shared=700, longest=7_500)
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 

@@ -24,7 +24,6 @@ _RENDERED = b',"kv_transfer_params":{"tokencache_prefix":{"packed":true}}}'
 _NAMED = b',"kv_transfer_params":{"tokencache_prefix":{"hash":"%s","length":%d,"tail":"%s","calls":0,"echo":false,"packed":true}}}'
 _PACKED, _PACKED_END = b',"tokencache":{"ids":', b"}"
 
-
 _REPLY_IDS = msgspec.defstruct("_REPLY_IDS", [("ids", bytes), ("logprobs", bytes)])
 _CHOICE = msgspec.defstruct("_CHOICE", [("message", MESSAGE), ("tokencache", _REPLY_IDS)])
 _PROMPT = msgspec.defstruct("_PROMPT", [("prompt", bytes)])

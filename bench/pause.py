@@ -14,6 +14,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from multiprocessing.synchronize import Event
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -73,11 +74,11 @@ class _Probe:
 def _place(frame: FrameType | None) -> str:
     """The innermost line of the proxy, and the function that it calls."""
     inner = frame.f_code.co_name if frame is not None else ""
-    while frame is not None and "/tokencache/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is None:
-        return inner
-    return f"{frame.f_code.co_filename.rpartition('/tokencache/')[2]}:{frame.f_lineno} {frame.f_code.co_name} ({inner})"
+    for one, line in walk_stack(frame) if frame is not None else ():
+        _, ours, file = one.f_code.co_filename.rpartition("/tokencache/")
+        if ours:
+            return f"{file}:{line} {one.f_code.co_name} ({inner})"
+    return inner
 
 
 def _rollouts(port: int, shape: Shape, ended: Event) -> None:

@@ -6,11 +6,11 @@
 `hash` and `sticky` place sessions; `admission` is `sticky`, and new sessions begin only while they fit. The policies are those of
 `tokencache.engine`, as the proxy uses them. An engine schedules as vLLM 0.32 does: blocks of 64 tokens, cached when they are scheduled, the
 least recently used one is evicted first; running requests first, of which the newest is preempted if blocks are short; then waiting ones
-in order, each when its whole prompt fits, in chunks of 8,192 tokens. A step takes 6 ms, 20 µs for a token of prefill, 50 µs for a request,
-and 0.28 µs for a token of context. These are the figures of one engine: the ratio of two policies counts, no time in seconds does.
+in order, each when its whole prompt fits, in chunks of 8,192 tokens. `Load.prefill`, `STEP` and the others are the seconds of one engine:
+the ratio of two policies counts, no time does.
 
-A trace is a file of `tokencache export --format agentic-mooncake`. Its calls begin as recorded: after the replies that they contain, and
-the recorded wait; a rollout begins at its recorded time. They share the blocks that their recorded prompts share.
+The calls of a trace (`tokencache export --format agentic-mooncake`) begin as recorded: after the replies that they contain, and the
+recorded wait; a rollout begins at its recorded time. They share the blocks that their recorded prompts share.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import statistics
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,10 +72,7 @@ Block = tuple[int, int, int]
 
 
 class Call(NamedTuple):
-    """A call of a rollout: its tokens, and the calls that must have ended before it, with the seconds from then until it begins.
-
-    `start`: when it begins if there are none, in seconds since the rollout began.
-    """
+    """A call of a rollout: its tokens, and the calls that must have ended before it, with the wait after each; `start` if none."""
 
     prompt: int
     sampled: int
@@ -180,14 +178,8 @@ class Engine:
             self._busy = True
             self._later(0, self._step)
 
-    def _cached(self, request: Request) -> list[Block]:
-        found = []
-        for place in range((request.tokens - 1) // BLOCK):
-            block = request.block(place)
-            if block not in self._used and block not in self._free:
-                break
-            found.append(block)
-        return found
+    def _has(self, block: Block) -> bool:
+        return block in self._used or block in self._free
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Hold blocks for so many tokens, and cache those that become full; false if there are not enough."""
@@ -202,7 +194,7 @@ class Engine:
             blocks.append(None)
         for place in range(request.computed // BLOCK, tokens // BLOCK):
             block = request.block(place)
-            if blocks[place] is None and block not in self._used and block not in self._free:
+            if blocks[place] is None and not self._has(block):
                 blocks[place] = block
                 self._used[block] = 1
         return True
@@ -237,7 +229,7 @@ class Engine:
             request, usable = self._waiting[0], self._blank + len(self._free)
             if request.short > usable:
                 break  # there were not enough blocks before, and there are no more now
-            cached = self._cached(request)
+            cached = list(itertools.takewhile(self._has, map(request.block, range((request.tokens - 1) // BLOCK))))
             request.short = math.ceil(request.tokens / BLOCK) - len(cached) + sum(block in self._free for block in cached)
             if request.short > usable:
                 break
@@ -270,24 +262,19 @@ class Engine:
 
 
 class Run:
-    """A rollout under way: when each call that waits can begin, how many others it waits for, and how many calls are left."""
+    """A rollout under way: the order of its calls, and when those that are over ended."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.left = rollout, len(rollout.calls)
-        self.ready = [0.0] * self.left
-        self.missing = [len(call.after) for call in rollout.calls]
-        self.next = defaultdict[int, list[int]](list)
-        for n, call in enumerate(rollout.calls):
-            for before in call.after:
-                self.next[before].append(n)
+        self.rollout, self._ended = rollout, dict[int, float]()
+        self.order = TopologicalSorter({n: call.after for n, call in enumerate(rollout.calls)})
+        self.order.prepare()
 
-    def end(self, n: int, now: float) -> list[int]:
-        """Note that a call has ended. Returns the calls that waited for it as the last one."""
-        self.left -= 1
-        for later in self.next[n]:
-            self.missing[later] -= 1
-            self.ready[later] = max(self.ready[later], now + self.rollout.calls[later].after[n])
-        return [later for later in self.next[n] if not self.missing[later]]
+    def end(self, n: int, now: float) -> list[tuple[int, float]]:
+        """Note that a call has ended. Returns the calls that waited for it as the last one, and when each begins."""
+        self._ended[n] = now
+        self.order.done(n)
+        waits = {later: self.rollout.calls[later].after for later in self.order.get_ready()}
+        return [(later, max(self._ended[one] + wait for one, wait in after.items())) for later, after in waits.items()]
 
 
 class Replay:
@@ -326,7 +313,7 @@ class Replay:
         self._created += created
         while self._created and self._has_room(self._created[0].name):
             run = Run(self._created.popleft())
-            first, *others = [n for n, call in enumerate(run.rollout.calls) if not call.after]
+            first, *others = run.order.get_ready()
             self._ask(run, first)
             for n in others:
                 self._later(run.rollout.calls[n].start, partial(self._ask, run, n))
@@ -352,9 +339,9 @@ class Replay:
             if self._created:
                 self._later(0, self._admit)
                 self._later(IDLE_SECONDS, self._admit)
-            for later in run.end(n, self._now):
-                self._later(run.ready[later] - self._now, partial(self._ask, run, later))
-            if not run.left:
+            for later, begins in run.end(n, self._now):
+                self._later(begins - self._now, partial(self._ask, run, later))
+            if not run.order.is_active():
                 self._placement.release(session, call.prompt + call.sampled)
                 self._ends[run.rollout.group] = self._now
                 self._begin()

@@ -31,12 +31,7 @@ COLOURS = {
     "rerender": "#4f8f5b",
     "litellm": "#222222",
 }
-GAIN_COLOURS = {
-    "direct": COLOURS["direct"],
-    "proxy": COLOURS["proxy memory"],
-    "proxy --tokenizer": COLOURS["proxy redis"],
-    "proxy, plugin": COLOURS["litellm"],
-}
+GAIN_COLOURS = {"direct": "#8c8c8c", "proxy": "#c8413b", "proxy --tokenizer": "#e08a3c", "proxy, plugin": "#222222"}
 STYLE = {
     "svg.hashsalt": "bench",
     "font.size": 9,

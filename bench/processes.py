@@ -45,8 +45,7 @@ class Process(NamedTuple):
 
     def waited(self) -> float:
         """Seconds that its main threads were ready to run without a core; 0 if the kernel does not count them."""
-        fields = [_read(f"/proc/{pid}/schedstat").split() for pid in family(self.pid)]
-        return sum(int(one[1]) / 1e9 for one in fields if one)
+        return sum(int(one[1]) / 1e9 for pid in family(self.pid) if (one := _read(f"/proc/{pid}/schedstat").split()))
 
     def peak(self) -> int:
         """Peak of resident memory since the start or `forget_peak`, in bytes, children included (shared pages count in each)."""
@@ -67,8 +66,7 @@ class Process(NamedTuple):
 
 def cpu_seconds(pid: int) -> float:
     """CPU seconds used so far by one process, all threads."""
-    fields = [_read(listed).split() for listed in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(int(one[0]) for one in fields if one) / 1e9
+    return sum(int(one[0]) for listed in Path(f"/proc/{pid}/task").glob("*/schedstat") if (one := _read(listed).split())) / 1e9
 
 
 def _read(file: str | Path) -> str:
@@ -82,12 +80,9 @@ def _read(file: str | Path) -> str:
 def running(
     name: str, command: Callable[[int], Sequence[str]], ready: str, *, seconds: float = 120.0, env: Mapping[str, str] | None = None
 ) -> Iterator[Process]:
-    """Runs a server while the context is open.
+    """Runs a server while the context is open. `RuntimeError`: it did not start; the message has the end of its log.
 
     `command` gets the port to listen on; `ready` is a path that answers 200 when the server can be used; `seconds`: how long that may take.
-
-    Raises:
-        RuntimeError: The server did not start; the message has the end of its log.
     """
     port, until = free_port(), time.monotonic() + seconds
     with tempfile.NamedTemporaryFile(prefix=f"bench-{name}-", suffix=".log") as log:

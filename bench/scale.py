@@ -1,19 +1,20 @@
 """Computes what 16 thousand, 160 thousand and 1.6 million concurrent rollouts need, from what the bench measured.
 
-`python -m bench.scale bench/results.json [--write]` prints the tables of docs/several-engines.md; `--write` puts them there. Each call
-costs a proxy CPU, Redis CPU, memory and network as one of the measured bodies does. The queueing simulation (bench/queueing.py) shows what
-the share of a core that is used does to latency, and is checked against the measured open loop.
+`python -m bench.scale bench/results.json [--write]` prints the tables of docs/several-engines.md; `--write` puts them there. A simulated
+queue shows what the share of a core that is used does to latency, and is checked against the measured open loop.
 """
 
 import argparse
 import json
 import math
+import random
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.page import ms
-from bench.queueing import empirical, simulate
+from bench.stats import quantiles
 from bench.tables import Table, write
 
 ROLLOUTS = (16_000, 160_000, 1_600_000)
@@ -50,11 +51,7 @@ class Costs(NamedTuple):
 
 
 def costs(found: dict[str, Any]) -> Costs:
-    """From a run's raw figures: the 141 KB call with Redis, what 500 chunks add to it, a stream's memory.
-
-    Raises:
-        KeyError: The run lacks a part; a full run has all.
-    """
+    """From a full run's raw figures: the 141 KB call with Redis, what 500 chunks add to it, a stream's memory."""
     rows = {row["case"]: row["targets"]["proxy redis"] for row in found["cost"]}
     whole, streamed = rows["141 KB"], rows["141 KB, 500 chunks"]
     stream = next(run for run in found["streams"] if run["target"] == "proxy memory")
@@ -103,7 +100,7 @@ def first_bottleneck(one: dict[str, float]) -> str:
         "Redis CPU": one["Redis shards, by CPU"] / NODE_CORES,
         "Redis memory": one["Redis memory, GiB"] / REDIS_GIB,
     }
-    name = max(machines, key=lambda what: machines[what])
+    name = max(machines, key=machines.__getitem__)
     return f"{name} ({machines[name]:.1f} machines)"
 
 
@@ -123,6 +120,41 @@ def costs_table(cost: Costs) -> Table:
         ["a stored token", f"{cost.token_bytes:.1f} bytes of Redis' memory"],
     ]
     return Table("", ["measured", "figure"], rows)
+
+
+Draw = Callable[[random.Random], float]
+
+
+def empirical(percentiles: Sequence[float]) -> Draw:
+    """Values distributed as these percentiles (0, 1, … 100), evenly between two of them."""
+
+    def draw(rng: random.Random) -> float:
+        at = rng.random() * (len(percentiles) - 1)
+        low = int(at)
+        return percentiles[low] + (at - low) * (percentiles[low + 1] - percentiles[low])
+
+    return draw
+
+
+def simulate(rate: float, service: Draw, calls: int = 50_000, seed: int = 1) -> list[float]:
+    """The percentiles 0 to 100 of the time from arrival to end in a proxy process, in the unit of `service`; `rate` per that unit.
+
+    Calls arrive at random (Poisson), and are served one after the other: a process has one event loop. The engine's time, and calls of one
+    session that wait for each other, are not modelled. The first tenth is not counted: the queue has to fill first. `ValueError`: more
+    arrives than can be served.
+    """
+    rng = random.Random(seed)
+    mean = sum(service(rng) for _ in range(2_000)) / 2_000
+    if rate * mean >= 1:
+        raise ValueError(f"overloaded: {rate * mean:.2f} of what can be served")
+    free = now = 0.0
+    found = []
+    for n in range(calls):
+        now += rng.expovariate(rate)
+        free = max(now, free) + service(rng)
+        if n >= calls // 10:
+            found.append(free - now)
+    return quantiles(found)
 
 
 def checked(opened: dict[str, Any]) -> Table:

@@ -1,9 +1,7 @@
 """Measures what several proxy processes that share one Redis do: `python -m bench.spread [--processes 1,2,4] [--load]`.
 
-One process after the other serves some calls, one at a time, and only the CPU of the proxies and of Redis counts. So neither the number of
-cores, nor the engine and the generator, have an effect on the figures. All numbers of processes take turns.
-
-With `--load` all of them serve at once, each with an engine of its own, as many rollouts as keep them busy, and calls per second count.
+One process after the other serves some calls, one at a time, and only the CPU of the proxies and of Redis counts, so the number of cores
+has no effect. With `--load` all of them serve at once, each with an engine of its own, as many rollouts as keep them busy, for some time.
 """
 
 import argparse
@@ -60,13 +58,7 @@ def spread(numbers: Sequence[int], shape: Shape) -> dict[int, tuple[float, float
 
 
 def throughput(numbers: Sequence[int], shapes: Sequence[tuple[str, int]], seconds: float) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield a shape, a number of processes, and what `bench.loads` found with so many rollouts of the shape for each process.
-
-    Args:
-        numbers: the numbers of processes.
-        shapes: names of shapes in `bench.talk`, each with the rollouts at once for one process.
-        seconds: how long each runs.
-    """
+    """Yield a shape, a number of processes, and what `bench.loads` found in some seconds, with so many rollouts of it for each process."""
     with contextlib.ExitStack() as opened:
         store = opened.enter_context(redis())
         engines = [opened.enter_context(mock()) for _ in range(max(numbers))]

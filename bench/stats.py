@@ -1,8 +1,4 @@
-"""The bench's statistics: quantiles, and figures with their measurement noise.
-
-A *figure* is the stored form of one number of the bench: the median of its repetitions, and their spread. Two figures differ only if
-their distance exceeds the noise of both, and a share that a reader would not call a change.
-"""
+"""The bench's statistics: quantiles, and *figures*, the stored form of a number: the median of its repetitions, and their spread."""
 
 import math
 import statistics

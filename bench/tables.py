@@ -49,11 +49,7 @@ class Table:
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
-    """The text of a page with its parts replaced, which are between the marks of their names.
-
-    Raises:
-        ValueError: The page does not have the marks of a part once.
-    """
+    """The text of a page with the parts between the marks of their names replaced. `ValueError`: the page lacks one, or has it twice."""
     for name, inner in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         if (text.count(begin), text.count(end)) != (1, 1):

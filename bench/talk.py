@@ -81,9 +81,4 @@ LONG = Shape(size=141_000, messages=200)
 LONGEST = Shape(size=1_000_000, messages=400)
 NEW = Shape(size=1_200, messages=2)
 """A session that begins with nothing."""
-SHAPES = {
-    "1 KB": SMALL,
-    "141 KB": LONG,
-    "1 MB": LONGEST,
-    "141 KB, 500 chunks of 10 ms": LONG.streamed(500, 10),
-}
+SHAPES = {"1 KB": SMALL, "141 KB": LONG, "1 MB": LONGEST, "141 KB, 500 chunks of 10 ms": LONG.streamed(500, 10)}

@@ -1,7 +1,6 @@
-"""The targets that calls are sent to: the engine itself, the proxy, and other programs in the proxy's place.
+"""The targets that answer `/v1/chat/completions`: the engine itself, the proxy, and other programs in the proxy's place.
 
-A *target* answers `/v1/chat/completions`, in one process or several. All targets of a run use the same mock engine, so their figures can
-be compared. Targets that need an installation of their own (`make bench-others`) are omitted with a message if it is missing.
+All targets of a run use the same mock engine. One that needs an installation of its own (`make bench-others`) is omitted without it.
 """
 
 import contextlib
@@ -9,6 +8,7 @@ import dataclasses
 import os
 import resource
 import shutil
+import string
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -86,9 +86,8 @@ def proxy(engine: Process, store: str = "memory", workers: int = 1) -> Iterator[
     name = f"proxy {store}" if workers == 1 else f"proxy {store} x{workers}"
     with contextlib.ExitStack() as stack:
         if store == "redis":
-            stores: tuple[Process, ...] = (stack.enter_context(redis()),)
-            more = ["--workers", str(workers)] if workers > 1 else []
-            processes = [stack.enter_context(serve(engine, redis_url(stores[0]), *more))]
+            stores = (stack.enter_context(redis()),)
+            processes = [stack.enter_context(serve(engine, redis_url(stores[0]), "--workers", str(workers)))]
         else:
             stores, processes = (), [stack.enter_context(serve(engine)) for _ in range(workers)]
         yield Target(name, (*processes,), stores, sessions=True, records=True, workers=workers)
@@ -103,35 +102,13 @@ def with_plugin(make: Callable[[Process], Opened[Target]], name: str) -> Iterato
 
 @contextlib.contextmanager
 def redis() -> Iterator[Process]:
-    """A real Redis server that writes nothing to disk.
-
-    Raises:
-        FileNotFoundError: There is none on this machine.
-    """
+    """A real Redis server that writes nothing to disk. `FileNotFoundError`: there is none on this machine."""
     with RealRedis() as server:
         yield Process("redis", server.port, server.pid or 0)
 
 
 def redis_url(store: Process) -> str:
     return f"redis://127.0.0.1:{store.port}/0"
-
-
-NGINX = """
-worker_processes 1; daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log crit;
-worker_rlimit_nofile {files};
-events {{ worker_connections {connections}; }}
-http {{
-  access_log off; client_max_body_size 64m; client_body_buffer_size 2m; keepalive_requests 1000000;
-  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxied; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;
-  scgi_temp_path {folder}/s;
-  upstream engine {{ server 127.0.0.1:{engine}; keepalive 4096; keepalive_requests 1000000; }}
-  server {{
-    listen 127.0.0.1:{port} backlog=4096;
-    location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
-      proxy_read_timeout 600s; }}
-  }}
-}}
-"""
 
 
 @contextlib.contextmanager
@@ -141,12 +118,13 @@ def nginx(engine: Process) -> Iterator[Target]:
     binary = next((str(place) for place in installed if place.is_file() and os.access(place, os.X_OK)), shutil.which("nginx"))
     if binary is None:
         raise FileNotFoundError("nginx is not installed: make bench-others")
+    conf = string.Template(Path(__file__).with_name("nginx.conf").read_text())
     files = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 20)
     with tempfile.TemporaryDirectory(prefix="bench-nginx-") as folder:
 
         def command(port: int) -> list[str]:
             written = Path(folder, "nginx.conf")
-            written.write_text(NGINX.format(folder=folder, files=files, connections=files - 100, engine=engine.port, port=port))
+            written.write_text(conf.substitute(folder=folder, files=files, connections=files - 100, engine=engine.port, port=port))
             return [binary, "-p", folder, "-c", str(written), "-e", f"{folder}/error.log"]
 
         with running("nginx", command, "/version") as process:

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import tokencache
 from tests.support.plugin_engine import PluginEngine
@@ -56,11 +57,7 @@ _Asked = SimpleQueue[tuple[bytes, asyncio.Future[None]] | None]
 
 
 async def follow_last_call(talk: Talk, follow: Callable[[FrameType, str, Any], object]) -> None:
-    """Make the calls of a session, and pass what the last one runs to `follow`, as `sys.setprofile` does.
-
-    Raises:
-        RuntimeError: a turn did not continue the one before.
-    """
+    """Make the calls of a session, and follow the last one as `sys.setprofile` does. `RuntimeError`: a turn continued none."""
     store, loop = open_store(talk.store), asyncio.get_running_loop()
     with _logging():
         async with (
@@ -108,16 +105,14 @@ def _stop_background() -> None:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    log = logging.getLogger("tokencache")
-    handlers, level, propagate = log.handlers, log.level, log.propagate
-    handler = logging.StreamHandler(io.StringIO())
+    log, handler = logging.getLogger("tokencache"), logging.StreamHandler(io.StringIO())
     handler.setFormatter(logs.LineFormatter(messages=False))
-    log.handlers, log.propagate = [handler], False
+    level = log.level
     log.setLevel(logging.INFO)
     try:
-        yield
+        with patch.multiple(log, handlers=[handler], propagate=False):
+            yield
     finally:
-        log.handlers, log.propagate = handlers, propagate
         log.setLevel(level)
 
 

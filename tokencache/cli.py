@@ -91,7 +91,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     default = f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
     option = typer.Option(
         f"{option_of(name)}/--no-{option_of(name)[2:]}" if kind is bool else option_of(name),
-        help=f"{field.description}{default if field.default else ''}",
+        help=" ".join((field.description or "").split()) + (default if field.default else ""),
         metavar=None if kind is bool else shown.value or "|".join(choices) or metavars.get(cast("Any", field.annotation), "JSON"),
         rich_help_panel=_BASIC if shown.basic else _ADVANCED,
         autocompletion=(lambda: list(choices)) if choices else None,

@@ -34,7 +34,6 @@ PREFIX = "TOKENCACHE_"
 _MISSPELLED = 80.0
 """Least similarity, in percent, of a variable that is taken for a misspelled setting. Kubernetes and other programs set further ones."""
 
-
 _KEYS = {"upstream_key", "admin_key"}
 """Settings whose values are shown to nobody."""
 _PLACES = {
@@ -99,224 +98,138 @@ def misspelled_variables() -> dict[str, str]:
 class Settings(BaseSettings):
     """The proxy's settings. The defaults are safe for one process in front of one engine on one machine."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", enable_decoding=False)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", enable_decoding=False, use_attribute_docstrings=True)
 
-    upstream: Annotated[Names, Shown("URL", basic=True)] = Field(
-        "",
-        description="Base URL of the engine. For several engines, of one model or of more, repeat the option or separate URLs with commas. "
-        "Without a URL, add engines over the API while the proxy runs (docs/several-engines.md).",
-    )
-    not_trainable: Annotated[Names, Shown("MODEL", basic=True)] = Field(
-        "",
-        description="Model that is not trained, such as a judge or the small model of a harness, by the name under which it is served. Its "
-        "tokens have mask 0, and no format for trainers has its sequences unless you select it. Repeat it for several.",
-    )
-    upstream_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
-        None, description="API key for the engine. It replaces the key that the harness sends."
-    )
-    require: Annotated[Requirement, Shown(basic=True)] = Field(
-        "relay",
-        description="What an engine must be able to do before the proxy is ready: continue sessions on exact ids (exact), also with the "
-        "log probabilities of the distribution that it samples from (processed), record ids (record), or only answer (relay). An engine "
-        "that can do less is probed again (docs/engines.md).",
-    )
-    host: Annotated[str, Shown("ADDRESS", basic=True)] = Field("127.0.0.1", description="Address to listen on.")
-    port: Annotated[int, Shown("PORT", basic=True)] = Field(8100, ge=0, le=65535, description="Port to listen on. 0 picks a free port.")
-    public_url: Annotated[str, Shown("URL", basic=True)] = Field(
-        "",
-        description="URL under which harnesses reach this proxy, if that is not its address: that of a tunnel or a gateway, with a path "
-        "prefix if the gateway removes it. The base URLs of new sessions begin with it (docs/topologies/sidecar.md).",
-    )
-    admin_key: Annotated[str | None, Shown("KEY", basic=True)] = Field(
-        None, description="Secret required for /tokencache/v1, /metrics and the details of /readyz. Without it they are public."
-    )
-    store: Annotated[str, Shown("URL", basic=True)] = Field(
-        "memory:",
-        description="Where sessions are stored: memory:, file:PATH (one machine), redis://[user:password@]host:port/db, "
-        "redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port. Use rediss for TLS. "
-        "Valkey works too (docs/store.md).",
-    )
-    store_ttl: Annotated[float, Shown(basic=True)] = Field(
-        7 * 86400.0, gt=0, description="Delete a session that has not been used for this long. The default is 7 days."
-    )
-    workers: Annotated[int, Shown(basic=True)] = Field(
-        1,
-        ge=1,
-        le=256,
-        description="Number of processes that share the port. Each uses one core. More than one needs a store that they share: "
-        "Redis or file:PATH.",
-    )
-    model_aliases: Annotated[dict[str, str], Shown(basic=True)] = Field(
-        {},
-        description='Other names under which harnesses may request the model: {"claude-*": "qwen3"}. Names may be shell patterns; the '
-        "first match wins.",
-    )
-    sampling: Annotated[dict[str, Any], Shown(basic=True)] = Field(
-        {},
-        description='Sampling parameters for all sessions: {"temperature": 1}. They replace what the harness requests (docs/sampling.md).',
-    )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Shown(basic=True)] = Field(
-        "info", description="Least severe level to log. debug also logs text of requests and errors: keep such logs private."
-    )
-    log_format: LogFormat = Field("text", description="Format of the log: text, or json (one object a line).")
-    traces: bool = Field(
-        False,
-        description="Export an OpenTelemetry span for each call, as the variables OTEL_* say. Needs the extra 'otel' (docs/operations.md).",
-    )
+    upstream: Annotated[Names, Shown("URL", basic=True)] = ""
+    """Base URL of the engine. For several engines, of one model or of more, repeat the option or separate URLs with commas. Without a URL,
+    add engines over the API while the proxy runs (docs/several-engines.md)."""
+    not_trainable: Annotated[Names, Shown("MODEL", basic=True)] = ""
+    """Model that is not trained, such as a judge or the small model of a harness, by the name under which it is served. Its tokens have
+    mask 0, and no format for trainers has its sequences unless you select it. Repeat it for several."""
+    upstream_key: Annotated[str | None, Shown("KEY", basic=True)] = None
+    """API key for the engine. It replaces the key that the harness sends."""
+    require: Annotated[Requirement, Shown(basic=True)] = "relay"
+    """What an engine must be able to do before the proxy is ready: continue sessions on exact ids (exact), also with the log probabilities
+    of the distribution that it samples from (processed), record ids (record), or only answer (relay). An engine that can do less is probed
+    again (docs/engines.md)."""
+    host: Annotated[str, Shown("ADDRESS", basic=True)] = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Shown("PORT", basic=True)] = Field(8100, ge=0, le=65535)
+    """Port to listen on. 0 picks a free port."""
+    public_url: Annotated[str, Shown("URL", basic=True)] = ""
+    """URL under which harnesses reach this proxy, if that is not its address: that of a tunnel or a gateway, with a path prefix if the
+    gateway removes it. The base URLs of new sessions begin with it (docs/topologies/sidecar.md)."""
+    admin_key: Annotated[str | None, Shown("KEY", basic=True)] = None
+    """Secret required for /tokencache/v1, /metrics and the details of /readyz. Without it they are public."""
+    store: Annotated[str, Shown("URL", basic=True)] = "memory:"
+    """Where sessions are stored: memory:, file:PATH (one machine), redis://[user:password@]host:port/db,
+    redis+sentinel://host:26379,host2:26379/service/db or redis+cluster://host:port,host2:port. Use rediss for TLS. Valkey works too
+    (docs/store.md)."""
+    store_ttl: Annotated[float, Shown(basic=True)] = Field(7 * 86400.0, gt=0)
+    """Delete a session that has not been used for this long. The default is 7 days."""
+    workers: Annotated[int, Shown(basic=True)] = Field(1, ge=1, le=256)
+    """Number of processes that share the port. Each uses one core. More than one needs a store that they share: Redis or file:PATH."""
+    model_aliases: Annotated[dict[str, str], Shown(basic=True)] = {}
+    """Other names under which harnesses may request the model: {"claude-*": "qwen3"}. Names may be shell patterns; the first match wins."""
+    sampling: Annotated[dict[str, Any], Shown(basic=True)] = {}
+    """Sampling parameters for all sessions: {"temperature": 1}. They replace what the harness requests (docs/sampling.md)."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Shown(basic=True)] = "info"
+    """Least severe level to log. debug also logs text of requests and errors: keep such logs private."""
+    log_format: LogFormat = "text"
+    """Format of the log: text, or json (one object a line)."""
+    traces: bool = False
+    """Export an OpenTelemetry span for each call, as the variables OTEL_* say. Needs the extra 'otel' (docs/operations.md)."""
 
-    engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = Field(
-        "auto",
-        description="Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), token prompts whose "
-        "replies derender parses (completions, generate), or the frontend of NVIDIA's Dynamo (dynamo). auto tries them in this order "
-        "(docs/drivers.md).",
-    )
-    derender: Annotated[str, Shown("URL")] = Field(
-        "",
-        description="Base URL of a `vllm launch render` sidecar that makes messages of token ids, for --engine completions and generate, "
-        "and for continued replies. Without it the engine itself does that.",
-    )
-    tokenizer: Annotated[Path | None, Shown("FOLDER")] = Field(
-        None,
-        description="Folder with the model's tokenizer. The proxy then renders small tails itself. Needs the extra 'local' "
-        "(docs/local-tokenizer.md).",
-    )
-    placement: PlacementPolicy = Field(
-        "auto",
-        description="Which engine a session uses: the one with the least load at its first call, then the same (sticky), one by a hash of "
-        "its name (hash), or what a router behind the URL chooses (none). auto is none if the probe finds routers, otherwise sticky "
-        "(docs/several-engines.md).",
-    )
-    admission: Annotated[int, Shown("TOKENS")] = Field(
-        0,
-        ge=0,
-        le=2**40,
-        description="Create sessions over the API only while they fit into the KV caches of the engines, in the order in which they came. "
-        "The number is the length of a session that is expected until some have ended. 0 sets no limit (docs/several-engines.md).",
-    )
-    return_token_id_information: bool = Field(
-        False,
-        description="Return token ids and log probabilities on messages, as NeMo Gym's model server does (docs/topologies/nemo-gym.md).",
-    )
-    whole_replies: bool = Field(
-        False,
-        description="Request whole replies from the engine, and stream them to the harness. A reply that the engine aborts is then "
-        "always sampled again (docs/several-engines.md).",
-    )
-    aborted: AbortedPolicy = Field(
-        "continue",
-        description="What happens to a reply that the engine breaks off, as at weight updates: it is continued from its last token "
-        "(continue), sampled anew if the harness received nothing of it (again), or passed on (pass). continue needs derender: vLLM's "
-        "--enable-scale-out, or --derender. Otherwise it is again (docs/weights.md).",
-    )
-    hold: float = Field(
-        120.0,
-        ge=0,
-        description="How long a call waits while no engine accepts it, as during restarts and weight updates. 0 fails it at once.",
-    )
-    kv: KvPolicy = Field(
-        "exact",
-        description="How the engine's prefix cache is kept apart by policy version, once a version is known: by that of each call (exact), "
-        "by that of the session's first call, which saves computing a prompt again after an update (session), or not (off) "
-        "(docs/weights.md).",
-    )
-    repeats: Policy = Field(
-        "join",
-        description="Which calls are retries and get the reply of the call that they repeat: calls that declare it or are "
-        "byte-identical to an unanswered call (join), only those that declare it (marked), or none (off) (docs/retries.md).",
-    )
-    linger: float = Field(
-        10.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="How long a call continues after the client disconnected, if it had received nothing: it may retry. 0 ends the call.",
-    )
-    keep_alive: float = Field(15.0, gt=0, description="Send a keep-alive event after a stream has been silent for this long.")
-    drain: float = Field(
-        60.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="How long calls in flight may take to finish after the proxy is told to stop. Then they are cancelled.",
-    )
-    session_header: Annotated[str, Shown("HEADER")] = Field("X-Tokencache-Session", description="Request header that names the session.")
-    session_from: Annotated[Names, Shown("SOURCE")] = Field(
-        "",
-        description="Further sources of the session's name, separated by commas: header:X-Session-ID, "
-        "body:conversation_params.conversation_id. Ids that harnesses send on their own are not used otherwise "
-        "(docs/topologies/nemo-gym.md).",
-    )
-    affinity_headers: Annotated[Names, Shown("HEADER")] = Field(
-        "X-Session-ID",
-        description="Headers that give engines and routers the session's name, separated by commas. A harness's own values are kept.",
-    )
-    registered_only: bool = Field(False, description="Accept only requests that carry a registered API key.")
-    max_calls: int = Field(
-        0, ge=0, le=2**53, description="End a session's episode after this many calls. 0 sets no limit (docs/budgets.md)."
-    )
-    max_tokens: int = Field(0, ge=0, le=2**53, description="End a session's episode after this many sampled tokens. 0 sets no limit.")
-    max_seconds: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="End a session's episode this long after its first call. 0 sets no limit."
-    )
-    history: Literal["supply", "follow"] = Field(
-        "supply",
-        description="Keep the thinking of earlier replies in the prompt (supply), or omit it where the chat template does (follow). "
-        "A session may choose for itself (docs/templates.md).",
-    )
-    store_timeout: float = Field(5.0, gt=0, description="How long to wait for the store.")
-    on_store_error: Literal["relay", "fail"] = Field(
-        "relay", description="When the store fails: relay the call and mark the session incomplete (relay), or return 503 (fail)."
-    )
-    max_sessions: int = Field(0, ge=0, description="Refuse new sessions while the store holds this many. 0 sets no limit (docs/store.md).")
-    max_ready: int = Field(
-        0,
-        ge=0,
-        description="Create no sessions over the API while this many finished ones are ready to be taken. 0 sets no limit.",
-    )
-    max_store_bytes: Annotated[int, Shown("BYTES")] = Field(
-        0,
-        ge=0,
-        description="Refuse new sessions while the store uses this much memory or disk. 0 means nine tenths: of Redis's maxmemory; of what "
-        "a file's sessions take and its disk has free.",
-    )
-    store_may_evict: bool = Field(
-        False, description="Accept a Redis whose maxmemory-policy evicts keys. It deletes sessions when its memory is full."
-    )
-    prefix_memory: Annotated[int, Shown("BYTES")] = Field(
-        2**30, ge=0, description="Memory for the prefixes of recent sessions, in each worker. The default is 1 GiB."
-    )
-    experts: Annotated[str, Shown("PLACE")] = Field(
-        "", description="Directory or URL that receives routed experts. Without it they are dropped. URLs need the extra 'experts'."
-    )
-    max_media_bytes: Annotated[int, Shown("BYTES")] = Field(
-        2**28,
-        ge=0,
-        description="Largest total of images and other media whose bytes are stored with a session. 0 stores none. The default is 256 MiB "
-        "(docs/images.md).",
-    )
-    fetch_media: bool = Field(
-        False,
-        description="Fetch images that requests name by URL, once for each session, and send their bytes to the engine. Only public "
-        "addresses are fetched (docs/images.md).",
-    )
-    rules_off: Annotated[Names, Shown("RULE")] = Field(
-        "", description="Rules of matching to switch off, separated by commas (docs/rules.md)."
-    )
-    adapters: Annotated[Path | None, Shown("FOLDER")] = Field(
-        None, description="Folder with your own harness adapters, in addition to the built-in ones (docs/adapters.md)."
-    )
-    allow_open: bool = Field(
-        False,
-        description="Listen beyond loopback without an admin key. Everyone who reaches the port can then read and delete all rollouts.",
-    )
-    request_memory: Annotated[int, Shown("BYTES")] = Field(
-        0,
-        ge=0,
-        description="Most bytes that the requests of one worker may hold in memory: bodies, fetched media, replies that are read whole. "
-        "Further ones get 503. One tenant may hold half of it, one session at most 512 MiB. 0 means an eighth of the memory of the "
-        "machine or container, divided by the number of workers (docs/budgets.md).",
-    )
-    max_body: Annotated[int, Shown("BYTES")] = Field(
-        64 * 2**20, gt=0, description="Largest request body that is accepted. The default is 64 MiB."
-    )
+    engine: Annotated[EngineKind, Shown("|".join([AUTO, *DRIVERS]))] = "auto"
+    """Type of the engine: vllm, NeMo RL's worker (nemo-rl), NeMo Gym's model server (nemo-gym), token prompts whose replies derender parses
+    (completions, generate), or the frontend of NVIDIA's Dynamo (dynamo). auto tries them in this order (docs/drivers.md)."""
+    derender: Annotated[str, Shown("URL")] = ""
+    """Base URL of a `vllm launch render` sidecar that makes messages of token ids, for --engine completions and generate, and for continued
+    replies. Without it the engine itself does that."""
+    tokenizer: Annotated[Path | None, Shown("FOLDER")] = None
+    """Folder with the model's tokenizer. The proxy then renders small tails itself. Needs the extra 'local' (docs/local-tokenizer.md)."""
+    placement: PlacementPolicy = "auto"
+    """Which engine a session uses: the one with the least load at its first call, then the same (sticky), one by a hash of its name (hash),
+    or what a router behind the URL chooses (none). auto is none if the probe finds routers, otherwise sticky (docs/several-engines.md)."""
+    admission: Annotated[int, Shown("TOKENS")] = Field(0, ge=0, le=2**40)
+    """Create sessions over the API only while they fit into the KV caches of the engines, in the order in which they came. The number is
+    the length of a session that is expected until some have ended. 0 sets no limit (docs/several-engines.md)."""
+    return_token_id_information: bool = False
+    """Return token ids and log probabilities on messages, as NeMo Gym's model server does (docs/topologies/nemo-gym.md)."""
+    whole_replies: bool = False
+    """Request whole replies from the engine, and stream them to the harness. A reply that the engine aborts is then always sampled again
+    (docs/several-engines.md)."""
+    aborted: AbortedPolicy = "continue"
+    """What happens to a reply that the engine breaks off, as at weight updates: it is continued from its last token (continue), sampled
+    anew if the harness received nothing of it (again), or passed on (pass). continue needs derender: vLLM's --enable-scale-out, or
+    --derender. Otherwise it is again (docs/weights.md)."""
+    hold: float = Field(120.0, ge=0)
+    """How long a call waits while no engine accepts it, as during restarts and weight updates. 0 fails it at once."""
+    kv: KvPolicy = "exact"
+    """How the engine's prefix cache is kept apart by policy version, once a version is known: by that of each call (exact), by that of the
+    session's first call, which saves computing a prompt again after an update (session), or not (off) (docs/weights.md)."""
+    repeats: Policy = "join"
+    """Which calls are retries and get the reply of the call that they repeat: calls that declare it or are byte-identical to an unanswered
+    call (join), only those that declare it (marked), or none (off) (docs/retries.md)."""
+    linger: float = Field(10.0, ge=0, allow_inf_nan=False)
+    """How long a call continues after the client disconnected, if it had received nothing: it may retry. 0 ends the call."""
+    keep_alive: float = Field(15.0, gt=0)
+    """Send a keep-alive event after a stream has been silent for this long."""
+    drain: float = Field(60.0, ge=0, allow_inf_nan=False)
+    """How long calls in flight may take to finish after the proxy is told to stop. Then they are cancelled."""
+    session_header: Annotated[str, Shown("HEADER")] = "X-Tokencache-Session"
+    """Request header that names the session."""
+    session_from: Annotated[Names, Shown("SOURCE")] = ""
+    """Further sources of the session's name, separated by commas: header:X-Session-ID, body:conversation_params.conversation_id. Ids that
+    harnesses send on their own are not used otherwise (docs/topologies/nemo-gym.md)."""
+    affinity_headers: Annotated[Names, Shown("HEADER")] = "X-Session-ID"
+    """Headers that give engines and routers the session's name, separated by commas. A harness's own values are kept."""
+    registered_only: bool = False
+    """Accept only requests that carry a registered API key."""
+    max_calls: int = Field(0, ge=0, le=2**53)
+    """End a session's episode after this many calls. 0 sets no limit (docs/budgets.md)."""
+    max_tokens: int = Field(0, ge=0, le=2**53)
+    """End a session's episode after this many sampled tokens. 0 sets no limit."""
+    max_seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """End a session's episode this long after its first call. 0 sets no limit."""
+    history: Literal["supply", "follow"] = "supply"
+    """Keep the thinking of earlier replies in the prompt (supply), or omit it where the chat template does (follow). A session may choose
+    for itself (docs/templates.md)."""
+    store_timeout: float = Field(5.0, gt=0)
+    """How long to wait for the store."""
+    on_store_error: Literal["relay", "fail"] = "relay"
+    """When the store fails: relay the call and mark the session incomplete (relay), or return 503 (fail)."""
+    max_sessions: int = Field(0, ge=0)
+    """Refuse new sessions while the store holds this many. 0 sets no limit (docs/store.md)."""
+    max_ready: int = Field(0, ge=0)
+    """Create no sessions over the API while this many finished ones are ready to be taken. 0 sets no limit."""
+    max_store_bytes: Annotated[int, Shown("BYTES")] = Field(0, ge=0)
+    """Refuse new sessions while the store uses this much memory or disk. 0 means nine tenths: of Redis's maxmemory; of what a file's
+    sessions take and its disk has free."""
+    store_may_evict: bool = False
+    """Accept a Redis whose maxmemory-policy evicts keys. It deletes sessions when its memory is full."""
+    prefix_memory: Annotated[int, Shown("BYTES")] = Field(2**30, ge=0)
+    """Memory for the prefixes of recent sessions, in each worker. The default is 1 GiB."""
+    experts: Annotated[str, Shown("PLACE")] = ""
+    """Directory or URL that receives routed experts. Without it they are dropped. URLs need the extra 'experts'."""
+    max_media_bytes: Annotated[int, Shown("BYTES")] = Field(2**28, ge=0)
+    """Largest total of images and other media whose bytes are stored with a session. 0 stores none. The default is 256 MiB
+    (docs/images.md)."""
+    fetch_media: bool = False
+    """Fetch images that requests name by URL, once for each session, and send their bytes to the engine. Only public addresses are fetched
+    (docs/images.md)."""
+    rules_off: Annotated[Names, Shown("RULE")] = ""
+    """Rules of matching to switch off, separated by commas (docs/rules.md)."""
+    adapters: Annotated[Path | None, Shown("FOLDER")] = None
+    """Folder with your own harness adapters, in addition to the built-in ones (docs/adapters.md)."""
+    allow_open: bool = False
+    """Listen beyond loopback without an admin key. Everyone who reaches the port can then read and delete all rollouts."""
+    request_memory: Annotated[int, Shown("BYTES")] = Field(0, ge=0)
+    """Most bytes that the requests of one worker may hold in memory: bodies, fetched media, replies that are read whole. Further ones get
+    503. One tenant may hold half of it, one session at most 512 MiB. 0 means an eighth of the memory of the machine or container, divided
+    by the number of workers (docs/budgets.md)."""
+    max_body: Annotated[int, Shown("BYTES")] = Field(64 * 2**20, gt=0)
+    """Largest request body that is accepted. The default is 64 MiB."""
 
     @classmethod
     def load(cls, options: Mapping[str, Any], file: Path | None = None) -> Self:

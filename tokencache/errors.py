@@ -56,6 +56,7 @@ class TokencacheError(Exception):
         param: the member of the request's body that caused the error, if any.
         headers: further headers of the response.
         reported: whether it ended a call, which has its line in the log.
+        words: the message that the client receives, as a format string; `{0}` stands for the error.
     """
 
     status: int = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -63,11 +64,12 @@ class TokencacheError(Exception):
     param: str | None = None
     headers: Mapping[str, str] = _NO_HEADERS
     reported: bool = False
+    words: str = "{0}"
 
     @property
     def client_message(self) -> str:
         """The message that the client receives."""
-        return str(self)
+        return self.words.format(self)
 
 
 class HarnessError(TokencacheError):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from bench.queueing import empirical, simulate
+from bench.scale import empirical, simulate
 
 
 def mean(percentiles):

@@ -23,11 +23,7 @@ class AdapterError(Exception):
 
 
 def shipped() -> Path:
-    """Return the directory of the shipped adapters.
-
-    Raises:
-        AdapterError: this installation has none.
-    """
+    """Return the directory of the shipped adapters. Raises `AdapterError` if this installation has none."""
     for directory in _DIRECTORIES:
         if directory.is_dir():
             return directory
@@ -69,11 +65,7 @@ def load_all(own: Iterable[Path] = ()) -> dict[str, Adapter]:
 
 
 def load(name: str, own: Iterable[Path] = ()) -> Adapter:
-    """Load the adapter of one harness.
-
-    Raises:
-        AdapterError: there is no adapter of this name, or a file is wrong.
-    """
+    """Load the adapter of one harness. Raises `AdapterError` if there is no adapter of this name, or a file is wrong."""
     adapters = load_all(own)
     if name not in adapters:
         raise AdapterError(f"no adapter {name!r}; there are {', '.join(adapters)} (your own: --adapters DIR)")

@@ -8,6 +8,7 @@ not as an error. A turn never changes, so its drift is cached until the engine i
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -148,14 +149,12 @@ class _SentPrompt:
 
     def changed(self) -> Mapping[Part, dict[str, tuple[str, ...]]]:
         """Return the replies that the harness sent back changed: changed part → turn → rules. The parts are in the order of `put_back`."""
-        by_member: dict[Part, dict[str, tuple[str, ...]]] = {}
-        for member in causes.PARTS:
-            touched = {
-                turn: reply.rules for turn, reply in self._replies.items() if causes.rule_for_site(reply.rules, member) != causes.TEMPLATE
-            }
-            if touched:
-                by_member[member] = touched
-        return by_member
+        rules = {turn: reply.rules for turn, reply in self._replies.items()}
+        touched = {
+            member: {turn: own for turn, own in rules.items() if causes.rule_for_site(own, member) != causes.TEMPLATE}
+            for member in causes.PARTS
+        }
+        return {member: turns for member, turns in touched.items() if turns}
 
     def put_back(self, member: Part) -> list[bytes]:
         """Return the messages with the parts of the replies up to `member` as they were served. Interrupted replies stay as they are."""
@@ -201,11 +200,7 @@ class _SentPrompt:
 
 
 def _longest_run(piece: Sequence[int], token: int) -> int:
-    longest = run = 0
-    for each in piece:
-        run = run + 1 if each == token else 0
-        longest = max(longest, run)
-    return longest
+    return max((len(list(run)) for each, run in groupby(piece) if each == token), default=0)
 
 
 def _arguments(context: Context) -> RenderArgs:

@@ -85,11 +85,7 @@ class _Process:
         self._popen = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
 
     def call(self, work: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Call a function in the process.
-
-        Raises:
-            WorkerDiedError: the process died.
-        """
+        """Call a function in the process. Raises `WorkerDiedError` if the process died."""
         to_process, from_process = self._popen.stdin, self._popen.stdout
         assert to_process is not None and from_process is not None  # noqa: S101, PT018 - both are pipes
         task = pickle.dumps((work, args), pickle.HIGHEST_PROTOCOL)
@@ -144,11 +140,7 @@ def _write(pipe: BinaryIO | Any, data: bytes) -> None:
 
 
 def _read(pipe: BinaryIO | Any) -> bytes:
-    """Read what `_write` wrote.
-
-    Raises:
-        EOFError: the other process is gone.
-    """
+    """Read what `_write` wrote. Raises `EOFError` if the other process is gone."""
     length = pipe.read(_LENGTH_BYTES)
     data: bytes = pipe.read(int.from_bytes(length, "big")) if len(length) == _LENGTH_BYTES else b""
     if not data:

@@ -162,11 +162,7 @@ def _quoted(name: str) -> str:
 
 
 def flag(request: web.Request, name: str) -> bool:
-    """Read a boolean query parameter; false if it is absent.
-
-    Raises:
-        HarnessError: the value is neither `true` nor `false`.
-    """
+    """Read a boolean query parameter; false if it is absent. Raises `HarnessError` if the value is neither `true` nor `false`."""
     given = request.query.get(name, "false").lower()
     if given not in {"true", "false"}:
         raise HarnessError(f"{name} is true or false, not {given!r}", param=name)
@@ -174,11 +170,7 @@ def flag(request: web.Request, name: str) -> bool:
 
 
 def number(request: web.Request, name: str, default: int, *, most: int = 2**31) -> int:
-    """Read a numeric query parameter.
-
-    Raises:
-        HarnessError: the value is not a number from 0 to `most`.
-    """
+    """Read a numeric query parameter. Raises `HarnessError` if the value is not a number from 0 to `most`."""
     given = request.query.get(name, "")
     if not given:
         return default
@@ -197,11 +189,7 @@ def seconds(request: web.Request, name: str) -> float | None:
 
 
 def finite(request: web.Request, name: str, default: float) -> float:
-    """Read a query parameter that is a finite number.
-
-    Raises:
-        HarnessError: the value is not.
-    """
+    """Read a query parameter that is a finite number. Raises `HarnessError` if the value is not."""
     given = request.query.get(name, "")
     try:
         value = float(given) if given else default
@@ -213,11 +201,7 @@ def finite(request: web.Request, name: str, default: float) -> float:
 
 
 def choice(request: web.Request, name: str, allowed: Collection[str], default: str) -> str:
-    """Read a query parameter that has fixed values.
-
-    Raises:
-        HarnessError: the value is none of them.
-    """
+    """Read a query parameter that has fixed values. Raises `HarnessError` if the value is none of them."""
     given = request.query.get(name, default)
     if given not in allowed:
         raise HarnessError(f"{name} {given[:80]!r} is not one of: {', '.join(allowed)}", param=name)

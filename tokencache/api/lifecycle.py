@@ -231,11 +231,7 @@ class LifecycleRoutes:
             )
 
     async def _checked(self, info: SessionInfo, asked: NewReward | None) -> Reward | None:
-        """Check that the turns and sequences of a reward exist.
-
-        Raises:
-            HarnessError: one does not, or a bound is exceeded (422).
-        """
+        """Check that the turns and sequences of a reward exist. Raises `HarnessError` if one does not, or a bound is exceeded (422)."""
         if asked is None:
             return None
         reward = _valid(lambda: asked.at(time.time()))
@@ -270,11 +266,7 @@ class LifecycleRoutes:
         }
 
     async def _existing(self, name: str) -> SessionInfo:
-        """Read the state of a session.
-
-        Raises:
-            HarnessError: there is no such session (404).
-        """
+        """Read the state of a session. Raises `HarnessError` if there is no such session (404)."""
         info = await self._store.session(name)
         if info is None:
             raise no_session(name)
@@ -285,11 +277,7 @@ class LifecycleRoutes:
 
 
 def _refuse_unknown(what: str, given: Mapping[str, float], known: Collection[str], session: str) -> None:
-    """Refuse rewards of turns or sequences that do not exist.
-
-    Raises:
-        HarnessError: there are some (422).
-    """
+    """Refuse rewards of turns or sequences that do not exist. Raises `HarnessError` if there are some (422)."""
     unknown = [name[:80] for name in given if name not in known]
     if unknown:
         named = ", ".join(map(repr, unknown[:_MOST_NAMED]))
@@ -302,11 +290,7 @@ def _or_force(name: str) -> str:
 
 
 def _valid(make: Callable[[], T]) -> T:
-    """Make a value, and report its error to the client.
-
-    Raises:
-        HarnessError: the value is invalid (422).
-    """
+    """Make a value, and report its error to the client. Raises `HarnessError` if the value is invalid (422)."""
     try:
         return make()
     except ValueError as error:

@@ -93,11 +93,7 @@ def _pack(cursor: bytes, tag: bytes) -> str:
 
 
 def _unpack(given: str, tag: bytes) -> bytes:
-    """Read a cursor.
-
-    Raises:
-        CursorError: it is damaged, or another store's.
-    """
+    """Read a cursor. Raises `CursorError` if it is damaged, or another store's."""
     try:
         packed = base64.b64decode(given + "=" * (-len(given) % 4), altchars=b"-_", validate=True)
     except ValueError:

@@ -12,44 +12,19 @@ import msgspec
 from aiohttp import web
 
 from tokencache import __version__
+from tokencache.api import requests
 from tokencache.api.auth import AdminAuth, Handler
 from tokencache.api.http import refuse_parameters
 from tokencache.api.listing import MAX_LIMIT, STAGES
-from tokencache.api.requests import (
-    Acknowledge,
-    Await,
-    Deliveries,
-    Extend,
-    Finish,
-    FinishedUpdate,
-    NewReward,
-    NewUpdate,
-    NewVersion,
-    ScoreEdited,
-    Take,
-)
 from tokencache.core.media import StoredMedium
 from tokencache.core.session import LabelChanges, NewFork, NewSession
 from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.store.base import Binding
+from tokencache.trajectories import values
 from tokencache.trajectories.formats.registry import FORMATS
 from tokencache.trajectories.lengths import ExportParameters
 from tokencache.trajectories.reports import PASSING, RunLine, RunReport
 from tokencache.trajectories.summaries import SESSION_STATES, SORTS
-from tokencache.trajectories.values import (
-    Capacity,
-    Conditions,
-    DeliveryState,
-    EditedScores,
-    EngineState,
-    Link,
-    QueueState,
-    RewardState,
-    SessionState,
-    Trajectory,
-    TurnChange,
-    WeightsInfo,
-)
 
 BASE = "/tokencache/v1"
 _SCHEMA_PATH = "#/components/schemas/{name}"
@@ -80,7 +55,7 @@ class ForkedSession(RegisteredKey, frozen=True):
     shared: int = 0
 
 
-class CreatedSession(SessionState, frozen=True, kw_only=True):
+class CreatedSession(values.SessionState, frozen=True, kw_only=True):
     """A new session. `public_url` and `base_url` as in `RegisteredKey`; `warnings` say what its trainer should know."""
 
     public_url: str = ""
@@ -141,12 +116,19 @@ class Operation(NamedTuple):
         return BASE + self.route.partition(" ")[2]
 
 
+def _list(items: Any) -> dict[str, Any]:
+    """Make the schema of a JSON array of values of a type or JSON schema."""
+    return {"type": "array", "items": items}
+
+
 def _object(**members: Any) -> dict[str, Any]:
     """Make the schema of a JSON object in which all members are required. A member is a type, or a JSON schema."""
     return {"type": "object", "properties": members, "required": list(members)}
 
 
 _TEXT, _FLAG, _COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
+_ARRAY = {"type": "array"}
+_OFF = {**_FLAG, "default": False}
 _ANY_OBJECT = {"type": "object"}
 _NOT_FOUND = {
     "session": {HTTPStatus.NOT_FOUND: "There is no such session."},
@@ -173,9 +155,10 @@ _EXPIRED = {
 }
 _NUMBERS = "a number, a range such as `>0.5`, `<=3` or `1..3` (both ends included), or `none`"
 _NO_VERSION = {HTTPStatus.UNPROCESSABLE_ENTITY: "`max_lag` is given, and no policy version was ever announced (`weights_unknown`)."}
-_WEIGHTS_ERRORS = {
-    HTTPStatus.NOT_FOUND: "There is no such engine.",
-    HTTPStatus.CONFLICT: "Another owner is updating the weights (`weights_conflict`).",
+_NO_ENGINE = {HTTPStatus.NOT_FOUND: "There is no such engine."}
+_UPDATE_ERRORS = {
+    HTTPStatus.CONFLICT: "The update is not under way (`weights_conflict`).",
+    HTTPStatus.BAD_GATEWAY: "An engine could not be resumed; repeat the request.",
 }
 _DRIFT = Parameter(
     "drift",
@@ -193,7 +176,13 @@ def _parameters(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
 _RECENT = Parameter(
     "recent",
     "Whether the answer may be a second old, or 20 times as old as listing all sessions takes. Use it to ask regularly.",
-    {"type": "boolean", "default": False},
+    _OFF,
+)
+
+_BY_LABEL = (
+    Parameter("group", "Only sessions of this group.", _TEXT),
+    Parameter("tag", "Only sessions with this tag.", _TEXT),
+    Parameter("harness", "Only sessions of this harness.", _TEXT),
 )
 
 OPERATIONS = (
@@ -201,7 +190,7 @@ OPERATIONS = (
         "listSessions",
         "GET /sessions",
         "List sessions, all of them or a page.",
-        _object(sessions={"type": "array", "items": SessionState}, cursor={"type": ["string", "null"]}),
+        _object(sessions=_list(values.SessionState), cursor={"type": ["string", "null"]}),
         description="Without `limit` and `cursor` the answer has all sessions that match. A page may have fewer than `limit`, or none; "
         "the last one has the cursor `null`. A session that exists during the whole walk is listed at least once.",
         query=(
@@ -209,9 +198,7 @@ OPERATIONS = (
             Parameter("cursor", "Where the page begins: `cursor` of the page before.", _TEXT),
             Parameter("prefix", "Only sessions whose name begins with this text.", _TEXT),
             Parameter("state", "Only sessions in this state.", {"type": "string", "enum": STAGES, "default": "any"}),
-            Parameter("group", "Only sessions of this group.", _TEXT),
-            Parameter("tag", "Only sessions with this tag.", _TEXT),
-            Parameter("harness", "Only sessions of this harness.", _TEXT),
+            *_BY_LABEL,
             Parameter("outcome", "Only sessions with this outcome so far: `ok`, or a kind of failure.", _TEXT),
             Parameter("since", "Only sessions that were used at this time or later, as Unix time in seconds.", {"type": "number"}),
             Parameter("until", "Only sessions that were used at this time or earlier, as Unix time in seconds.", {"type": "number"}),
@@ -242,18 +229,18 @@ OPERATIONS = (
         statuses=(HTTPStatus.CREATED,),
         errors={**_EXISTS, HTTPStatus.NOT_FOUND: "There is no such session or turn."},
     ),
-    Operation("getSession", "GET /sessions/{session}", "Return the state of one session.", SessionState),
+    Operation("getSession", "GET /sessions/{session}", "Return the state of one session.", values.SessionState),
     Operation(
         "listTurns",
         "GET /sessions/{session}/turns",
         "List the turns of a session in the order in which they were recorded, without tokens.",
-        _object(session=_TEXT, turns={"type": "array", "items": _ANY_OBJECT}),
+        _object(session=_TEXT, turns=_list(_ANY_OBJECT)),
     ),
     Operation(
         "getTrajectories",
         "GET /sessions/{session}/trajectories",
         "Return the sequences of a session for training.",
-        {"anyOf": [Trajectory, _ANY_OBJECT]},
+        {"anyOf": [values.Trajectory, _ANY_OBJECT]},
         description="The schema is that of the native format; other formats are JSON objects, too. `drift` is `sequences` by default in "
         "the native format, and `off` in others. `figures.overlong` and `figures.stale` report what the limits of length and lag did.",
         query=(
@@ -267,7 +254,7 @@ OPERATIONS = (
         "listMedia",
         "GET /sessions/{session}/media",
         "List the images and other media of a session whose bytes are stored.",
-        _object(session=_TEXT, media={"type": "array", "items": StoredMedium}),
+        _object(session=_TEXT, media=_list(StoredMedium)),
     ),
     Operation(
         "getMedium",
@@ -292,12 +279,12 @@ OPERATIONS = (
         "scoreTurns",
         "POST /sessions/{session}/score",
         "Score the recorded replies of a session after edited messages.",
-        EditedScores,
+        values.EditedScores,
         description="Messages before a reply are inserted or replaced, such as by a hint. Every reply that the model sampled keeps its "
         "exact ids; the engine renders the rest. A turn for which that is not proven has `refused` and `error` in place of a "
         "score. Nothing is recorded. With `score: false`, only the edited prompts are returned, for an engine of yours. Each turn has its "
         "whole prompt, so the answer grows with the square of the session: name `turns` of a long one.",
-        body=ScoreEdited,
+        body=requests.ScoreEdited,
         errors={
             HTTPStatus.CONFLICT: "The engine's label of its weights changed meanwhile, or the records are torn (`torn_record`).",
             HTTPStatus.UNPROCESSABLE_ENTITY: "A member is invalid, two edits replace one message, or no chosen turn has the place of an "
@@ -309,7 +296,7 @@ OPERATIONS = (
         "labelSession",
         "PATCH /sessions/{session}",
         "Replace labels of a session.",
-        SessionState,
+        values.SessionState,
         description="A label that is given replaces the old one as a whole; the others stay. Possible in every state.",
         body=LabelChanges,
     ),
@@ -317,45 +304,47 @@ OPERATIONS = (
         "finishSession",
         "POST /sessions/{session}/finish",
         "Finish a session: the rollout is over.",
-        SessionState,
+        values.SessionState,
         description="New calls receive 409 (`session_finished`); calls in flight end normally. The session enters the queue. A reward and "
         "labels may be given, as with `setReward` and `labelSession`. `failed` says that the rollout failed, and how: `engine`, `harness`, "
         "`sandbox`, `timeout`, `budget`, `canceled`, `store`, or a word of your own; `ok` says that nothing failed, whatever the proxy "
         "saw. `detail` says it in words. Finishing again has no effect, except that a reward that is given again is stored again, and "
         "that an outcome may still be given where none was, until the session is sealed.",
-        body=Finish,
+        body=requests.Finish,
         errors={HTTPStatus.CONFLICT: "It has another outcome, or is sealed without that one (`outcome_conflict`). Nothing was changed."},
     ),
     Operation(
         "sealSession",
         "POST /sessions/{session}/seal",
         "Seal a session: what is recorded does not change any more.",
-        SessionState,
+        values.SessionState,
         description="New calls receive 409 (`session_sealed`). With `force`, a session is sealed that is not finished or has calls in "
         "flight; the incident `sealed-early` then reports what was cut. Sealing again has no effect.",
-        query=(Parameter("force", "Seal it even if it is not finished or has calls in flight.", {"type": "boolean", "default": False}),),
+        query=(Parameter("force", "Seal it even if it is not finished or has calls in flight.", _OFF),),
         errors={HTTPStatus.CONFLICT: "It is not finished (`session_open`), or calls are in flight (`calls_in_flight`)."},
     ),
     Operation(
         "setReward",
         "PUT /sessions/{session}/reward",
         "Store the reward of a session.",
-        RewardState,
+        values.RewardState,
         description="Possible in every state. It replaces the reward before as a whole; the history keeps the last 100. `turns` and "
         "`sequences` give rewards by id.",
-        body=NewReward,
+        body=requests.NewReward,
         errors={
             HTTPStatus.UNPROCESSABLE_ENTITY: "A number is not finite or too large, or a turn or sequence is unknown. The message names it."
         },
     ),
-    Operation("getReward", "GET /sessions/{session}/reward", "Return the reward of a session, and those that it replaced.", RewardState),
+    Operation(
+        "getReward", "GET /sessions/{session}/reward", "Return the reward of a session, and those that it replaced.", values.RewardState
+    ),
     Operation(
         "deleteSession",
         "DELETE /sessions/{session}",
         "Delete a session.",
         _object(session=_TEXT, deleted=_FLAG),
         description="Calls that are in flight are dropped when they end. New calls receive 409 (`session_deleted`) for an hour.",
-        query=(Parameter("reuse", "Let the name be used again at once.", {"type": "boolean", "default": False}),),
+        query=(Parameter("reuse", "Let the name be used again at once.", _OFF),),
     ),
     Operation(
         "registerKey",
@@ -379,75 +368,78 @@ OPERATIONS = (
         "awaitSessions",
         "POST /wait",
         "Wait until some of the given sessions are finished and have no call in flight.",
-        _object(finished={"type": "array", "items": SessionState}, unknown={"type": "array", "items": _TEXT}),
+        _object(finished=_list(values.SessionState), unknown=_list(_TEXT)),
         description="Answers as soon as a session is, at the latest after `wait` seconds. `finished` has at most 100 of them. `unknown` "
         "names sessions that do not exist.",
-        body=Await,
+        body=requests.Await,
     ),
     Operation(
         "getQueue",
         "GET /queue",
         "Count the finished sessions that consumers have not acknowledged, and describe the groups of those that no consumer has taken.",
-        QueueState,
+        values.QueueState,
     ),
     Operation(
         "takeDeliveries",
         "POST /queue/take",
         "Take finished sessions from the queue, and seal them.",
-        _object(deliveries={"type": "array", "items": DeliveryState}),
+        _object(deliveries=_list(values.DeliveryState)),
         description="A delivery has `group_size` sessions of one group, and belongs to the consumer for `lease` seconds. With `min_group` "
         "and `group_timeout` (seconds) a group that has waited so long is delivered with fewer (`missing`). Deliveries that "
         "the consumer took before and does not name in `holding` come first, so a consumer that was restarted gets them again. Answers as "
         "soon as there is a delivery, at the latest after `wait` seconds.",
-        body=Take,
+        body=requests.Take,
         errors=_OTHER_STORE,
     ),
     Operation(
         "acknowledgeDeliveries",
         "POST /queue/acknowledge",
         "Remove processed deliveries from the queue, and delete their sessions.",
-        _object(acknowledged={"type": "array", "items": _TEXT}, deleted=_COUNT),
+        _object(acknowledged=_list(_TEXT), deleted=_COUNT),
         description="Acknowledging again has no effect.",
-        body=Acknowledge,
+        body=requests.Acknowledge,
         errors=_EXPIRED,
     ),
     Operation(
         "releaseDeliveries",
         "POST /queue/release",
         "Give deliveries back to the queue.",
-        _object(released={"type": "array", "items": _TEXT}),
-        body=Deliveries,
+        _object(released=_list(_TEXT)),
+        body=requests.Deliveries,
         errors=_OTHER_STORE,
     ),
     Operation(
         "extendDeliveries",
         "POST /queue/extend",
         "Extend the leases of deliveries.",
-        _object(extended={"type": "array", "items": _TEXT}),
-        body=Extend,
+        _object(extended=_list(_TEXT)),
+        body=requests.Extend,
         errors=_EXPIRED,
     ),
     Operation(
         "listEngines",
         "GET /engines",
         "List the engines.",
-        _object(engines={"type": "array", "items": EngineState}),
+        _object(engines=_list(values.EngineState)),
         description="`calls` are those in flight in the process that answers, and those of all replicas once the engine is drained.",
     ),
     Operation(
-        "getCapacity", "GET /capacity", "Return how many tokens the KV caches of the engines hold, and how many sessions fit.", Capacity
+        "getCapacity",
+        "GET /capacity",
+        "Return how many tokens the KV caches of the engines hold, and how many sessions fit.",
+        values.Capacity,
     ),
     Operation(
         "getConditions",
         "GET /conditions",
         "Say under which conditions the process that answers records now: versions, settings, adapters and engines.",
-        Conditions,
+        values.Conditions,
     ),
     Operation(
         "addEngine",
         "POST /engines",
         "Let an engine accept calls: a new one, or one that was drained.",
-        EngineState,
+        values.EngineState,
         description="All replicas use it. 201 if the engine is new, 200 if it was known. The proxy probes it before it answers, for "
         "at most 10 seconds. `error` is the reason if it does not serve: it differs from the engines that serve, or was not probed yet.",
         body=EngineUrl,
@@ -457,9 +449,9 @@ OPERATIONS = (
         "drainEngine",
         "POST /engines/drain",
         "Send no new calls to an engine. Calls in flight continue.",
-        EngineState,
+        values.EngineState,
         body=EngineUrl,
-        errors={HTTPStatus.NOT_FOUND: "There is no such engine."},
+        errors=_NO_ENGINE,
     ),
     Operation(
         "removeEngine",
@@ -468,33 +460,33 @@ OPERATIONS = (
         _object(url=_TEXT, removed=_FLAG),
         query=(
             Parameter("url", "Base URL of the engine.", _TEXT, required=True),
-            Parameter("force", "Remove it even if it is not drained. Calls in flight continue.", {"type": "boolean", "default": False}),
+            Parameter("force", "Remove it even if it is not drained. Calls in flight continue.", _OFF),
         ),
         errors={
-            HTTPStatus.NOT_FOUND: "There is no such engine.",
+            **_NO_ENGINE,
             HTTPStatus.CONFLICT: "It is not drained (`engine_in_use`), or `--upstream` names it (`engine_configured`).",
         },
     ),
-    Operation("getWeights", "GET /weights", "Return what trainers announced about the weights of the engines.", WeightsInfo),
+    Operation("getWeights", "GET /weights", "Return what trainers announced about the weights of the engines.", values.WeightsInfo),
     Operation(
         "setWeights",
         "PUT /weights",
         "Announce the version of the weights, or that they are being replaced.",
-        WeightsInfo,
+        values.WeightsInfo,
         description="All replicas use it. While the phase is `updating`, new calls wait. The same version again changes nothing.",
-        body=NewVersion,
-        errors=_WEIGHTS_ERRORS,
+        body=requests.NewVersion,
+        errors={**_NO_ENGINE, HTTPStatus.CONFLICT: "Another owner is updating the weights (`weights_conflict`)."},
     ),
     Operation(
         "beginWeightUpdate",
         "POST /weights/update",
         "Begin an update of the weights: new calls wait, and the engines are paused.",
-        WeightsInfo,
+        values.WeightsInfo,
         description="The answer has the `id` of the update. If an engine cannot be paused, the others are resumed and nothing is held.",
-        body=NewUpdate,
+        body=requests.NewUpdate,
         statuses=(HTTPStatus.CREATED,),
         errors={
-            HTTPStatus.NOT_FOUND: _WEIGHTS_ERRORS[HTTPStatus.NOT_FOUND],
+            **_NO_ENGINE,
             HTTPStatus.CONFLICT: "Another owner is updating (`weights_conflict`), or an engine cannot pause (`engine_not_paused`).",
         },
     ),
@@ -502,35 +494,27 @@ OPERATIONS = (
         "finishWeightUpdate",
         "POST /weights/update/{update}/finish",
         "End an update: set the version of the new weights, and resume the engines.",
-        WeightsInfo,
+        values.WeightsInfo,
         description="Finishing again with the same version resumes the engines again.",
-        body=FinishedUpdate,
-        errors={
-            HTTPStatus.CONFLICT: "The update is not under way (`weights_conflict`).",
-            HTTPStatus.BAD_GATEWAY: "An engine could not be resumed; repeat the request.",
-        },
+        body=requests.FinishedUpdate,
+        errors=_UPDATE_ERRORS,
     ),
     Operation(
         "cancelWeightUpdate",
         "DELETE /weights/update/{update}",
         "End an update whose result is not known: the version becomes unknown, and the engines are resumed.",
-        WeightsInfo,
-        errors={
-            HTTPStatus.CONFLICT: "The update is not under way (`weights_conflict`).",
-            HTTPStatus.BAD_GATEWAY: "An engine could not be resumed; repeat the request.",
-        },
+        values.WeightsInfo,
+        errors=_UPDATE_ERRORS,
     ),
     Operation(
         "listSummaries",
         "GET /summaries",
         "List sessions a page at a time, for the viewer.",
-        _object(total=_COUNT, found=_COUNT, offset=_COUNT, states=_ANY_OBJECT, now={"type": "number"}, sessions={"type": "array"}),
+        _object(total=_COUNT, found=_COUNT, offset=_COUNT, states=_ANY_OBJECT, now={"type": "number"}, sessions=_ARRAY),
         query=(
             Parameter("contains", "Only sessions whose name contains this text.", _TEXT),
             Parameter("state", "Only sessions in this state.", {"type": "string", "enum": SESSION_STATES, "default": "any"}),
-            Parameter("group", "Only sessions of this group.", _TEXT),
-            Parameter("tag", "Only sessions with this tag.", _TEXT),
-            Parameter("harness", "Only sessions of this harness.", _TEXT),
+            *_BY_LABEL,
             Parameter("model", "Only sessions of this model.", _TEXT),
             Parameter("run", "Only sessions of this run: with the tag `run:ID`.", _TEXT),
             Parameter("outcome", "Only sessions with this outcome: `ok`, or a kind of failure.", _TEXT),
@@ -552,7 +536,7 @@ OPERATIONS = (
         "listRuns",
         "GET /runs",
         "List the runs: the sessions with one tag `run:ID` each, the last used first.",
-        _object(runs={"type": "array", "items": RunLine}),
+        _object(runs=_list(RunLine)),
         description="At most 1,000 runs.",
         query=(_RECENT,),
     ),
@@ -567,7 +551,7 @@ OPERATIONS = (
             Parameter("run", "Only sessions with the tag `run:ID` of this run.", _TEXT),
             Parameter("tag", "Only sessions with this tag.", _TEXT),
             Parameter("passing", "A rollout passes if its reward is at least this.", {"type": "number", "default": PASSING}),
-            Parameter("failed", "Whether the distributions count failed rollouts, too.", {"type": "boolean", "default": False}),
+            Parameter("failed", "Whether the distributions count failed rollouts, too.", _OFF),
             Parameter("offset", "Number of groups to skip.", {**_COUNT, "default": 0}),
             Parameter("limit", "Number of groups to return.", {**_COUNT, "maximum": 1000, "default": 100}),
             _RECENT,
@@ -578,16 +562,7 @@ OPERATIONS = (
         "compareGroup",
         "GET /comparison",
         "Compare the sessions of a group: rewards, advantages, last answers, lengths, and where their tokens part, for the viewer.",
-        _object(
-            group=_TEXT,
-            waits=_TEXT,
-            found=_COUNT,
-            values=_ANY_OBJECT,
-            members={"type": "array"},
-            not_compared={"type": "array"},
-            shared=_COUNT,
-            parting={},
-        ),
+        _object(group=_TEXT, waits=_TEXT, found=_COUNT, values=_ANY_OBJECT, members=_ARRAY, not_compared=_ARRAY, shared=_COUNT, parting={}),
         description="At most 64 sessions are compared, the ones used last.",
         query=(Parameter("group", "Name of the group.", _TEXT, required=True),),
         errors={HTTPStatus.NOT_FOUND: "No session is in this group."},
@@ -602,7 +577,7 @@ OPERATIONS = (
         "listChanges",
         "GET /sessions/{session}/changes",
         "Say for each turn of a session what changed in its request, in the order in which the turns were recorded, and list its links.",
-        _object(session=_TEXT, changes={"type": "array", "items": TurnChange}, links={"type": "array", "items": Link}),
+        _object(session=_TEXT, changes=_list(values.TurnChange), links=_list(values.Link)),
         description="A request is compared with the history of the turn that it could have continued: that turn's request and its reply.",
         errors={HTTPStatus.CONFLICT: "The records are torn (`torn_record`)."},
     ),
@@ -616,22 +591,20 @@ OPERATIONS = (
         "getSequence",
         "GET /sessions/{session}/sequences/{sequence}",
         "Return the runs of tokens of one kind in a sequence, for the viewer.",
-        _object(
-            session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns={"type": "array", "items": _TEXT}, runs={"type": "array"}, media={}
-        ),
+        _object(session=_TEXT, id=_TEXT, model=_TEXT, tokens=_COUNT, turns=_list(_TEXT), runs=_ARRAY, media={}),
     ),
     Operation(
         "getTokens",
         "GET /sessions/{session}/sequences/{sequence}/tokens",
         "Return ids, log probabilities and texts of at most 4,096 tokens of a sequence, for the viewer.",
-        _object(start=_COUNT, end=_COUNT, ids={"type": "array", "items": _COUNT}, logprobs={"type": "array"}, texts={}, unread=_TEXT),
+        _object(start=_COUNT, end=_COUNT, ids=_list(_COUNT), logprobs=_ARRAY, texts={}, unread=_TEXT),
         query=(Parameter("start", "First token.", {**_COUNT, "default": 0}), Parameter("end", "Token after the last one.", _COUNT)),
     ),
     Operation(
         "getMessages",
         "GET /sessions/{session}/sequences/{sequence}/messages",
         "Return at most 100 messages of the conversation of a sequence, for the viewer.",
-        _object(messages=_COUNT, kept=_FLAG, starts={"type": "array", "items": _COUNT}, start=_COUNT, end=_COUNT, window={"type": "array"}),
+        _object(messages=_COUNT, kept=_FLAG, starts=_list(_COUNT), start=_COUNT, end=_COUNT, window=_ARRAY),
         description="`starts` holds the first token of each message of the conversation. Texts of several messages are cut after 4,000 "
         "characters; those of one message after 1,000,000.",
         query=(Parameter("start", "First message.", {**_COUNT, "default": 0}), Parameter("end", "Message after the last one.", _COUNT)),
@@ -640,7 +613,7 @@ OPERATIONS = (
         "getTexts",
         "GET /sessions/{session}/texts",
         "Return the texts of token ids, as the model of a turn reads them, for the viewer.",
-        _object(ids={"type": "array", "items": _COUNT}, texts={}, unread=_TEXT),
+        _object(ids=_list(_COUNT), texts={}, unread=_TEXT),
         query=(
             Parameter("turn", "Id of the turn.", _TEXT, required=True),
             Parameter("ids", "Token ids, separated by commas; at most 4,096.", _TEXT),
@@ -689,34 +662,29 @@ def document() -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    summary = "The trainer's API of tokencache: sessions, trajectories, API keys and engines."
     written = {
         "openapi": "3.1.1",
-        "info": {
-            "title": "tokencache",
-            "version": __version__,
-            "summary": "The trainer's API of tokencache: sessions, trajectories, API keys and engines.",
-        },
+        "info": {"title": "tokencache", "version": __version__, "summary": summary},
         "security": [{"adminKey": []}, {"adminPassword": []}],
         "paths": paths,
-        "components": {
-            "schemas": {**components, "Error": _ERROR},
-            "securitySchemes": {
-                "adminKey": {
-                    "type": "http",
-                    "scheme": "bearer",
-                    "description": "The key that `--admin-key` sets. Without that option the routes are public.",
-                },
-                "adminPassword": {
-                    "type": "http",
-                    "scheme": "basic",
-                    "description": "For GET only: the admin key as the password, with any user name.",
-                },
-            },
-        },
+        "components": {"schemas": {**components, "Error": _ERROR}, "securitySchemes": _ADMIN},
     }
     return cast("dict[str, Any]", msgspec.json.decode(msgspec.json.encode(written)))  # tuples become lists
 
 
+_ADMIN = {
+    "adminKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The key that `--admin-key` sets. Without that option the routes are public.",
+    },
+    "adminPassword": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "For GET only: the admin key as the password, with any user name.",
+    },
+}
 _ERROR = _object(error=_object(message=_TEXT, type=_TEXT))
 _COMMON_ERRORS = {
     HTTPStatus.BAD_REQUEST: "A name, a parameter or the body is invalid.",

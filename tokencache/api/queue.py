@@ -145,11 +145,7 @@ class SessionQueue:
         return deleted
 
     async def release(self, asked: Deliveries) -> None:
-        """Give deliveries back at once.
-
-        Raises:
-            HarnessError: a delivery is of another store.
-        """
+        """Give deliveries back at once. Raises `HarnessError` if a delivery is of another store."""
         await self._check(asked.deliveries)
         for delivery in asked.deliveries:
             await self._store.release(delivery)
@@ -246,11 +242,7 @@ class SessionQueue:
         return 0.0 if asked.group_timeout is None else (await self._store.overdue()).now
 
     async def _limit(self, asked: Take, left: dict[str, int]) -> LagLimit | None:
-        """Return the limit of lag of a request. `left` is set to 0 then.
-
-        Raises:
-            HarnessError: as in `lag_limit`.
-        """
+        """Return the limit of lag of a request. `left` is set to 0 then. Raises `HarnessError` as in `lag_limit`."""
         if asked.max_lag is None:
             return None
         left.update({_STALE: 0, _UNKNOWN: 0})
@@ -374,11 +366,7 @@ class SessionQueue:
         return sum([await self._ledger.delete(one.info.id) for one in found])
 
     async def _check(self, deliveries: Sequence[str]) -> None:
-        """Check that ids of deliveries are of this store.
-
-        Raises:
-            HarnessError: one is not (422).
-        """
+        """Check that ids of deliveries are of this store. Raises `HarnessError` if one is not (422)."""
         if not deliveries:
             return
         tag = (await store_tag(self._store)).hex()
@@ -396,11 +384,7 @@ def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:
 
 
 def lag_limit(state: WeightsState, most: int) -> LagLimit:
-    """Return a limit of lag behind the version that was announced last.
-
-    Raises:
-        HarnessError: none was ever announced (422).
-    """
+    """Return a limit of lag behind the version that was announced last. Raises `HarnessError` if none was ever announced (422)."""
     if not state.revision:
         message = "max_lag needs the current policy version, and none was announced; announce it with client.set_weights(version)"
         raise HarnessError(message, status=422, kind="weights_unknown", param="max_lag")
@@ -408,11 +392,7 @@ def lag_limit(state: WeightsState, most: int) -> LagLimit:
 
 
 def _refuse_expired(expired: Sequence[str]) -> None:
-    """Refuse what is asked of deliveries that do not exist any more.
-
-    Raises:
-        HarnessError: there are some (409).
-    """
+    """Refuse what is asked of deliveries that do not exist any more. Raises `HarnessError` if there are some (409)."""
     if expired:
         named = ", ".join(delivery[:80] for delivery in expired)
         message = f"the lease of these deliveries ended, and their sessions were released or given to another consumer: {named}"

@@ -35,11 +35,7 @@ class NewReward(msgspec.Struct, frozen=True):
     sequences: dict[str, Number] = {}
 
     def at(self, now: float) -> Reward:
-        """Return the reward, stored at a Unix time in seconds.
-
-        Raises:
-            ValueError: there are too many components.
-        """
+        """Return the reward, stored at a Unix time in seconds. Raises `ValueError` if there are too many components."""
         return Reward(self.reward, self.components, self.turns, self.sequences, now)
 
 
@@ -65,11 +61,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; `None` if none is given.
-
-        Raises:
-            ValueError: the kind is no such word, or there is a detail without one.
-        """
+        """The outcome; `None` if none is given. Raises `ValueError` if the kind is no such word, or there is a detail without one."""
         if self.failed is None and self.detail:
             raise ValueError("`detail` says what failed: it needs `failed`")
         return None if self.failed is None else Outcome(self.failed, self.detail)
@@ -83,11 +75,7 @@ class Finish(msgspec.Struct, frozen=True):
 
     @property
     def label_changes(self) -> LabelChanges:
-        """The labels.
-
-        Raises:
-            ValueError: a bound is exceeded.
-        """
+        """The labels. Raises `ValueError` if a bound is exceeded."""
         return LabelChanges(self.group, self.metadata, self.tags)
 
 

@@ -151,11 +151,7 @@ class _ScoreApi:
         return versions.pop() if len(versions) == 1 else "", found
 
     async def _engines(self, session: str, models: Collection[str]) -> dict[str, Engine]:
-        """Return the engine for each of some models.
-
-        Raises:
-            EngineError: there is no engine, or no engine serves one of the models.
-        """
+        """Return the engine for each of some models. Raises `EngineError` if there is no engine, or no engine serves one of the models."""
         try:
             for model in models:
                 await self._pool.check_model(model)
@@ -210,11 +206,7 @@ class _ScoreApi:
 
 
 def _chosen(turns: Sequence[Turn], named: Sequence[str]) -> list[Turn]:
-    """Return the turns with these ids, or all, in the order in which they were recorded.
-
-    Raises:
-        HarnessError: there is no such turn.
-    """
+    """Return the turns with these ids, or all, in the order in which they were recorded. Raises `HarnessError` if there is no such turn."""
     if unknown := sorted({*named} - {turn.id for turn in turns}):
         raise HarnessError(f"the session has no turn {unknown[0][:80]!r}", status=HTTPStatus.UNPROCESSABLE_ENTITY, param="turns")
     return [turn for turn in turns if not named or turn.id in named]

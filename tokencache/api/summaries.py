@@ -70,11 +70,7 @@ class Filter(NamedTuple):
 
 
 def check_outcome(kind: str) -> None:
-    """Check that a filter names a kind of outcome, or that it is empty.
-
-    Raises:
-        HarnessError: no outcome can have that kind (400).
-    """
+    """Check that a filter names a kind of outcome, or that it is empty. Raises `HarnessError` if no outcome can have that kind (400)."""
     try:
         Outcome(kind or OutcomeKind.OK)
     except ValueError as why:
@@ -144,11 +140,7 @@ class SessionList:
         }
 
     async def group(self, name: str) -> list[SessionSummary]:
-        """Return the sessions of a group, the last used first.
-
-        Raises:
-            StoreError: the store failed.
-        """
+        """Return the sessions of a group, the last used first. Raises `StoreError` if the store failed."""
         return [one for one in await self.recent() if one.group == name]
 
     async def _read(self) -> list[SessionSummary]:

@@ -101,11 +101,7 @@ def group_advantages(
 
 
 def row_advantages(rows: Iterable[TrainingRow], by_session: Mapping[str, float]) -> list[float]:
-    """Return the advantage of each row: that of its session.
-
-    Raises:
-        ValueError: the session of a row has no advantage.
-    """
+    """Return the advantage of each row: that of its session. Raises `ValueError` if the session of a row has no advantage."""
     found = []
     for row in rows:
         if row.trajectory.session not in by_session:

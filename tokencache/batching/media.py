@@ -104,11 +104,7 @@ def contents_of(sequence: Sequence, read: Callable[[PlacedMedia], bytes]) -> lis
 
 
 def images_only(sequence: Sequence, contents: list[bytes]) -> list[bytes]:
-    """Return the contents of a sequence's media.
-
-    Raises:
-        ValueError: one of them is not an image.
-    """
+    """Return the contents of a sequence's media. Raises `ValueError` if one of them is not an image."""
     other = next((medium.modality for medium in sequence.media if medium.modality != "image"), None)
     if other is not None:
         raise ValueError(f"sequence {sequence.id} has {other}, and only images can be loaded")

@@ -9,21 +9,6 @@ row is listed with the rule and the reason, so no row is lost silently. Your own
 
     def short(trajectory: Trajectory, sequence: Sequence) -> str:
         return "is longer than 8,192 tokens" if sequence.tokens > 8192 else ""
-
-========================  ==========================================================================================================
-`valid_only`              drops all rows of a trajectory that is not complete, or that ended with a failure; always applied first, unless
-                          `select(…, keep_invalid=True)`
-`trained_only`            drops the rows of a model that is not trained (`--not-trainable`); always applied
-`complete_only`           drops all rows of a trajectory in which something is missing
-`rewarded`                drops all rows of a trajectory without a reward
-`main_line`               drops sub-agents, side calls and retries: only the rollout itself remains
-`no_side_calls`           drops calls beside the rollout, such as one that makes a title
-`no_discarded_retries`    drops answers that the harness discarded
-`at_least(n)`             drops rows with fewer than n trainable tokens
-`no_placeholders`         drops rows in which the model sampled tokens that stand for parts of images: no trainer accepts them
-`policy_logprobs`         drops rows with log probabilities that are not the policy's (mark `raw-logprobs`)
-`max_lag(n, current)`     drops rows with tokens of a policy version that lags more than n versions behind the current one
-========================  ==========================================================================================================
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -206,11 +206,7 @@ def tree_mask(flat: FlatForest) -> NDArray[np.bool_]:
 
 
 def as_torch(arrays: NamedTuple) -> dict[str, Any]:
-    """Return arrays as torch tensors, by name. They share their memory with the arrays.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
+    """Return arrays as torch tensors, by name. They share their memory with the arrays. Raises `ImportError` if torch is not installed."""
     import torch  # noqa: PLC0415  # optional
 
     return {name: torch.from_numpy(value) for name, value in arrays._asdict().items()}

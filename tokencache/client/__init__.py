@@ -49,7 +49,10 @@ from tokencache.client.errors import (
     WrongServerError,
 )
 from tokencache.client.sync_client import Client, Delivery, Session
+from tokencache.core.incidents import Incident
+from tokencache.core.messages import ToolCall
 from tokencache.core.session import Budget
+from tokencache.store.base import OpenCall
 from tokencache.trajectories.reports import RunLine, RunReport
 from tokencache.trajectories.values import (
     Capacity,
@@ -61,8 +64,6 @@ from tokencache.trajectories.values import (
     EngineWeightsInfo,
     Figures,
     GroupState,
-    Incident,
-    OpenCall,
     PastReward,
     QueueState,
     RewardState,
@@ -70,7 +71,6 @@ from tokencache.trajectories.values import (
     Sequence,
     Served,
     SessionState,
-    ToolCall,
     Trajectory,
     TurnChange,
     TurnSpan,

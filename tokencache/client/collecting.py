@@ -26,7 +26,6 @@ LONGEST_POLL = 20.0
 OUTAGE_SECONDS = 300.0
 """How long to wait for a proxy that responded before: it may be restarted while a trainer collects trajectories."""
 
-
 _MOST = 10
 """Groups that a warning names."""
 

@@ -1,27 +1,6 @@
-"""The exceptions of the client.
+"""The exceptions of the client. Their base is `ClientError`; an `AnswerError` is an error that the proxy answered.
 
-    ClientError
-    ├── InvalidUrlError       the URL cannot be the base URL of a proxy (also a `ValueError`)
-    ├── UnreachableError      the proxy did not answer, although the request was repeated
-    ├── WaitTimeoutError      a condition did not hold in time (also a `TimeoutError`)
-    └── AnswerError           the proxy answered with an error
-        ├── WrongServerError  a server that is not tokencache answered
-        ├── RefusedError      400, 422: the request is invalid
-        ├── UnauthorizedError 401: the admin key is missing or wrong
-        ├── NotFoundError     404: there is no such session, engine or key
-        ├── SealedError       409: the session is finished or sealed
-        ├── UnfinishedError   409: the session is not finished, or has calls in flight
-        ├── ExistsError  409: there is such a session already
-        │   └── OtherSettingsError  409: and it has other settings
-        ├── OutcomeError     409: the session has another outcome, or is sealed without this one
-        ├── DeliveryExpiredError  409: the lease of a delivery ended, and another consumer took its sessions
-        ├── NoRoomError 429: the KV caches have no room for another session (`--admission`)
-        ├── TooManyReadyError 429: too many finished sessions are ready and not taken (`--max-ready`)
-        ├── EngineInUseError  409: the engine is not drained, or `--upstream` names it
-        ├── WeightsConflictError  409: another owner is updating the weights, or an update has ended
-        └── EnginePauseError  409: an engine cannot be paused
-
-Any other `AnswerError` is a failure of the proxy (5xx), or of a gateway before it.
+An `AnswerError` of no narrower class is a failure of the proxy (5xx), or of a gateway before it.
 """
 
 from http import HTTPStatus
@@ -174,7 +153,6 @@ _BY_STATUS: dict[int, type[AnswerError]] = {
     HTTPStatus.CONFLICT: SealedError,
     HTTPStatus.UNPROCESSABLE_ENTITY: RefusedError,
 }
-
 
 _ABSENT = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED})
 """The statuses with which a server refuses a path or method that it does not have."""

@@ -197,14 +197,10 @@ def _check(response: ServerResponse, request: Request) -> bool:
     """
     own = request.path.startswith(BASE)
     if own and is_foreign(response.status, response.body):
-        words = f"redirects to {response.location}" if response.location else _excerpt(response.body)
+        excerpt = " ".join(response.body[:200].decode(errors="replace").split()) or "no body"
+        words = f"redirects to {response.location}" if response.location else excerpt
         reason = f"{response.url} is not a tokencache proxy: it answered {response.status}: {words}. {BASE_URL_ADVICE}"
         raise WrongServerError(f"{request}: {reason}", status=response.status, reason=reason)
     if response.status >= HTTPStatus.MULTIPLE_CHOICES:
         raise error_of(response.status, response.body, str(request))
     return own
-
-
-def _excerpt(body: bytes) -> str:
-    """Return the beginning of a body on one line."""
-    return " ".join(body[:200].decode(errors="replace").split()) or "no body"

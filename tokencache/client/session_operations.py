@@ -298,11 +298,7 @@ def _reward(
 
 
 def _finite(name: str, value: float) -> float:
-    """Check a reward. JSON has no NaN and no infinity.
-
-    Raises:
-        ValueError: it is not finite.
-    """
+    """Check a reward. JSON has no NaN and no infinity. Raises `ValueError` if it is not finite."""
     if not math.isfinite(value):
         raise ValueError(f"{name}: {value} is not a finite number")
     return float(value)
@@ -315,11 +311,7 @@ def _labels(group: str | None, metadata: Mapping[str, Any] | None, tags: Iterabl
 
 
 def listed(tags: Iterable[str]) -> list[str]:
-    """Return tags as a list.
-
-    Raises:
-        TypeError: they are one string, whose characters would become tags.
-    """
+    """Return tags as a list. Raises `TypeError` if they are one string, whose characters would become tags."""
     if isinstance(tags, str):
         raise TypeError(f"tags: {tags!r} is a string, not a collection of tags. For one tag write [{tags!r}]")
     return list(tags)

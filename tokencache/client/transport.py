@@ -19,7 +19,6 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
-
 _CONNECTIONS = httpx2.Limits(max_connections=500, max_keepalive_connections=20)
 """Of one client. A trainer has as many requests in progress as rollouts, and many of them wait at the proxy. httpx allows 100."""
 

@@ -98,11 +98,7 @@ def set_weights(
 
 
 def planned(version: int | str, options: UpdateOptions) -> OwnUpdate:
-    """Plan an update. `Client.update_weights` documents the arguments.
-
-    Raises:
-        ValueError: the version cannot be used.
-    """
+    """Plan an update. `Client.update_weights` documents the arguments. Raises `ValueError` if the version cannot be used."""
     check_version(str(version))
     return OwnUpdate(secrets.token_hex(8), str(version), time.monotonic() + options.get("timeout", DEFAULT_TIMEOUT), options)
 

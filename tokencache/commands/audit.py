@@ -21,6 +21,7 @@ from tokencache.commands.console import (
     output,
     plural,
     print_json,
+    print_line,
     printable,
 )
 from tokencache.commands.rollouts import (
@@ -146,22 +147,18 @@ def _as_json(run: AuditRun, weights: str, causes: dict[int, Cause]) -> dict[str,
 
 
 def _finding(result: AuditedSpan, cause: Cause) -> dict[str, Any]:
-    span, found = result.span, result.difference
     return {
-        **{name: getattr(span, name) for name in ("session", "sequence", "turn", "model", "version", "start", "end")},
+        **{name: getattr(result.span, name) for name in ("session", "sequence", "turn", "model", "version", "start", "end")},
         "cause": cause,
         "meaning": MEANING[cause],
-        "max": None if found is None else found.max,
-        "mean": None if found is None else found.mean,
-        "bias": None if found is None else found.bias,
-        "first": None if found is None else found.first,
+        **{name: getattr(result.difference, name, None) for name in ("max", "mean", "bias", "first")},
         "limit": result.limit,
     }
 
 
 def _print_report(console: Console, run: AuditRun, weights: str, causes: dict[int, Cause]) -> None:
     def line(words: str, style: str = "") -> None:
-        console.print(printable(words), style=style, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, printable(words), style)
 
     line(f"noise of the engine itself: mean {run.floor.mean:.3g}, max {run.floor.max:.3g}")
     counts = f"{plural(run.rollouts, 'rollout')}, {plural(len(run.results), 'span')}, {len(run.differences):,} tokens"

@@ -42,6 +42,11 @@ def output() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=10_000)
 
 
+def print_line(console: Console, words: str, style: str = "") -> None:
+    """Print a line as it is: without markup, and never wrapped."""
+    console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     """Print a value (structs included) as indented JSON."""
     typer.echo(msgspec.json.format(msgspec.json.encode(value)))

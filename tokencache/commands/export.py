@@ -29,6 +29,7 @@ from tokencache.commands.console import (
     ProxyOption,
     failed,
     plural,
+    print_line,
     size,
 )
 from tokencache.commands.media import write_media
@@ -398,10 +399,10 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     """Print what was exported and what was not."""
     where = "standard output" if to == "-" else to
     counts = f"{plural(rows, 'row')}, {export.tokens:,} tokens, {size(export.size)} fetched"
-    _print(console, f"{plural(len(export.exported), 'session')} in {where}: {counts}", "bold")
+    print_line(console, f"{plural(len(export.exported), 'session')} in {where}: {counts}", "bold")
     for name, words in _LEFT_OUT.items():
         if count := export.left_out[name]:
-            _print(console, f"{plural(count, 'sequence')} {words}", "yellow")
+            print_line(console, f"{plural(count, 'sequence')} {words}", "yellow")
     for names, words, style in (
         (export.incomplete, "INCOMPLETE: a reply of the model is missing (see `tokencache show`)", "bold red"),
         (export.failed, "FAILED: no trainer learns from them (see `tokencache sessions`)", "bold red"),
@@ -417,7 +418,7 @@ def _print_report(console: Console, export: Export, rows: int, to: str) -> None:
     ):
         if names:
             shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-            _print(console, f"{len(names)} {words}: {shown}", style)
+            print_line(console, f"{len(names)} {words}: {shown}", style)
 
 
 def _print_unfinished(console: Console, export: Export) -> None:
@@ -429,8 +430,4 @@ def _print_unfinished(console: Console, export: Export) -> None:
         words = f"stopped: {export.partial} holds {done}; nothing was deleted"
     else:
         words = f"stopped after {done}; nothing was deleted"
-    _print(console, words, "yellow")
-
-
-def _print(console: Console, words: str, style: str) -> None:
-    console.print(words, style=style, highlight=False, markup=False, soft_wrap=True)
+    print_line(console, words, "yellow")

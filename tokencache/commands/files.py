@@ -74,11 +74,7 @@ def _lines(
 
 
 def require_parquet() -> None:
-    """Check that Parquet files can be written.
-
-    Raises:
-        FileError: they cannot; the message says what is missing.
-    """
+    """Check that Parquet files can be written. Raises `FileError` if they cannot; the message says what is missing."""
     _parquet()
 
 

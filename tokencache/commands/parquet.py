@@ -31,6 +31,7 @@ GROUP_TOKENS, GROUP_ROWS = 1 << 20, 8192
 """A row group ends when it has at least this many tokens or rows."""
 
 _WITHOUT_ROWS, _DIGEST = b"tokencache.rollouts", b"tokencache.digest"
+_NUMBERS = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(), "float64": pa.float64()}
 _TYPES = {
     "null": pa.null(),
     "bool": pa.bool_(),
@@ -41,15 +42,9 @@ _TYPES = {
     "[]": pa.list_(pa.int32()),
     "[bool]": pa.list_(pa.bool_()),
     "[str]": pa.list_(pa.string()),
-    "[int32]": pa.list_(pa.int32()),
-    "[int64]": pa.list_(pa.int64()),
-    "[float32]": pa.list_(pa.float32()),
-    "[float64]": pa.list_(pa.float64()),
     "[[]]": pa.list_(pa.list_(pa.int32())),
-    "[[int32]]": pa.list_(pa.list_(pa.int32())),
-    "[[int64]]": pa.list_(pa.list_(pa.int64())),
-    "[[float32]]": pa.list_(pa.list_(pa.float32())),
-    "[[float64]]": pa.list_(pa.list_(pa.float64())),
+    **{f"[{name}]": pa.list_(kind) for name, kind in _NUMBERS.items()},
+    **{f"[[{name}]]": pa.list_(pa.list_(kind)) for name, kind in _NUMBERS.items()},
 }
 _WIDER = {
     "null": set(_TYPES),
@@ -242,11 +237,7 @@ class Inspection(NamedTuple):
 
 
 def inspect(path: Path) -> Inspection:
-    """Read all rows of a file and compare them with its digest.
-
-    Raises:
-        FileError: the file is not Parquet.
-    """
+    """Read all rows of a file and compare them with its digest. Raises `FileError` if the file is not Parquet."""
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names

@@ -31,7 +31,6 @@ class RewardValues(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FORM = 'a number, or {"reward": NUMBER, "components"?: {NAME: NUMBER}, "turns"?: {TURN: NUMBER}, "sequences"?: {SEQUENCE: NUMBER}}'
 
-
 FileVersion = tuple[int, int, int]
 """What is different once a file was written again."""
 

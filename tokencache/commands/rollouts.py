@@ -52,11 +52,7 @@ class RolloutSource(NamedTuple):
 
 
 def check_targets(targets: Sequence[str], *, everything: bool, pattern: str) -> None:
-    """Check that exactly one way of naming rollouts is used.
-
-    Raises:
-        typer.BadParameter: none is, or several are.
-    """
+    """Check that exactly one way of naming rollouts is used. Raises `typer.BadParameter` if none is, or several are."""
     if sum((bool(targets), everything, bool(pattern))) != 1:
         raise typer.BadParameter("give sessions or files, or --all, or --pattern 'run7-*'", param_hint="SESSION|FILE")
 
@@ -89,10 +85,6 @@ def unless_deleted(*, named: bool) -> AbstractContextManager[None]:
 
 
 def session_names(client: Client, pattern: str) -> list[str]:
-    """Return the names of the sessions that match a pattern, oldest first.
-
-    Raises:
-        ClientError: the proxy does not answer.
-    """
+    """Return the names of the sessions that match a pattern, oldest first. Raises `ClientError` if the proxy does not answer."""
     chosen = [state for state in client.sessions() if fnmatch.fnmatchcase(state.session, pattern)]
     return [state.session for state in sorted(chosen, key=lambda state: (state.created, state.session))]

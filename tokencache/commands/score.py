@@ -14,7 +14,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from tokencache.client import ClientError
 from tokencache.commands import files
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, said, size
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, PatternOption, ProxyOption, failed, plural, print_line, said, size
 from tokencache.commands.edits import edited_rows, read_edits
 from tokencache.commands.options import given, takes
 from tokencache.commands.rollouts import (
@@ -36,7 +36,6 @@ from tokencache.scoring.score import ScoreRun, score_rows
 from tokencache.trajectories.formats.registry import Format
 
 _SHOWN = 5
-
 
 _ROWS = Format("scores", "one row for each sequence", lambda _: {}, "")
 
@@ -114,20 +113,16 @@ def score_rollouts(
         raise failed(f"interrupted{_advice(journal, resume=resume)}") from None
     each = f", {run.size // run.tokens} bytes a token" if run.tokens else ""
     done = f"{plural(len(run.keys) - len(refused), 'sequence')} in {to}, {run.tokens:,} tokens scored{each}"
-    console.print(f"{done}{f', {run.kept} kept from an earlier run' if run.kept else ''}", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"{done}{f', {run.kept} kept from an earlier run' if run.kept else ''}")
     if refused:
         for key, why in list(refused.items())[:_SHOWN]:
-            console.print(f"  {key.rpartition('/')[0]}: {why}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"  {key.rpartition('/')[0]}: {why}", "yellow")
         raise failed(f"{plural(len(refused), 'sequence')} without a score (null in the file); {journal} is kept: --resume tries them again")
     journal.unlink()
 
 
 def _check_files(to: Path, journal: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check that the result can be written, before anything is scored.
-
-    Raises:
-        FileError: it cannot; the message says what to do.
-    """
+    """Check that the result can be written, before anything is scored. Raises `FileError` if it cannot; the message says what to do."""
     if not to.name.endswith((files.JSONL, files.GZIP, files.PARQUET)):
         raise FileError(f"{to}: the name must end with {files.JSONL}, {files.GZIP} or {files.PARQUET}")
     if not to.parent.is_dir():

@@ -31,11 +31,7 @@ class Sink(Protocol):
     """The number of rows written: training samples, or calls of a trace."""
 
     def write(self, rollout: bytes) -> None:
-        """Write one rollout.
-
-        Raises:
-            FileError: this kind of file cannot hold it.
-        """
+        """Write one rollout. Raises `FileError` if this kind of file cannot hold it."""
 
     def finish(self) -> None:
         """Flush everything to the disk and give the file its name."""

@@ -12,7 +12,7 @@ from tokencache.batching.forest_check import verify_forest
 from tokencache.client import Client, ClientError
 from tokencache.commands import files
 from tokencache.commands.completion import complete_session
-from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed, output, plural, printable
+from tokencache.commands.console import PROXY_URL, AdminKeyOption, ProxyOption, connecting, failed, output, plural, print_line, printable
 from tokencache.commands.sink import FileError
 from tokencache.trajectories.verify import NOT_CHECKED, CheckFailure, holes
 from tokencache.trajectories.verify_rows import verify_row
@@ -141,23 +141,23 @@ def _check_all(target: str, rollouts: Iterable[tuple[int, Any]]) -> Checked:
 def _print_report(console: Console, checked: Sequence[Checked], *, most: int | None) -> None:
     """Print the results, with at most `most` failed checks for each target."""
 
-    def print_line(words: str, style: str = "") -> None:
-        console.print(printable(words, keep="\n"), style=style, highlight=False, markup=False, soft_wrap=True)
+    def line(words: str, style: str = "") -> None:
+        print_line(console, printable(words, keep="\n"), style)
 
     for one in checked:
-        print_line(*_result(one))
+        line(*_result(one))
         for failure in one.breaks[:most]:
-            print_line(f"  {failure}".replace("\n", "\n  "))
+            line(f"  {failure}".replace("\n", "\n  "))
         if most is not None and len(one.breaks) > most:
-            print_line(f"  and {len(one.breaks) - most} more: --all prints them")
+            line(f"  and {len(one.breaks) - most} more: --all prints them")
         if one.without_digest:
             words = "without a digest, from an older version or another tool: a change of their words would not be found"
-            print_line(f"  {one.without_digest} {words}", "yellow")
+            line(f"  {one.without_digest} {words}", "yellow")
         for session, kinds in one.incomplete.items():
-            print_line(f"  incomplete: {session} ({', '.join(kinds)})", "yellow")
-    print_line("not checked, because an export cannot show it:")
-    for line in NOT_CHECKED:
-        print_line(f"  {line}")
+            line(f"  incomplete: {session} ({', '.join(kinds)})", "yellow")
+    line("not checked, because an export cannot show it:")
+    for words in NOT_CHECKED:
+        line(f"  {words}")
 
 
 def _result(checked: Checked) -> tuple[str, str]:

@@ -25,7 +25,6 @@ _Timeout = Annotated[
 _SHOWN = 10
 """Versions of the history that are printed."""
 
-
 weights_app = typer.Typer(
     help="Show, announce or replace the version of the engines' weights.", no_args_is_help=True, rich_markup_mode=None
 )

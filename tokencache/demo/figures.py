@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from rapidfuzz.distance import Prefix
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -54,10 +56,7 @@ class DemoFigures:
 def drift(before: Generation, turn: Generation) -> int:
     """Count the tokens of `before`'s prefix from the first one that `turn`'s prompt does not repeat; 0 if it repeats all."""
     prefix = before.prompt + before.completion
-    if turn.prompt[: len(prefix)] == prefix:
-        return 0
-    same = next((i for i, (a, b) in enumerate(zip(prefix, turn.prompt, strict=False)) if a != b), min(len(prefix), len(turn.prompt)))
-    return len(prefix) - same
+    return len(prefix) - Prefix.similarity(prefix, turn.prompt)
 
 
 def measure(rollout: Sequence[Generation]) -> DemoFigures:

@@ -55,7 +55,6 @@ KEY_NAME = "TOKENCACHE_SESSION_KEY"
 _WITHOUT_V1 = frozenset({ModelApiFormat.ANTHROPIC_MESSAGES, ModelApiFormat.GOOGLE_GENERATE_CONTENT})
 """API formats whose clients append the version of the API to the base URL themselves."""
 
-
 _SHARED = ("logger", "mcp_servers", "skills_dir", "load_trajectory", "environment_logs_dir", "skip_model_parsing")
 """Arguments that Harbor gives to every agent: this agent needs them, and the agent that it runs, too."""
 _OUTCOMES = {

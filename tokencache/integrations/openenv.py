@@ -183,11 +183,7 @@ class HarnessSession(ResourceSession):
         return TrainingTrace(turns=list(turns_of(self._completed.sequences)))
 
     def verify(self, transcript: list[dict[str, Any]], final_state: Any | None = None) -> VerifyResult:
-        """Return the reward of the session; `None` if it has none.
-
-        Raises:
-            RuntimeError: there is no valid rollout.
-        """
+        """Return the reward of the session; `None` if it has none. Raises `RuntimeError` if there is no valid rollout."""
         del transcript, final_state
         return VerifyResult(env_reward=self._completed.reward, done=True)
 

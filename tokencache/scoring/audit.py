@@ -3,14 +3,7 @@
 A token can be audited only with the weights that sampled it, and only if its recorded log probability is the model's own: `raw`, or of a
 call that changed nothing (temperature 1, no top-p, no masks). Everything else is listed with the reason, never left out in silence.
 
-A difference has one of these causes, as far as the record shows it. The first that fits is named:
-
-`ids`       the engine used other prompt ids than were recorded
-`mode`      the values are those after temperature, top-p or top-k, though they are said to be the model's own
-`cache`     the prompt was computed by older weights, and the prefix cache kept its keys and values
-`adapter`   the LoRA adapter has other values than when it sampled: it was replaced, or its file was overwritten
-`weights`   the engine has other weights than those that sampled
-`unknown`   none of these explains it
+A difference has one `Cause`, as far as the record shows it: the first that fits.
 
 `cache` is told apart from `weights` by the rest of the record. The turn continues a history of another version, and no salt kept the
 prefix cache apart. And either other spans of its version have no difference, or all that differ have such a history.
@@ -32,7 +25,7 @@ from tokencache.trajectories.values import Trajectory, TurnSpan
 
 
 class Cause(StrEnum):
-    """What explains a difference."""
+    """What explains a difference; `MEANING` has it in words. In the order in which they are tried."""
 
     IDS = "ids"
     MODE = "mode"
@@ -51,7 +44,6 @@ MEANING = {
     Cause.UNKNOWN: "no known cause fits",
 }
 """Each cause in words."""
-
 
 _FORCED = "a thinking budget forced these tokens"
 

@@ -79,11 +79,7 @@ class ScoringEngine:
         self.salt = secrets.token_hex(16)
 
     async def __aenter__(self) -> Self:
-        """Look what the engine serves.
-
-        Raises:
-            EngineLostError: it cannot be used.
-        """
+        """Look what the engine serves. Raises `EngineLostError` if it cannot be used."""
         try:
             await self._look()
         except BaseException:

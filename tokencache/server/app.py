@@ -170,20 +170,12 @@ class Proxy:
 
     @property
     def engine(self) -> Engine:
-        """The first engine, often the only one.
-
-        Raises:
-            IndexError: there is no engine yet.
-        """
+        """The first engine, often the only one. Raises `IndexError` if there is no engine yet."""
         return self.pool.monitors[0].engine
 
     @property
     def upstream(self) -> Upstream:
-        """URL and connections of the first engine.
-
-        Raises:
-            IndexError: there is no engine yet.
-        """
+        """URL and connections of the first engine. Raises `IndexError` if there is no engine yet."""
         return self.engine.upstream
 
     def application(self) -> web.Application:
@@ -303,11 +295,7 @@ class Proxy:
 
 
 def _spans() -> "CallSpans":
-    """Make the writer of spans.
-
-    Raises:
-        ValueError: the extra is missing.
-    """
+    """Make the writer of spans. Raises `ValueError` if the extra is missing."""
     try:
         from tokencache.proxy.spans import CallSpans  # noqa: PLC0415 - needs the extra `otel`
     except ModuleNotFoundError as why:

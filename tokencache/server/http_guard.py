@@ -65,11 +65,7 @@ def check_head(request: web.Request, session_headers: Iterable[str]) -> None:
 
 
 def check_path(path: str) -> None:
-    """Check that a path does not leave the engine's base URL through `..`, in any encoding.
-
-    Raises:
-        HarnessError: the path leaves it.
-    """
+    """Check that a path does not leave the engine's base URL through `..`, in any encoding. Raises `HarnessError` if the path leaves it."""
     route = path.partition("?")[0]
     if ".." in route.lower().replace("%2e", ".") and any(_climbs(separator.split(route)) for separator in _SEPARATORS):
         raise HarnessError("this path climbs above the engine's base URL")

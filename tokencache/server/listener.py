@@ -12,7 +12,7 @@ When as many are open as fit, those that wait for their client are closed first,
 (`http_guard.GuardedConnection.dispensable`): sockets that do nothing keep neither a harness nor a health check out.
 
 Workers on one machine share a port by `SO_REUSEPORT`: each has a socket of its own, and the kernel distributes connections by a hash of
-their addresses. One shared socket would distribute them unevenly (docs/operations.md has figures), and a connection stays with its worker
+their addresses. One shared socket would distribute them unevenly (`workers` has figures), and a connection stays with its worker
 for as long as the harness keeps it.
 """
 
@@ -116,11 +116,7 @@ class Listener:
         self._capacity = stream_capacity()
 
     def open(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: another process listens there.
-        """
+        """Listen. Raises `OSError` if another process listens there."""
         for sock in self._sockets:
             sock.listen(BACKLOG)
         self._resume()

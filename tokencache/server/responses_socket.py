@@ -94,11 +94,7 @@ class ResponsesSockets:
         self._stopping.set()
 
     async def serve(self, handshake: web.Request, session: str) -> web.StreamResponse:
-        """Serve a connection of a session until it is closed.
-
-        Raises:
-            HarnessError: the server stops.
-        """
+        """Serve a connection of a session until it is closed. Raises `HarnessError` if the server stops."""
         if self._stopping.is_set():
             raise HarnessError("the server stops", status=HTTPStatus.SERVICE_UNAVAILABLE)
         socket = web.WebSocketResponse(heartbeat=PING_SECONDS, compress=False, max_msg_size=handshake.client_max_size)
@@ -245,11 +241,7 @@ class _Frames(AbstractStreamWriter):
         self._streams = headers.get("Content-Type", "").startswith(EVENT_STREAM)
 
     async def write(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Send the events that are complete now.
-
-        Raises:
-            ConnectionError: the client has left.
-        """
+        """Send the events that are complete now. Raises `ConnectionError` if the client has left."""
         self.output_size += len(chunk)
         if not self._streams:
             self._body += chunk
@@ -280,11 +272,7 @@ class _Frames(AbstractStreamWriter):
 
 
 def _text_of(message: WSMessage) -> bytes:
-    """Return the text of a message.
-
-    Raises:
-        EOFError: there is none: the client has closed the connection, or the message is binary.
-    """
+    """Return the text of a message. Raises `EOFError` if there is none: the client has closed the connection, or the message is binary."""
     if message.type is not WSMsgType.TEXT:
         raise EOFError
     text: str = message.data

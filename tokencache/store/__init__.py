@@ -66,11 +66,7 @@ STORES: dict[str, Callable[[str, StoreOptions], Store]] = {"memory": _memory, "f
 
 
 def open_store(url: str = "memory:", options: StoreOptions | None = None) -> Store:
-    """Make the store that a URL names.
-
-    Raises:
-        ValueError: no store has this scheme, or the URL cannot be read.
-    """
+    """Make the store that a URL names. Raises `ValueError` if no store has this scheme, or the URL cannot be read."""
     scheme, colon, _ = url.partition(":")
     if not colon or scheme not in STORES:
         known = ", ".join(f"{name}:" for name in STORES)

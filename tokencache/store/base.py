@@ -39,11 +39,7 @@ class StoreError(TokencacheError):
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     kind = "store_error"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        return f"the store failed: {self}"
+    words = "the store failed: {0}"
 
 
 class SessionOverError(TokencacheError):
@@ -66,22 +62,14 @@ class SessionSealedError(SessionOverError):
     """The session that the message names is sealed: it accepts no more calls."""
 
     kind = "session_sealed"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        return f"session {self} is sealed{self.why} and accepts no more calls"
+    words = "session {0} is sealed{0.why} and accepts no more calls"
 
 
 class SessionFinishedError(SessionOverError):
     """The session that the message names is finished: it accepts no new calls. Calls in flight end normally."""
 
     kind = "session_finished"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        return f"session {self} is finished{self.why} and accepts no new calls; use another session name"
+    words = "session {0} is finished{0.why} and accepts no new calls; use another session name"
 
 
 class SessionExistsError(TokencacheError):
@@ -89,11 +77,7 @@ class SessionExistsError(TokencacheError):
 
     status = HTTPStatus.CONFLICT
     kind = "session_exists"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        return f"session {self} exists already; use another name, delete it first, or send exist_ok to join it"
+    words = "session {0} exists already; use another name, delete it first, or send exist_ok to join it"
 
 
 class OutcomeConflictError(TokencacheError):
@@ -161,11 +145,7 @@ class CursorError(TokencacheError):
 
     status = HTTPStatus.UNPROCESSABLE_ENTITY
     kind = "invalid_cursor"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        return f"the cursor cannot be used ({self}); list again without a cursor"
+    words = "the cursor cannot be used ({0}); list again without a cursor"
 
 
 class SessionGoneError(Exception):
@@ -189,12 +169,10 @@ class SessionDeletedError(TokencacheError):
 
     status = HTTPStatus.CONFLICT
     kind = "session_deleted"
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        reuse = f"`tokencache delete {self} --reuse` makes its name usable again (DELETE /tokencache/v1/sessions/{self}?reuse=true)"
-        return f"session {self} was deleted, and a late call does not create it again; {reuse}"
+    words = (
+        "session {0} was deleted, and a late call does not create it again; `tokencache delete {0} --reuse` makes its name usable again "
+        "(DELETE /tokencache/v1/sessions/{0}?reuse=true)"
+    )
 
 
 class StoreFullError(TokencacheError):
@@ -203,12 +181,10 @@ class StoreFullError(TokencacheError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     kind = "store_full"
     headers = MappingProxyType({"Retry-After": "30"})
-
-    @property
-    def client_message(self) -> str:
-        """See `TokencacheError.client_message`."""
-        advice = "export and delete sessions (tokencache export --delete), or raise the bound; existing sessions continue"
-        return f"the store accepts no new sessions: {self}: {advice}"
+    words = (
+        "the store accepts no new sessions: {0}: export and delete sessions (tokencache export --delete), or raise the bound; existing "
+        "sessions continue"
+    )
 
 
 SECRET_BYTES = 32

@@ -14,7 +14,6 @@ log = logging.getLogger(__name__)
 TOLERANCE = 10.0
 """Least difference, in seconds, between two clocks or between the steps of two clocks that counts."""
 
-
 NOT_USED = "The store does not use it: sessions expire as if it had not been set"
 """What follows if the system clock is set."""
 

@@ -69,11 +69,7 @@ def pack(record: msgspec.Struct) -> bytes:
 
 
 def unpack(packed: bytes, kind: type[R]) -> R:
-    """Decode a record.
-
-    Raises:
-        ValueError: `pack` did not write this.
-    """
+    """Decode a record. Raises `ValueError` if `pack` did not write this."""
     try:
         if packed[:1] == b"j":
             return msgspec.convert(json.loads(_inflate(packed[1:])), kind)
@@ -94,11 +90,7 @@ def pack_tokens(turn: Turn, tokens: Tokens) -> bytes:
 
 
 def unpack_tokens(packed: bytes, logprobs: bytes = b"") -> Piece:
-    """Decode what `pack_tokens` encoded.
-
-    Raises:
-        ValueError: the value is cut off.
-    """
+    """Decode what `pack_tokens` encoded. Raises `ValueError` if the value is cut off."""
     if len(packed) < HEADER.size:
         raise ValueError("the header is incomplete")
     named, shared, prompt_tokens, completion_tokens, size = HEADER.unpack_from(packed)

@@ -20,29 +20,7 @@ from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, 
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
 from tokencache.recent import Expiring
-from tokencache.store import pruning
-from tokencache.store.base import (
-    BeginResult,
-    Binding,
-    CursorError,
-    EngineEntry,
-    Entry,
-    Join,
-    OpenCall,
-    OutcomeConflictError,
-    Page,
-    SealOutcome,
-    SessionDeletedError,
-    SessionExistsError,
-    SessionFinishedError,
-    SessionGoneError,
-    SessionInfo,
-    SessionSealedError,
-    SettingsChangedError,
-    SettingsConflictError,
-    StoreFullError,
-    StoreUsage,
-)
+from tokencache.store import base, pruning
 from tokencache.store.clock import NOT_USED, ClockWatch, monotonic, system_time
 from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.memory_queue import MemoryQueue
@@ -65,7 +43,7 @@ class _Session:
         self.contexts: dict[str, bytes] = {}
         self.index: dict[bytes, list[str]] = {}
         self.continued: set[str] = set()
-        self.calls: dict[str, OpenCall] = {}
+        self.calls: dict[str, base.OpenCall] = {}
         self.begun = self.sampled = self.call_ms = self.bytes = 0
         self.incidents: list[Incident] = []
         self.engine = ""
@@ -82,7 +60,7 @@ class _Session:
         """Turns under a key, in the order recorded."""
         return [Hit(self.turn(turn), turn in self.continued) for turn in self.index.get(key, ())]
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: base.Entry) -> None:
         turn, tokens = entry.turn, entry.tokens
         self.turns[turn.id] = packed = pack(turn)
         self.tokens[turn.id] = packed_tokens = pack_tokens(turn, tokens), tokens.logprobs
@@ -118,7 +96,7 @@ class _Session:
             yield self.tokens[name][0]
             name = self.turn(name).base
 
-    def join(self, call: str, fingerprint: bytes, join: Join) -> OpenCall | None:
+    def join(self, call: str, fingerprint: bytes, join: base.Join) -> base.OpenCall | None:
         """Find an open call with this fingerprint that may be joined, and mark it as wanted. A call that is open joins none."""
         if call in self.calls or not fingerprint:
             return None
@@ -129,10 +107,10 @@ class _Session:
                 return self.calls[name]
         return None
 
-    def info(self, name: str) -> SessionInfo:
+    def info(self, name: str) -> base.SessionInfo:
         """Return the state."""
         latest = self.turn(self._newest[1]) if self.turns else None
-        return SessionInfo(
+        return base.SessionInfo(
             id=name,
             created=self.created,
             used=self.used,
@@ -191,10 +169,10 @@ class MemoryStore(MemoryQueue):
         self._sessions = _Sessions(ttl_seconds, monotonic)
         self._tombstones: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)
         self._deleted: Expiring[str, bool] = Expiring(tombstone_seconds, monotonic)  # epochs
-        self._bindings: Expiring[str, Binding] = Expiring(ttl_seconds, monotonic)
+        self._bindings: Expiring[str, base.Binding] = Expiring(ttl_seconds, monotonic)
         self._alive_until: dict[str, float] = {}
         self._watch = ClockWatch("system", NOT_USED)
-        self._engines: dict[tuple[str, str], EngineEntry] = {}
+        self._engines: dict[tuple[str, str], base.EngineEntry] = {}
         self._weights = WeightsState()
 
     async def open(self) -> None:
@@ -206,8 +184,8 @@ class MemoryStore(MemoryQueue):
     async def ping(self) -> None:
         pass
 
-    async def usage(self) -> StoreUsage:
-        return StoreUsage.of(self._bytes(), self._max_bytes, len(self._sessions), self._max_sessions)
+    async def usage(self) -> base.StoreUsage:
+        return base.StoreUsage.of(self._bytes(), self._max_bytes, len(self._sessions), self._max_sessions)
 
     async def secret(self, known: bytes = b"") -> bytes:
         self._secret = self._secret or known or secrets.token_bytes(32)
@@ -227,11 +205,11 @@ class MemoryStore(MemoryQueue):
             self._sessions[session] = _Session(self._clock.now(), settings, labels)
             return True
         if not exist_ok and not adopt:
-            raise SessionExistsError(session)
+            raise base.SessionExistsError(session)
         if adopt and not held.settings:
             held.settings, held.digest = settings, settings.digest
         if settings and settings != held.settings:
-            raise SettingsConflictError(session, settings.differences(held.settings))
+            raise base.SettingsConflictError(session, settings.differences(held.settings))
         held.labels = held.labels.changed(labels.changes)
         self._use(session)
         return False
@@ -248,34 +226,34 @@ class MemoryStore(MemoryQueue):
         *,
         fingerprint: bytes = b"",
         replica: str = "",
-        join: Join = "never",
+        join: base.Join = "never",
         settings: bytes = b"",
-    ) -> BeginResult:
+    ) -> base.BeginResult:
         held = self._sessions.get(session)
         if held is None:
             if session in self._tombstones:
-                raise SessionDeletedError(session)
+                raise base.SessionDeletedError(session)
             self._check_capacity()
             held = _Session(self._clock.now())
         if held.sealed:
-            raise SessionSealedError(session)
+            raise base.SessionSealedError(session)
         if held.finished is not None:
-            raise SessionFinishedError(session)
+            raise base.SessionFinishedError(session)
         if held.digest != settings:
-            raise SettingsChangedError(held.settings)
+            raise base.SettingsChangedError(held.settings)
         self._sessions[session] = held
         duplicate, now = held.join(call, fingerprint, join), self._clock.now()
         if duplicate is None:
             held.used = now
             held.begun += held.calls.pop(call, None) is None
-            held.calls[call] = OpenCall(call, held.used, fingerprint, replica)
+            held.calls[call] = base.OpenCall(call, held.used, fingerprint, replica)
         found: list[list[Hit]] = [[] for _ in keys]
         for i, key in enumerate(keys):
             if key in held.index:
                 found[i] = held.hits(key)
                 if key[:1] == b"c":
                     break
-        return BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created, held.engine)
+        return base.BeginResult(held.epoch, found, duplicate, held.begun, held.sampled, now - held.created, held.engine)
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
         held = self._sessions.get(session)
@@ -312,7 +290,7 @@ class MemoryStore(MemoryQueue):
         session: str,
         epoch: str,
         call: str,
-        entries: Sequence[Entry],
+        entries: Sequence[base.Entry],
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
@@ -340,25 +318,25 @@ class MemoryStore(MemoryQueue):
             held = self._sessions[session] = _Session(self._clock.now())
         held.incidents += incidents
 
-    async def sessions(self) -> AsyncIterator[SessionInfo]:
+    async def sessions(self) -> AsyncIterator[base.SessionInfo]:
         for name in list(self._sessions):
             info = await self.session(name)
             if info is not None:
                 yield info
 
-    async def page(self, cursor: bytes, limit: int) -> Page:
+    async def page(self, cursor: bytes, limit: int) -> base.Page:
         try:
             after = untext(cursor)  # the name that the last page ended with; no session has an empty name
         except UnicodeDecodeError:
-            raise CursorError("it is not a cursor of this store") from None
+            raise base.CursorError("it is not a cursor of this store") from None
         names = heapq.nsmallest(limit, (name for name in self._sessions if name > after))
         infos = [info for info in await self.states(names) if info is not None]
-        return Page(infos, text(names[-1]) if len(names) == limit else b"")
+        return base.Page(infos, text(names[-1]) if len(names) == limit else b"")
 
-    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
+    async def states(self, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
         return [await self.session(name) for name in sessions]
 
-    async def session(self, session: str) -> SessionInfo | None:
+    async def session(self, session: str) -> base.SessionInfo | None:
         held = self._sessions.get(session)
         return held.info(session) if held else None
 
@@ -377,7 +355,7 @@ class MemoryStore(MemoryQueue):
     async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
         held, other = self._use(session), self._use(source)
         if held is None or other is None:
-            raise SessionGoneError(source if held is not None else session)
+            raise base.SessionGoneError(source if held is not None else session)
         if missing := [turn.id for turn in turns if turn.id not in other.turns]:
             raise KeyError(missing[0])
         held.share(other, turns)
@@ -387,25 +365,25 @@ class MemoryStore(MemoryQueue):
         if held is None:
             return False
         if outcome is not None and (held.sealed if held.outcome is None else held.outcome.kind != outcome.kind):
-            raise OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
+            raise base.OutcomeConflictError(session, outcome.kind, held.outcome.kind if held.outcome is not None else "")
         held.outcome, held.engine = held.outcome or outcome, ""
         held.finished = self._clock.now() if held.finished is None else held.finished
         self._use(session)
         return True
 
-    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> base.SealOutcome:
         held = self._sessions.get(session)
         if held is None:
-            return SealOutcome.MISSING
+            return base.SealOutcome.MISSING
         if held.sealed:
-            return SealOutcome.SEALED
+            return base.SealOutcome.SEALED
         if held.finished is None or held.calls:
             if not force:
-                return SealOutcome.UNFINISHED if held.finished is None else SealOutcome.CALLS_IN_FLIGHT
+                return base.SealOutcome.UNFINISHED if held.finished is None else base.SealOutcome.CALLS_IN_FLIGHT
             held.incidents.append(sealed_early(finished=held.finished is not None, open_calls=len(held.calls), at=at))
         held.sealed, held.engine = True, ""
         self._use(session)
-        return SealOutcome.SEALED
+        return base.SealOutcome.SEALED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:
         held = self._use(session)
@@ -465,10 +443,10 @@ class MemoryStore(MemoryQueue):
         held = self._sessions.get(session)
         return [StoredMedium(sha256, kind, len(content)) for sha256, (kind, content) in held.media.items()] if held else []
 
-    async def bind_key(self, key: str, binding: Binding) -> None:
+    async def bind_key(self, key: str, binding: base.Binding) -> None:
         self._bindings[key] = binding
 
-    async def binding_of_key(self, key: str) -> Binding | None:
+    async def binding_of_key(self, key: str) -> base.Binding | None:
         binding = self._bindings.get(key)
         if binding is not None:
             self._bindings[key] = binding
@@ -477,13 +455,13 @@ class MemoryStore(MemoryQueue):
     async def unbind_key(self, key: str) -> bool:
         return self._bindings.pop(key, None) is not None
 
-    async def put_engine(self, entry: EngineEntry) -> None:
+    async def put_engine(self, entry: base.EngineEntry) -> None:
         self._engines[entry.url, entry.replica] = entry
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
         self._engines.pop((url, replica), None)
 
-    async def engines(self) -> list[EngineEntry]:
+    async def engines(self) -> list[base.EngineEntry]:
         return list(self._engines.values())
 
     async def weights(self) -> WeightsState:
@@ -496,9 +474,9 @@ class MemoryStore(MemoryQueue):
 
     def _check_capacity(self) -> None:
         if self._max_sessions and len(self._sessions) >= self._max_sessions:
-            raise StoreFullError(f"there are {len(self._sessions)} sessions, and --max-sessions is {self._max_sessions}")
+            raise base.StoreFullError(f"there are {len(self._sessions)} sessions, and --max-sessions is {self._max_sessions}")
         if self._max_bytes and (used := self._bytes()) >= self._max_bytes:
-            raise StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
+            raise base.StoreFullError(f"the records take {used} bytes, and --max-store-bytes is {self._max_bytes}")
 
     def _bytes(self) -> int:
         return sum(held.bytes for held in self._sessions.values())
@@ -510,5 +488,5 @@ class MemoryStore(MemoryQueue):
     def _use_epoch(self, session: str, epoch: str) -> _Session:
         held = self._use(session) if self._sessions.epoch(session) == epoch else None
         if held is None:
-            raise SessionGoneError(session, deleted=epoch in self._deleted)
+            raise base.SessionGoneError(session, deleted=epoch in self._deleted)
         return held

@@ -4,17 +4,13 @@ First the types (pydantic in vLLM), then the values and combinations of fields, 
 several faults is reported. As in vLLM, unknown fields are ignored, so an old engine silently ignores `kv_transfer_params.prompt_token_ids`.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokencache.testing.errors import RefusalResponse, schema_refusal, senseless, unknown_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _KINDS: dict[str, tuple[tuple[type, ...], str, str]] = {
     "str": ((str,), "string_type", "Input should be a valid string"),
@@ -36,11 +32,7 @@ _MAX_LOGPROBS = 20
 
 
 def read_json(raw: bytes, content_type: str) -> dict[str, Any]:
-    """Parse the JSON object in `raw`.
-
-    Raises:
-        RefusalResponse: with FastAPI's errors as vLLM words them.
-    """
+    """Parse the JSON object in `raw`. Raises `RefusalResponse` with FastAPI's errors, as vLLM words them."""
     if content_type != "application/json":
         raise RefusalResponse("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", kind="Bad Request")
     if not raw:
@@ -130,11 +122,7 @@ class ChatRequest:
 
 
 def read_chat_request(body: dict[str, Any], headers: Mapping[str, str], *, served: str, vocabulary: int) -> ChatRequest:
-    """Validate a body, and read what the engine uses.
-
-    Raises:
-        RefusalResponse: it is invalid.
-    """
+    """Validate a body, and read what the engine uses. Raises `RefusalResponse` if it is invalid."""
     if "messages" not in body:
         raise schema_refusal("body.messages", "missing", "Field required", body)
     check_types(body)

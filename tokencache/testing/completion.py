@@ -6,28 +6,23 @@ visible text. `prompt_logprobs` has the values of the model's own distribution u
 embeddings are refused.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokencache.testing import wire
 from tokencache.testing.chat_request import ChatRequest, read_chat_request
+from tokencache.testing.dev_mode import DevMode
 from tokencache.testing.errors import senseless
 from tokencache.testing.generation import GenerationStep, LogprobsMode, Token, generate, prompt_token, within_budget
+from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
 from tokencache.testing.parser import StreamParser, count_reasoning, parse_reply, reasoning_is_over
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-
-    from tokencache.testing.dev_mode import DevMode
-    from tokencache.testing.ground_truth import GroundTruthEntry, GroundTruthLog
-    from tokencache.testing.replies import ReplyGenerator
-    from tokencache.testing.tokenizer import SimTokenizer
-    from tokencache.testing.weights import KeysAndValues, SimulatedWeights
+from tokencache.testing.replies import ReplyGenerator
+from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.weights import KeysAndValues, SimulatedWeights
 
 _DEFAULT_TOKENS = 16
 """vLLM's default of `max_tokens` for text completions."""

@@ -8,29 +8,20 @@ A streamed `derender` (0.31 and later) returns the delta of some more ids. Its c
 arrived together. The parser reads them again each time.
 """
 
-from __future__ import annotations
-
 import codecs
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from tokencache.testing.chat_request import ChatRequest
 from tokencache.testing.errors import senseless
 from tokencache.testing.parser import StreamParser, parse_reply, reasoning_is_over
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.tokenizer import SimTokenizer
 
 
 def derendered(request: ChatRequest, generated: dict[str, Any], tokenizer: SimTokenizer) -> dict[str, Any]:
-    """Make a chat completion from a `generate_response`.
-
-    Raises:
-        RefusalResponse: a choice has no ids.
-    """
+    """Make a chat completion from a `generate_response`. Raises `RefusalResponse` if a choice has no ids."""
     choices = []
     for choice in generated["choices"]:
         if not choice["token_ids"]:

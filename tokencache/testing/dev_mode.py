@@ -6,19 +6,14 @@ it. `GET /weight_info` and `POST /update_weight_version` read and write a label 
 method `reload_weights` replaces the weights; here the path is their name.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 from aiohttp import web
 
 from tokencache.testing.chat_request import read_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tokencache.testing.weights import SimulatedWeights
+from tokencache.testing.weights import SimulatedWeights
 
 PauseMode = Literal["", "abort", "keep", "wait"]
 

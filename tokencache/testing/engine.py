@@ -11,8 +11,6 @@ beforehand, their ids always differ from the canonical tokenization, and faults 
 To run it as a process: `python -m tokencache.testing.engine --port 8000 --episodes episodes.json`.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -21,13 +19,15 @@ import json
 import signal
 import time
 from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
+import msgspec
 from aiohttp import web
 
 from tokencache.testing import wire
-from tokencache.testing.chat_request import check_types, read_chat_request, read_json
+from tokencache.testing.chat_request import ChatRequest, check_types, read_chat_request, read_json
 from tokencache.testing.completion import ChatCompletion, Completion, CompletionSettings, TextCompletion, read_text_request
 from tokencache.testing.derender import derendered, derendered_chunk, rendered
 from tokencache.testing.dev_mode import DevMode
@@ -41,11 +41,6 @@ from tokencache.testing.replies import ReplyGenerator
 from tokencache.testing.responses import empty_response, fail_request, json_response, refuse, stream_refusal, stream_reply
 from tokencache.testing.tokenizer import build_tokenizer
 from tokencache.testing.weights import SimulatedWeights
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
 
 Kind = TypeVar("Kind", bound=Completion)
 
@@ -336,7 +331,7 @@ class SimulatedEngine:
         try:
             if completion.request.stream:
                 return await stream_reply(http, completion, fault)
-            raw = wire.encode(await completion.whole())
+            raw = msgspec.json.encode(await completion.whole())
         except BaseException:
             completion.abort()
             raise
@@ -422,20 +417,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--enable-scale-out", action="store_true", help="serve render and derender, as vLLM with this option")
     parser.add_argument("--control", action="store_true", help="accept faults over HTTP: POST /control/faults")
     options = parser.parse_args(arguments)
+    same = ("model", "seed", "drift", "max_model_len", "token_delay", "chunk_tokens", "logprobs_mode", "dev_mode", "journal")
     engine = SimulatedEngine(
         episodes=json.loads(options.episodes.read_text(encoding="utf-8")) if options.episodes else None,
-        model=options.model,
-        seed=options.seed,
-        drift=options.drift,
-        max_model_len=options.max_model_len,
-        token_delay=options.token_delay,
-        chunk_tokens=options.chunk_tokens,
         honours_ids=not options.ignore_ids,
-        logprobs_mode=options.logprobs_mode,
-        dev_mode=options.dev_mode,
         derenders=options.enable_scale_out,
-        journal=options.journal,
         orders=FaultOrders() if options.control else None,
+        **{name: getattr(options, name) for name in same},
     )
     engine.replies.repeatable = options.repeatable
     with contextlib.suppress(KeyboardInterrupt):

@@ -5,8 +5,6 @@ a message that lists the faults. Then a well-formed but invalid value gives `"ty
 an unknown model is 404. The texts were recorded from a running 0.32.0 server.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -13,12 +13,10 @@ Each fault happens to the next request for its route whose body contains its `wo
 left out.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -64,43 +62,43 @@ class Fault:
     path: str = _CHAT
 
     @classmethod
-    def answer(cls, status: int, body: bytes | str = b"", *, content_type: str = "application/json", path: str = _CHAT) -> Fault:
+    def answer(cls, status: int, body: bytes | str = b"", *, content_type: str = "application/json", path: str = _CHAT) -> Self:
         """Respond with `status` and `body` instead of generating."""
         raw = body.encode() if isinstance(body, str) else body
         return cls(FaultKind.STATUS, status=status, body=raw, content_type=content_type, path=path)
 
     @classmethod
-    def hang(cls, *, path: str = _CHAT) -> Fault:
+    def hang(cls, *, path: str = _CHAT) -> Self:
         """Never respond."""
         return cls(FaultKind.HANG, path=path)
 
     @classmethod
-    def truncated_json(cls, *, path: str = _CHAT) -> Fault:
+    def truncated_json(cls, *, path: str = _CHAT) -> Self:
         """Respond 200 with half of the JSON. For requests that do not stream."""
         return cls(FaultKind.TRUNCATED, path=path)
 
     @classmethod
-    def stall(cls) -> Fault:
+    def stall(cls) -> Self:
         """Send everything except the end of the stream."""
         return cls(FaultKind.STALL)
 
     @classmethod
-    def cut(cls, after: int) -> Fault:
+    def cut(cls, after: int) -> Self:
         """End the stream after this many chunks."""
         return cls(FaultKind.CUT, after=after)
 
     @classmethod
-    def error_event(cls, after: int, message: str = "Internal server error", *, status: int = 500) -> Fault:
+    def error_event(cls, after: int, message: str = "Internal server error", *, status: int = 500) -> Self:
         """Send an error event with this status after this many chunks of the stream."""
         return cls(FaultKind.ERROR_EVENT, status=status, after=after, body=message.encode())
 
     @classmethod
-    def close(cls, after: int = 0, *, path: str = _CHAT) -> Fault:
+    def close(cls, after: int = 0, *, path: str = _CHAT) -> Self:
         """Close the connection: before any response, or after this many chunks of a stream."""
         return cls(FaultKind.CLOSE, after=after, path=path)
 
     @classmethod
-    def abort(cls, after: int) -> Fault:
+    def abort(cls, after: int) -> Self:
         """Abort the reply after this many tokens."""
         return cls(FaultKind.ABORT, after=after)
 

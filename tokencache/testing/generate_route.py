@@ -3,20 +3,15 @@
 Only `output_mode: "text"` and whole replies are simulated.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tokencache.testing import wire
+from tokencache.testing.chat_request import ChatRequest
 from tokencache.testing.completion import TextCompletion, read_text_request
 from tokencache.testing.errors import senseless
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.generation import Token
-    from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.generation import Token
+from tokencache.testing.tokenizer import SimTokenizer
 
 GENERATE = "/inference/v1/generate"
 

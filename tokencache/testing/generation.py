@@ -5,20 +5,15 @@ tokens of `☕` have no text. Characters that may belong to a stop string are he
 text.
 """
 
-from __future__ import annotations
-
 import codecs
 import math
 import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.tokenizer import SimTokenizer
-
+from tokencache.testing.chat_request import ChatRequest
+from tokencache.testing.tokenizer import SimTokenizer
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """vLLM's `--logprobs-mode`: which values are returned as log probabilities."""

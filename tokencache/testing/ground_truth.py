@@ -7,15 +7,11 @@ completion ids and log probabilities, whether or not they were requested, sent, 
 and with it the tokens that were sampled but never received. The file keeps them: SIGKILL does not undo a completed `write`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(slots=True)

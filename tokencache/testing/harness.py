@@ -14,20 +14,16 @@ It receives text, like any OpenAI client, and keeps its own history, as real har
 After a reply without a call it sends the next of `follow_ups`. It does not know about the proxy, which sees only its HTTP requests.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 FOLLOW_UPS = (
     "Good. Now the next one, please.",

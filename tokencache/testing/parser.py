@@ -17,18 +17,14 @@ running server.
 So a stream and a whole reply agree for well-formed text and differ as above for the rest. The tests list both.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.tokenizer import SimTokenizer
 
 _THINK, _END_THINK, _CALL, _END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 _DROPPED = ("<|im_end|>", "<|endoftext|>")

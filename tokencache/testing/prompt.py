@@ -11,19 +11,14 @@ vLLM 0.32 changes messages and tools before it passes them to the chat template 
 * drops the line `x-anthropic-billing-header…` that Claude Code puts into its system prompt.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from tokencache.testing.errors import RefusalResponse, senseless
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.tokenizer import SimTokenizer
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the template writes for an image."""

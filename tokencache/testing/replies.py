@@ -16,21 +16,16 @@ vLLM's qwen3 parser reads a reply without `</think>` as reasoning only (see `par
 `<think>\n…\n</think>\n\n` at the beginning, or turn it off with `chat_template_kwargs: {"enable_thinking": false}`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tokencache.testing.chat_request import ChatRequest
 from tokencache.testing.parser import reasoning_is_over
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.tokenizer import SimTokenizer
+from tokencache.testing.tokenizer import SimTokenizer
 
 _EPISODE = re.compile(r"EPISODE:([A-Za-z0-9_-]+)")
 _OPENER = "<|im_start|>assistant\n"

@@ -1,23 +1,18 @@
 """Sends the simulated engine's responses: JSON, server-sent events and refusals, and carries out faults."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from tokencache.testing import wire
+from tokencache.testing.completion import Completion
 from tokencache.testing.errors import RefusalResponse
 from tokencache.testing.faults import Fault, FaultKind
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from tokencache.testing.completion import Completion
-
 
 _FINISHES = b'"finish_reason":"'
 
@@ -100,4 +95,4 @@ async def empty_response(_: web.Request) -> web.Response:
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Make a response with a JSON body."""
-    return web.Response(status=status, body=wire.encode(value), content_type="application/json", headers=headers)
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json", headers=headers)

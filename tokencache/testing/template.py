@@ -13,20 +13,15 @@ Rendering follows Hugging Face transformers (`utils/chat_template_utils.py`): an
 `tojson` filter that keeps non-ASCII characters, and a function `raise_exception`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from jinja2 import Template
 
 CHAT_TEMPLATE = r"""
 {%- macro turn(role, body) -%}

@@ -13,22 +13,18 @@ Python's standard library with its docstrings, and some lines of conversation as
 Python version. Another version gives different ids, so do not store them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
+import random
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokencache.testing.template import CHAT_TEMPLATE, render
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator, Mapping, Sequence
 
 _MODULES = (
     "argparse", "inspect", "json.decoder", "typing", "datetime", "subprocess", "tarfile", "difflib", "logging", "http.client",

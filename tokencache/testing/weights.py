@@ -7,13 +7,8 @@ the prefix cache after a change of weights has other log probabilities than on a
 The prefix cache works as in vLLM: whole blocks, found by the ids up to their end and by the request's `cache_salt` and adapter.
 """
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 BLOCK = 16
 """Tokens in a block of the prefix cache."""
@@ -51,7 +46,7 @@ class SimulatedWeights:
         self.cache.clear()
         self.recomputed += running
 
-    def begin(self, model: str, salt: str, prompt: Sequence[int], *, reads_cache: bool = True) -> KeysAndValues:
+    def begin(self, model: str, salt: str, prompt: Sequence[int], *, reads_cache: bool = True) -> "KeysAndValues":
         """Compute a prompt, as far as it is not cached; its last token is never taken from the cache."""
         return KeysAndValues(self, model, salt, prompt, reads_cache=reads_cache)
 

@@ -5,33 +5,22 @@ in the others unless requested; `stop_reason` is only in the last chunk of a cho
 follows and has it. These forms were recorded from a running server.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from tokencache.testing.parser import new_call_id
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from tokencache.testing.chat_request import ChatRequest
-    from tokencache.testing.generation import GenerationStep, Token
-    from tokencache.testing.parser import ParsedText
+from tokencache.testing.chat_request import ChatRequest
+from tokencache.testing.generation import GenerationStep, Token
+from tokencache.testing.parser import ParsedText, new_call_id
 
 FINGERPRINT = "vllm-0.32.0-51b0ca5e"
 """`system_fingerprint` of every reply."""
 
 
-def encode(value: Any) -> bytes:
-    """Return compact JSON, non-ASCII characters as they are."""
-    return msgspec.json.encode(value)
-
-
 def event(value: Any) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -79,14 +68,10 @@ def whole_choice(request: ChatRequest, index: int, parsed: ParsedText, tokens: S
     message["reasoning"] = parsed.reasoning if request.include_reasoning else None
     shows = request.include_reasoning
     return {
-        "index": index,
-        "message": message,
-        "logprobs": logprobs(tokens, request) if request.logprobs and shows else None,
-        "finish_reason": "tool_calls" if parsed.tool_calls else last.finish_reason,
-        "stop_reason": last.stop_reason,
-        "token_ids": [token.id for token in tokens] if request.return_token_ids and shows else None,
-        "routed_experts": None,
-    }
+        "index": index, "message": message, "logprobs": logprobs(tokens, request) if request.logprobs and shows else None,
+        "finish_reason": "tool_calls" if parsed.tool_calls else last.finish_reason, "stop_reason": last.stop_reason,
+        "token_ids": [token.id for token in tokens] if request.return_token_ids and shows else None, "routed_experts": None,
+    }  # fmt: skip
 
 
 def whole_reply(
@@ -94,31 +79,17 @@ def whole_reply(
 ) -> dict[str, Any]:
     """Return the body of a reply that is not streamed; `created` in seconds of Unix time."""
     return {
-        "id": request.request_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": request.model,
-        "choices": choices,
-        "service_tier": None,
-        "system_fingerprint": FINGERPRINT,
-        "usage": counts,
-        "prompt_logprobs": None,
-        "prompt_token_ids": prompt_ids if request.return_token_ids else None,
-        "prompt_text": None,
-        "kv_transfer_params": None,
-        "ec_transfer_params": None,
-        "metrics": None,
-    }
+        "id": request.request_id, "object": "chat.completion", "created": created, "model": request.model, "choices": choices,
+        "service_tier": None, "system_fingerprint": FINGERPRINT, "usage": counts, "prompt_logprobs": None,
+        "prompt_token_ids": prompt_ids if request.return_token_ids else None, "prompt_text": None,
+        "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None,
+    }  # fmt: skip
 
 
 def _chunk(request: ChatRequest, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": request.request_id,
-        "object": "chat.completion.chunk",
-        "created": created,
-        "model": request.model,
-        "choices": choices,
-    }
+        "id": request.request_id, "object": "chat.completion.chunk", "created": created, "model": request.model, "choices": choices,
+    }  # fmt: skip
 
 
 def role_chunk(request: ChatRequest, created: int, index: int, prompt_ids: Sequence[int]) -> dict[str, Any]:

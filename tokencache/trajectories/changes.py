@@ -14,6 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 import msgspec
+from rapidfuzz.distance import Postfix, Prefix
 
 from tokencache.core.context import Context, Raw
 from tokencache.core.messages import Message, canonical_arguments, digest, exact_digest
@@ -195,8 +196,8 @@ def _said(message: Message) -> str:
 
 def _sides(before: str, after: str) -> str:
     """Write the parts of two texts between their common beginning and their common end, up to the next blanks."""
-    head = _common(before, after)
-    tail = _common(before[head:][::-1], after[head:][::-1])
+    head = Prefix.similarity(before, after)
+    tail = Postfix.similarity(before[head:], after[head:])
     shared, rest = before[max(head - _AROUND, 0) : head], before[len(before) - tail :][:_AROUND]
     begin = head - len(shared) + max(map(shared.rfind, " \n\t")) + 1
     more = min((at for at in map(rest.find, " \n\t") if at >= 0), default=len(rest))
@@ -206,15 +207,3 @@ def _sides(before: str, after: str) -> str:
 def _clipped(text: str) -> str:
     shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
     return shown.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t") if text.strip() else f'"{shown}"'.replace("\n", "\\n")
-
-
-def _common(one: str, other: str) -> int:
-    """Count the characters at the beginning that two texts share."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

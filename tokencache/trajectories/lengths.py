@@ -27,7 +27,6 @@ LIMITS = ("max_length", "max_prompt_length", "max_response_length")
 MOST = 2**31
 """The largest limit, in tokens."""
 
-
 _Tokens = Annotated[int, Meta(ge=1)]
 _Lag = Annotated[int, Meta(ge=0)]
 

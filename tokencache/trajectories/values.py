@@ -19,39 +19,6 @@ from tokencache.core.weights import Announced
 from tokencache.store.base import OpenCall
 from tokencache.trajectories.placeholders import are_unplaced
 
-__all__ = [
-    "AgentLabel",
-    "Anchor",
-    "Announced",
-    "Conditions",
-    "DeliveryState",
-    "Drift",
-    "DriftFigures",
-    "EngineState",
-    "EngineWeightsInfo",
-    "ExpertPart",
-    "Figures",
-    "GroupState",
-    "Incident",
-    "Link",
-    "OpenCall",
-    "OverlongFigures",
-    "PastReward",
-    "PlacedMedia",
-    "QueueState",
-    "RewardState",
-    "Sequence",
-    "Served",
-    "SessionState",
-    "StaleFigures",
-    "ToolCall",
-    "Trajectory",
-    "TurnChange",
-    "TurnRequest",
-    "TurnSpan",
-    "WeightsInfo",
-]
-
 
 class Served(msgspec.Struct, frozen=True):
     """The reply as the harness received it."""

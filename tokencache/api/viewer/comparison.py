@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-from rapidfuzz.distance import Indel
+from rapidfuzz.distance import Indel, Postfix, Prefix
 
 from tokencache.core.added_text import judge_echo
 from tokencache.core.context import Context, whole_context
@@ -206,9 +206,8 @@ def _joined(found: Sequence[Segment]) -> list[Segment]:
 
 def _ends(served: str, echoed: str) -> tuple[Segment, ...]:
     """Split two texts into a common beginning, a common end, and the part between them."""
-    shortest = min(len(served), len(echoed))
-    head = _if_enough(next((i for i in range(shortest) if served[i] != echoed[i]), shortest))
-    tail = _if_enough(next((i for i in range(shortest - head) if served[-1 - i] != echoed[-1 - i]), shortest - head))
+    head = _if_enough(Prefix.similarity(served, echoed))
+    tail = _if_enough(Postfix.similarity(served[head:], echoed[head:]))
     ours, theirs = served[head : len(served) - tail], echoed[head : len(echoed) - tail]
     between: list[Segment] = [("differs", ours, theirs)] if ours or theirs else []
     return (*_same(served[:head]), *between, *_same(served[len(served) - tail :]))

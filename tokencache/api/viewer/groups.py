@@ -48,23 +48,11 @@ def find_parting(sequences: Mapping[str, bytes]) -> Parting | None:
     first, last = min(sequences.values(), default=b""), max(sequences.values(), default=b"")
     if first == last:
         return None
-    at = _common(first, last)  # all others are between them in order, so they share at least as much
+    at = ids.common_head(first, last)  # all others are between them in order, so they share at least as much
     by_token: dict[bytes, dict[str, bytes]] = {}
     for name, packed in sequences.items():
         by_token.setdefault(packed[at * ids.ID_BYTES : (at + 1) * ids.ID_BYTES], {})[name] = packed
     return Parting(at, [(list(branch), find_parting(branch)) for branch in by_token.values()])
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """Count the tokens at the beginning that two sequences share."""
-    low, high = 0, min(len(one), len(other)) // ids.ID_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[: middle * ids.ID_BYTES] == other[: middle * ids.ID_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class _Member(NamedTuple):

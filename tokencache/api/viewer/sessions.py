@@ -19,6 +19,9 @@ from tokencache.trajectories.versions import count_versions
 
 _PREVIEW = 160
 """Characters of a reply that are shown next to its turn."""
+_NAMES = ("id", "call", "match", "reason", "parent", "origin", "finish_reason", "marks", "model", "harness", "dialect")
+_FIGURES = ("prompt_tokens", "completion_tokens", "stream", "choice", "messages", "tools", "created", "seconds")
+"""Members of a turn that are shown as they are."""
 
 
 def outline(info: SessionInfo, turns: Sequence[Turn], owed: Sequence[Incident], announced: Sequence[Announced] = ()) -> dict[str, Any]:
@@ -84,30 +87,12 @@ def _turns(turns: Sequence[Turn], sequence_of: Mapping[str, int], parents: Abstr
     return [
         {
             "number": number,
-            "id": turn.id,
-            "call": turn.call,
             "sequence": sequence_of[turn.id],
-            "match": turn.match,
-            "reason": turn.reason,
-            "parent": turn.parent,
-            "origin": turn.origin,
+            **{name: getattr(turn, name) for name in _NAMES + _FIGURES},
             "forgiven": turn.applied_rules,
             "anchors": len(turn.anchors),
-            "prompt_tokens": turn.prompt_tokens,
-            "completion_tokens": turn.completion_tokens,
-            "finish_reason": turn.finish_reason,
-            "marks": turn.marks,
             "replaced": sorted(turn.replaced),
-            "model": turn.model,
-            "harness": turn.harness,
             "agent": None if turn.agent is None else msgspec.structs.asdict(turn.agent),
-            "dialect": turn.dialect,
-            "stream": turn.stream,
-            "choice": turn.choice,
-            "messages": turn.messages,
-            "tools": turn.tools,
-            "created": turn.created,
-            "seconds": turn.seconds,
             "continued": turn.id in parents,
             # the harness continued with another answer to the same conversation
             "thrown_away": turn.id not in parents and turn.position_key in continued_places,

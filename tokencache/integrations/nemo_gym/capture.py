@@ -191,11 +191,7 @@ def _memory() -> Store:
 
 
 def _session(rollout_id: str) -> str:
-    """The session of a rollout.
-
-    Raises:
-        ValueError: Gym does not accept this id.
-    """
+    """The session of a rollout. Raises `ValueError` if Gym does not accept this id."""
     return f"gym-capture-{gym.validate_rollout_id(rollout_id)}"
 
 

@@ -51,11 +51,7 @@ class Disk:
         self.failure = ""
 
     def open(self) -> None:
-        """Take the reserve.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
+        """Take the reserve. Raises `OSError` if the file cannot be made."""
         self._reserve = os.open(f"{self._path}-reserve", os.O_CREAT | os.O_RDWR, 0o600)
         self._take()
 
@@ -106,20 +102,12 @@ class Disk:
                 log.info("file: the reserve on the disk of %s is taken again", self._path)
 
     def check_room(self, database: sqlite3.Connection) -> None:
-        """Check, after a write has failed, whether there is room again.
-
-        Raises:
-            StoreError: there is none, and how the write failed.
-        """
+        """Check, after a write has failed, whether there is room again. Raises `StoreError` if there is none, and how the write failed."""
         if _room(database) < _ROOM:
             raise StoreError(self.failure)
 
     def check_capacity(self, database: sqlite3.Connection, most: int) -> None:
-        """Check whether a session may be added; `most` is `--max-store-bytes`, 0 if it is not set.
-
-        Raises:
-            StoreFullError: none may.
-        """
+        """Check whether a session may be added; `most` is `--max-store-bytes`, 0 if it is not set. Raises `StoreFullError` if none may."""
         used, limit = self.usage(database, most)
         if most and used >= most:
             raise StoreFullError(f"the file holds {used} bytes, and --max-store-bytes is {most}")

@@ -18,29 +18,7 @@ from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
-from tokencache.store.base import (
-    BeginResult,
-    Binding,
-    CursorError,
-    EngineEntry,
-    Entry,
-    Join,
-    OpenCall,
-    OutcomeConflictError,
-    Page,
-    SealOutcome,
-    SessionDeletedError,
-    SessionExistsError,
-    SessionFinishedError,
-    SessionGoneError,
-    SessionInfo,
-    SessionSealedError,
-    SettingsChangedError,
-    SettingsConflictError,
-    StoreError,
-    StoreFullError,
-    StoreUsage,
-)
+from tokencache.store import base
 from tokencache.store.clock import NOT_USED, ClockWatch
 from tokencache.store.encoding import milliseconds_of, pack, pack_tokens, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.file import schema
@@ -123,7 +101,9 @@ class FileStore(FileQueue):
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))  # it contains conversations; SQLite would let all users read it
             self._disk.open()
         except OSError as why:
-            raise StoreError(f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable") from None
+            raise base.StoreError(
+                f"file: {self._path} cannot be opened: {why.strerror}; its directory must exist and be writable"
+            ) from None
         self._clock.measure()
         try:
             await self.writer.open()
@@ -145,7 +125,7 @@ class FileStore(FileQueue):
             await asyncio.sleep(_LOOK_SECONDS)  # another worker may be making it
         log_file = Path(f"{self._path}-wal")
         if _size(log_file):
-            raise StoreError(
+            raise base.StoreError(
                 f"file: {self._path} was truncated: it is empty, and {log_file.name} beside it is not. Restore it, or remove both to begin "
                 "anew"
             )
@@ -173,9 +153,9 @@ class FileStore(FileQueue):
         _check_version(db, self._path)
 
     @reads
-    def usage(self, db: sqlite3.Connection) -> StoreUsage:
+    def usage(self, db: sqlite3.Connection) -> base.StoreUsage:
         used, limit = self._disk.usage(db, self._max_bytes)
-        return StoreUsage.of(used, limit, _count(db), self._max_sessions)
+        return base.StoreUsage.of(used, limit, _count(db), self._max_sessions)
 
     @writes
     def secret(self, db: sqlite3.Connection, known: bytes = b"") -> bytes:
@@ -201,11 +181,11 @@ class FileStore(FileQueue):
             self._create(db, session, settings, labels)
             return True
         if not exist_ok and not adopt:
-            raise SessionExistsError(session)
+            raise base.SessionExistsError(session)
         own = _settings(row)
         if settings and settings != own:
             if own or not adopt:
-                raise SettingsConflictError(session, settings.differences(own))
+                raise base.SettingsConflictError(session, settings.differences(own))
             db.execute("UPDATE sessions SET digest = ?, settings = ? WHERE id = ?", (settings.digest, pack(settings), row["id"]))
         self._set_labels(db, row, labels.changes)
         return False
@@ -225,20 +205,20 @@ class FileStore(FileQueue):
         *,
         fingerprint: bytes = b"",
         replica: str = "",
-        join: Join = "never",
+        join: base.Join = "never",
         settings: bytes = b"",
-    ) -> BeginResult:
+    ) -> base.BeginResult:
         row = self._find(db, session)
         if row is None:
             if db.execute("SELECT 1 FROM tombstones WHERE name = ? AND expires > ?", (text(session), self.now())).fetchone():
-                raise SessionDeletedError(session)
+                raise base.SessionDeletedError(session)
             self._check_capacity(db)
         elif row["sealed"]:
-            raise SessionSealedError(session)
+            raise base.SessionSealedError(session)
         elif row["finished"] is not None:
-            raise SessionFinishedError(session)
+            raise base.SessionFinishedError(session)
         if (row["digest"] if row else b"") != settings:
-            raise SettingsChangedError(_settings(row) if row else SessionSettings())
+            raise base.SettingsChangedError(_settings(row) if row else SessionSettings())
         row = row or self._create(db, session, SessionSettings(), Labels())
         number, name = row["id"], text(call)
         known = db.execute("SELECT 1 FROM calls WHERE session = ? AND call = ?", (number, name)).fetchone()
@@ -246,15 +226,13 @@ class FileStore(FileQueue):
         begun, now = row["begun"] + (known is None and duplicate is None), self.now()
         if duplicate is None:
             db.execute("DELETE FROM calls WHERE session = ? AND call = ?", (number, name))
-            db.execute(
-                "INSERT INTO calls (session, call, since, fingerprint, replica) VALUES (?, ?, ?, ?, ?)",
-                (number, name, now, fingerprint, text(replica)),
-            )
+            opened = "INSERT INTO calls (session, call, since, fingerprint, replica) VALUES (?, ?, ?, ?, ?)"
+            db.execute(opened, (number, name, now, fingerprint, text(replica)))
             db.execute("UPDATE sessions SET used = ?, begun = ? WHERE id = ?", (now, begun, number))
         self._renew(db, number)
         with decoding(session):
             hits = _hits(db, number, keys, early=True)
-            return BeginResult(row["epoch"], hits, duplicate, begun, row["sampled"], now - row["created"], untext(row["engine"]))
+            return base.BeginResult(row["epoch"], hits, duplicate, begun, row["sampled"], now - row["created"], untext(row["engine"]))
 
     @ends
     def mark_orphaned(self, db: sqlite3.Connection, session: str, call: str) -> bool:
@@ -300,7 +278,7 @@ class FileStore(FileQueue):
         session: str,
         epoch: str,
         call: str,
-        entries: Sequence[Entry],
+        entries: Sequence[base.Entry],
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
@@ -325,7 +303,7 @@ class FileStore(FileQueue):
             row = self._create(db, session, SessionSettings(), Labels())
         _add_incidents(db, row["id"], incidents)
 
-    async def sessions(self) -> AsyncIterator[SessionInfo]:
+    async def sessions(self) -> AsyncIterator[base.SessionInfo]:
         cursor = b""
         while True:
             page = await self.page(cursor, PAGE)
@@ -336,22 +314,21 @@ class FileStore(FileQueue):
                 break
 
     @reads
-    def page(self, db: sqlite3.Connection, cursor: bytes, limit: int) -> Page:
+    def page(self, db: sqlite3.Connection, cursor: bytes, limit: int) -> base.Page:
         try:
             untext(cursor)  # the name that the last page ended with; no session has an empty name
         except UnicodeDecodeError:
-            raise CursorError("it is not a cursor of this store") from None
-        found = db.execute(
-            "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?", (cursor, self.now(), limit)
-        ).fetchall()
-        return Page([_info(db, row) for row in found], found[-1]["name"] if len(found) == limit else b"")
+            raise base.CursorError("it is not a cursor of this store") from None
+        query = "SELECT * FROM sessions WHERE name > ? AND expires > ? ORDER BY name LIMIT ?"
+        found = db.execute(query, (cursor, self.now(), limit)).fetchall()
+        return base.Page([_info(db, row) for row in found], found[-1]["name"] if len(found) == limit else b"")
 
     @reads
-    def states(self, db: sqlite3.Connection, sessions: Sequence[str]) -> list[SessionInfo | None]:
+    def states(self, db: sqlite3.Connection, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
         return [_info(db, row) if row else None for row in (self._find(db, session) for session in sessions)]
 
     @reads
-    def session(self, db: sqlite3.Connection, session: str) -> SessionInfo | None:
+    def session(self, db: sqlite3.Connection, session: str) -> base.SessionInfo | None:
         row = self._find(db, session)
         return _info(db, row) if row else None
 
@@ -377,7 +354,7 @@ class FileStore(FileQueue):
     def share(self, db: sqlite3.Connection, session: str, source: str, turns: Sequence[Turn]) -> None:
         row, other = self._use(db, session), self._use(db, source)
         if row is None or other is None:
-            raise SessionGoneError(source if row is not None else session)
+            raise base.SessionGoneError(source if row is not None else session)
         _share(db, row["id"], other["id"], turns)
 
     @ends
@@ -388,26 +365,26 @@ class FileStore(FileQueue):
         with decoding(session):
             stored = _outcome(row)
         if outcome is not None and (row["sealed"] if stored is None else stored.kind != outcome.kind):
-            raise OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
+            raise base.OutcomeConflictError(session, outcome.kind, stored.kind if stored is not None else "")
         finish = "UPDATE sessions SET finished = coalesce(finished, ?), outcome = coalesce(outcome, ?), engine = x'' WHERE id = ?"
         db.execute(finish, (self.now(), pack(outcome) if outcome is not None else None, row["id"]))
         return True
 
     @ends
-    def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+    def seal(self, db: sqlite3.Connection, session: str, *, force: bool = False, at: float = 0.0) -> base.SealOutcome:
         row = self._find(db, session)
         if row is None:
-            return SealOutcome.MISSING
+            return base.SealOutcome.MISSING
         if row["sealed"]:
-            return SealOutcome.SEALED
+            return base.SealOutcome.SEALED
         (calls,) = db.execute("SELECT count(*) FROM calls WHERE session = ?", (row["id"],)).fetchone()
         finished = row["finished"] is not None
         if not finished or calls:
             if not force:
-                return SealOutcome.CALLS_IN_FLIGHT if finished else SealOutcome.UNFINISHED
+                return base.SealOutcome.CALLS_IN_FLIGHT if finished else base.SealOutcome.UNFINISHED
             _add_incidents(db, row["id"], [sealed_early(finished=finished, open_calls=calls, at=at)])
         db.execute("UPDATE sessions SET sealed = 1, engine = x'', expires = ? WHERE id = ?", (self.now() + self._ttl, row["id"]))
-        return SealOutcome.SEALED
+        return base.SealOutcome.SEALED
 
     @ends
     def set_labels(self, db: sqlite3.Connection, session: str, changes: LabelChanges) -> bool:
@@ -478,27 +455,27 @@ class FileStore(FileQueue):
 
     @reads
     def stored_media(self, db: sqlite3.Connection, session: str) -> list[StoredMedium]:
-        mine = (self._id(db, session),)
-        found = db.execute("SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid", mine)
+        query = "SELECT sha256, media_type, length(data) FROM media WHERE session = ? ORDER BY rowid"
+        found = db.execute(query, (self._id(db, session),))
         return [StoredMedium(sha256, untext(media_type), size) for sha256, media_type, size in found]
 
     @writes
-    def bind_key(self, db: sqlite3.Connection, key: str, binding: Binding) -> None:
+    def bind_key(self, db: sqlite3.Connection, key: str, binding: base.Binding) -> None:
         now = self.now()
         db.execute("DELETE FROM bindings WHERE expires <= ?", (now,))
         db.execute("INSERT OR REPLACE INTO bindings VALUES (?, ?, ?)", (key, pack(binding), now + self._ttl))
 
-    async def binding_of_key(self, key: str) -> Binding | None:
+    async def binding_of_key(self, key: str) -> base.Binding | None:
         found = await self._binding(key)
         if found is not None and found[1] < self.now() + _RENEW_BELOW * self._ttl:  # not at each call, because it is a write
             await self._renew_binding(key)
         return found and found[0]
 
     @reads
-    def _binding(self, db: sqlite3.Connection, key: str) -> tuple[Binding, float] | None:
+    def _binding(self, db: sqlite3.Connection, key: str) -> tuple[base.Binding, float] | None:
         row = db.execute("SELECT record, expires FROM bindings WHERE key = ? AND expires > ?", (key, self.now())).fetchone()
         with decoding(key):
-            return (unpack(row["record"], Binding), row["expires"]) if row else None
+            return (unpack(row["record"], base.Binding), row["expires"]) if row else None
 
     @writes
     def _renew_binding(self, db: sqlite3.Connection, key: str) -> None:
@@ -509,7 +486,7 @@ class FileStore(FileQueue):
         return db.execute("DELETE FROM bindings WHERE key = ?", (key,)).rowcount > 0
 
     @writes
-    def put_engine(self, db: sqlite3.Connection, entry: EngineEntry) -> None:
+    def put_engine(self, db: sqlite3.Connection, entry: base.EngineEntry) -> None:
         db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?, ?)", (entry.url, entry.replica, pack(entry)))
 
     @writes
@@ -517,9 +494,9 @@ class FileStore(FileQueue):
         db.execute("DELETE FROM engines WHERE url = ? AND replica = ?", (url, replica))
 
     @reads
-    def engines(self, db: sqlite3.Connection) -> list[EngineEntry]:
+    def engines(self, db: sqlite3.Connection) -> list[base.EngineEntry]:
         with decoding("engines"):
-            return [unpack(record, EngineEntry) for (record,) in db.execute("SELECT record FROM engines")]
+            return [unpack(record, base.EngineEntry) for (record,) in db.execute("SELECT record FROM engines")]
 
     @reads
     def weights(self, db: sqlite3.Connection) -> WeightsState:
@@ -536,7 +513,7 @@ class FileStore(FileQueue):
     def _check_capacity(self, db: sqlite3.Connection) -> None:
         self._delete_expired(db)
         if self._max_sessions and (count := _count(db)) >= self._max_sessions:
-            raise StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
+            raise base.StoreFullError(f"there are {count} sessions, and --max-sessions is {self._max_sessions}")
         self._disk.check_capacity(db, self._max_bytes)
 
     def _delete_expired(self, db: sqlite3.Connection) -> None:
@@ -594,7 +571,8 @@ class FileStore(FileQueue):
     def _use_epoch(self, db: sqlite3.Connection, session: str, epoch: str) -> int:
         row = self._find(db, session)
         if row is None or row["epoch"] != epoch:
-            raise SessionGoneError(session, deleted=_was_deleted(db, epoch, self.now()))
+            deleted = db.execute("SELECT 1 FROM deleted WHERE epoch = ? AND expires > ?", (epoch, self.now())).fetchone()
+            raise base.SessionGoneError(session, deleted=deleted is not None)
         self._renew(db, row["id"])
         return int(row["id"])
 
@@ -609,7 +587,7 @@ def decoding(session: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as why:
-        raise StoreError(f"file: the data of session {session} is damaged: {why}") from None
+        raise base.StoreError(f"file: the data of session {session} is damaged: {why}") from None
 
 
 def _weights(db: sqlite3.Connection) -> WeightsState:
@@ -625,7 +603,7 @@ def _count(db: sqlite3.Connection) -> int:
 def _check_version(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("UPDATE meta SET value = value WHERE name = 'schema' RETURNING value").fetchone()
     if version != schema.VERSION:
-        raise StoreError(
+        raise base.StoreError(
             f"file: the stored form of {path} is {version!r}, but this version of tokencache reads {schema.VERSION!r}. "
             "Use another file, or the version of tokencache that wrote it"
         )
@@ -643,7 +621,7 @@ def _outcome(row: sqlite3.Row) -> Outcome | None:
     return unpack(row["outcome"], Outcome) if row["outcome"] else None
 
 
-def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
+def _info(db: sqlite3.Connection, row: sqlite3.Row) -> base.SessionInfo:
     number, name = row["id"], untext(row["name"])
     with decoding(name):
         turn = db.execute("SELECT record FROM turns WHERE session = ? ORDER BY n DESC LIMIT 1", (number,)).fetchone()
@@ -653,7 +631,7 @@ def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
         if latest is not None and latest.created < row["began"]:  # its call ended after that of a later one
             turn = db.execute("SELECT record FROM turns WHERE n = ?", (row["latest"],)).fetchone()
             latest = unpack(turn["record"], LatestTurn)
-        return SessionInfo(
+        return base.SessionInfo(
             id=name,
             created=row["created"],
             used=row["used"],
@@ -677,12 +655,12 @@ def _info(db: sqlite3.Connection, row: sqlite3.Row) -> SessionInfo:
         )
 
 
-def _open_call(row: sqlite3.Row) -> OpenCall:
+def _open_call(row: sqlite3.Row) -> base.OpenCall:
     flags = bool(row["orphaned"]), bool(row["wanted"]), bool(row["given_up"])
-    return OpenCall(untext(row["call"]), row["since"], row["fingerprint"], untext(row["replica"]), *flags)
+    return base.OpenCall(untext(row["call"]), row["since"], row["fingerprint"], untext(row["replica"]), *flags)
 
 
-def _join(db: sqlite3.Connection, number: int, fingerprint: bytes, join: Join) -> OpenCall | None:
+def _join(db: sqlite3.Connection, number: int, fingerprint: bytes, join: base.Join) -> base.OpenCall | None:
     """Find an open call that may be joined, and mark it as wanted."""
     found = db.execute(
         "UPDATE calls SET wanted = 1 WHERE n = (SELECT min(n) FROM calls WHERE session = ? AND fingerprint = ? AND NOT given_up "
@@ -723,7 +701,7 @@ def _line(db: sqlite3.Connection, number: int, turn: str) -> Iterator[bytes]:
         name = unpack_tokens(row["ids"]).base
 
 
-def _add(db: sqlite3.Connection, number: int, entries: Sequence[Entry], engine: bytes) -> None:
+def _add(db: sqlite3.Connection, number: int, entries: Sequence[base.Entry], engine: bytes) -> None:
     for entry in entries:
         _add_entry(db, number, entry)
     sampled = sum(entry.turn.completion_tokens for entry in entries)
@@ -734,7 +712,7 @@ def _add(db: sqlite3.Connection, number: int, entries: Sequence[Entry], engine: 
     )
 
 
-def _add_entry(db: sqlite3.Connection, number: int, entry: Entry) -> None:
+def _add_entry(db: sqlite3.Connection, number: int, entry: base.Entry) -> None:
     turn = entry.turn
     (n,) = db.execute(
         "INSERT INTO turns (session, turn, record) VALUES (?, ?, ?) "
@@ -762,10 +740,6 @@ def _share(db: sqlite3.Connection, number: int, other: int, turns: Sequence[Turn
         db.execute("UPDATE turns SET continued = 1 WHERE session = ? AND turn = ?", (number, text(turn.parent or "")))
     counts = len(turns), len({turn.call for turn in turns}), sum(turn.completion_tokens for turn in turns)
     db.execute("UPDATE sessions SET turns = ?, begun = begun + ?, sampled = sampled + ? WHERE id = ?", (*counts, number))
-
-
-def _was_deleted(db: sqlite3.Connection, epoch: str, now: float) -> bool:
-    return db.execute("SELECT 1 FROM deleted WHERE epoch = ? AND expires > ?", (epoch, now)).fetchone() is not None
 
 
 def _end(db: sqlite3.Connection, number: int, call: str, incidents: Sequence[Incident], now: float) -> None:

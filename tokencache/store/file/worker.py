@@ -25,7 +25,6 @@ _LOCKED_SECONDS = 0.01
 """Pause before a locked database is opened again."""
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "journal_size_limit=67108864", "temp_store=MEMORY")
 
-
 _PROVES = frozenset({"commit", "ping"})
 """Operations that show, if they succeed, that the disk has room."""
 
@@ -57,11 +56,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     async def open(self) -> None:
-        """Connect.
-
-        Raises:
-            StoreError: the file cannot be opened.
-        """
+        """Connect. Raises `StoreError` if the file cannot be opened."""
         connected: Future[None] = Future()
         self._thread = threading.Thread(target=self._serve, args=(connected,), name="tokencache-store", daemon=True)
         self._thread.start()

@@ -96,6 +96,12 @@ _OTHER_OUTCOME: Form = "another outcome", lambda answer: _is_list(answer) and an
 _MAY_BE_EMPTY: Form = "an empty list, or one of one string", lambda answer: _is_list(answer) and len(answer) <= 1
 
 FORMS: dict[str, Form] = {
+    **dict.fromkeys((scripts.MARK_ORPHANED, scripts.MARK_WANTED, scripts.ADD_INCIDENTS, scripts.SET_LABELS, scripts.ADD_REWARD), _YES_NO),
+    **dict.fromkeys((scripts.JOIN_SHARED, scripts.KEEP_SHARED, scripts.DELETE_DOCUMENT, scripts.REPLACE_WEIGHTS), _YES_NO),
+    **dict.fromkeys((queue_scripts.OFFER, queue_scripts.LEASE, queue_scripts.EXTEND, queue_scripts.RELEASE), _YES_NO),
+    **dict.fromkeys((queue_scripts.WITHDRAW, queue_scripts.WATCH, queue_scripts.UNWATCH), _number(1)),
+    **dict.fromkeys((scripts.PREFIX, scripts.TURNS, scripts.CONTEXTS, scripts.REWARDS, scripts.SHARE, "HVALS"), _STRINGS),
+    **dict.fromkeys(("UNLINK", "HSET", "HDEL", "HLEN", "DBSIZE"), _COUNT),
     scripts.CHECK_SCHEMA: _STRING,
     scripts.SET_ONCE: (f"{SECRET_BYTES} bytes", lambda answer: _is_string(answer) and len(answer) == SECRET_BYTES),
     scripts.DEFINE: _or_number(_ONE_STRING, scripts.CREATED, scripts.JOINED, scripts.EXISTS, scripts.NO_CAPACITY),
@@ -103,53 +109,26 @@ FORMS: dict[str, Form] = {
     scripts.BEGIN: _of_its_call(
         _or_number(("a call that began", _is_begun), scripts.SEALED, scripts.DELETED, scripts.FULL, scripts.FINISHED)
     ),
-    scripts.MARK_ORPHANED: _YES_NO,
-    scripts.MARK_WANTED: _YES_NO,
     scripts.FIND: ("pairs of a number and a string", _are_hits),
-    scripts.PREFIX: _STRINGS,
     scripts.COMMIT: _of_its_call(_number(scripts.LOST, scripts.ENDED, scripts.TURN_LOST, scripts.WAS_DELETED)),
-    scripts.ADD_INCIDENTS: _YES_NO,
     scripts.SESSION: (
         "an empty list, or the state of a session",
         lambda answer: _is_list(answer, item=_is_optional) and (not answer or len(answer) >= _STATE),
     ),
-    scripts.TURNS: _STRINGS,
     scripts.TOKENS: ("pairs of strings", lambda answer: _is_list(answer) and len(answer) % 2 == 0),
-    scripts.CONTEXTS: _STRINGS,
     scripts.FINISH: _or_number(_OTHER_OUTCOME, 0, 1),
     scripts.SEAL: _or_number(("what would be cut off", _is_cut), 0, 1),
-    scripts.SET_LABELS: _YES_NO,
-    scripts.ADD_REWARD: _YES_NO,
-    scripts.REWARDS: _STRINGS,
-    scripts.SHARE: _STRINGS,
-    scripts.JOIN_SHARED: _YES_NO,
-    scripts.KEEP_SHARED: _YES_NO,
     scripts.DELETE: _or_number(("an epoch", _is_epoch), 0, 1),
     scripts.DOCUMENTS: _OPTIONALS,
-    scripts.DELETE_DOCUMENT: _YES_NO,
     scripts.PUT_MEDIA: _number(scripts.OVER_LIMIT, scripts.STORED, scripts.NO_SESSION),
     scripts.MEDIA: ("an empty list, or the list of media and one of them", _is_media),
-    scripts.REPLACE_WEIGHTS: _YES_NO,
-    queue_scripts.OFFER: _YES_NO,
     queue_scripts.READ_QUEUE: ("the time and the entries of the queue", lambda answer: _is_pair(answer, _is_string)),
-    queue_scripts.LEASE: _YES_NO,
-    queue_scripts.EXTEND: _YES_NO,
-    queue_scripts.RELEASE: _YES_NO,
     queue_scripts.REMOVE: _number(queue_scripts.REMOVED, queue_scripts.REPEATED, queue_scripts.EXPIRED),
-    queue_scripts.WITHDRAW: _number(1),
-    queue_scripts.WATCH: _number(1),
     queue_scripts.OVERDUE: ("the time and a list of strings", lambda answer: _is_pair(answer, _is_string)),
-    queue_scripts.UNWATCH: _number(1),
     "SET": _OK,
     "GETEX": _OPTIONAL,
     "MGET": _OPTIONALS,
-    "UNLINK": _COUNT,
-    "HSET": _COUNT,
-    "HDEL": _COUNT,
     "HGET": _OPTIONAL,
-    "HVALS": _STRINGS,
-    "HLEN": _COUNT,
-    "DBSIZE": _COUNT,
     "TIME": ("seconds and microseconds", lambda answer: isinstance(answer, tuple) and [*map(type, answer)] == [int, int]),
     "SCAN": ("a cursor and a list of keys", lambda answer: _is_pair(answer, _is_count)),
     "INFO": ("a report", lambda answer: isinstance(answer, dict)),
@@ -158,11 +137,7 @@ FORMS: dict[str, Form] = {
 
 
 def check(sent: str, answer: Any) -> Any:
-    """Return the answer to a script or a command if it has its form.
-
-    Raises:
-        WrongAnswerError: it has another one.
-    """
+    """Return the answer to a script or a command if it has its form. Raises `WrongAnswerError` if it has another one."""
     form, fits = FORMS[sent]
     if not fits(answer):
         raise WrongAnswerError(f"the server answered something else than {form}: {_kind(answer)}")

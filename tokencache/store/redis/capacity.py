@@ -64,11 +64,7 @@ class CapacityWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Check once, and start to watch.
-
-        Raises:
-            StoreError: the server does not respond, or evicts sessions.
-        """
+        """Check once, and start to watch. Raises `StoreError` if the server does not respond, or evicts sessions."""
         evicting = await self.check()
         if evicting and not self._may_evict:
             raise StoreError(f"redis: {evicting}. {_ADVICE}")
@@ -80,11 +76,7 @@ class CapacityWatch:
             await end(self._task)
 
     async def check(self) -> str:
-        """Check once. Returns why a server may evict sessions; empty if none does.
-
-        Raises:
-            StoreError: the server does not respond.
-        """
+        """Check once. Returns why a server may evict sessions; empty if none does. Raises `StoreError` if the server does not respond."""
         primaries = await self._client.call("capacity", lambda _: self._backend.primaries())
         for number, run in enumerate(primaries):
             await self._check_clock(number, run)
@@ -107,7 +99,7 @@ class CapacityWatch:
     async def _check_clock(self, number: int, run: Run) -> None:
         """Compare the steps of a primary's clock with those of this process's. The clock of a server that takes over may be another one."""
         started = monotonic()
-        seconds, micros = await self._client.call("capacity", partial(_time, run))
+        seconds, micros = await self._client.call("capacity", partial(_ask, "TIME", run))
         if monotonic() - started < TOLERANCE / 2:  # otherwise it is unknown when it was read
             self._clocks.setdefault(number, ClockWatch("redis", _CLOCK_EFFECT)).check(seconds + micros / 1e6, started)
 
@@ -140,7 +132,7 @@ class CapacityWatch:
         return f"Redis uses {used} bytes, and {rule}"
 
     async def _count(self, primaries: list[Run]) -> None:
-        keys = [await self._client.call("capacity", partial(_size, run)) for run in primaries]
+        keys = [await self._client.call("capacity", partial(_ask, "DBSIZE", run)) for run in primaries]
         started = time.monotonic()
         if sum(keys) < self._max_sessions:
             self._sessions = 0
@@ -165,11 +157,7 @@ class CapacityWatch:
 
 
 def _figure(memory: dict[str, Any], name: str) -> int:
-    """Return a figure of the report; 0 if it has none.
-
-    Raises:
-        StoreError: the value is not a number.
-    """
+    """Return a figure of the report; 0 if it has none. Raises `StoreError` if the value is not a number."""
     value = memory.get(name, 0)
     if not isinstance(value, int):
         raise StoreError(f"redis: capacity: the server answered something else than a number for {name}")
@@ -194,12 +182,8 @@ async def run_id(run: Run, _lost: bool) -> bytes:
     return str(reply.get("run_id", "")).encode() if isinstance(reply, dict) else b""
 
 
-async def _size(run: Run, _lost: bool) -> Any:
-    return check("DBSIZE", await run("DBSIZE"))
-
-
-async def _time(run: Run, _lost: bool) -> Any:
-    return check("TIME", await run("TIME"))
+async def _ask(command: str, run: Run, _lost: bool) -> Any:
+    return check(command, await run(command))
 
 
 async def _info(run: Run, section: str) -> Any:

@@ -87,11 +87,7 @@ class Forks:
                 values[n * width] = found[place * width]
 
     async def follow_line(self, line: list[bytes]) -> None:
-        """Continue the ids of a turn and its bases where they lead to another session.
-
-        Raises:
-            KeyError: they are not there.
-        """
+        """Continue the ids of a turn and its bases where they lead to another session. Raises `KeyError` if they are not there."""
         while len(line) > 1 and line[-2].startswith(REFERENCE):
             field, reference = line.pop(), line.pop()
             line += await self._at(reference, scripts.PREFIX, [field], 1)

@@ -13,6 +13,8 @@ An entry is: end of the lease (17 bytes, Unix time), attempts (6 digits), length
 consumer, epoch, time of the offer (17 bytes).
 """
 
+from tokencache.store.redis.scripts import of_parts
+
 QUEUE = """
 local entries, deliveries, removed = KEYS[1], KEYS[2], KEYS[3]
 
@@ -55,28 +57,20 @@ local function delivered(delivery)
 end
 """
 
-OFFER = (
-    QUEUE
-    + """
+OFFER = of_parts(QUEUE)("""
 -- ARGV: session, epoch, time of the offer (17 bytes)
 local entry = entry_of(ARGV[1])
 if entry and entry.epoch == ARGV[2] or redis.call('ZSCORE', removed, 's' .. ARGV[2] .. ' ' .. ARGV[1]) then return 0 end
 write(ARGV[1], {ends = 0, attempt = 0, delivery = '', consumer = '', epoch = ARGV[2], offered = ARGV[3]})
 return 1
-"""
-)
+""")
 
-READ_QUEUE = (
-    QUEUE
-    + """
+READ_QUEUE = of_parts(QUEUE)("""
 -- Returns the time and all entries.
 return {string.format('%.6f', now()), redis.call('HGETALL', entries)}
-"""
-)
+""")
 
-LEASE = (
-    QUEUE
-    + """
+LEASE = of_parts(QUEUE)("""
 -- ARGV: 1 if this was sent before and the reply was lost, delivery, consumer, seconds, sessions
 local delivery, time, found, packed = ARGV[2], now(), {}, {}
 local mine = redis.call('HGET', deliveries, delivery)
@@ -95,12 +89,9 @@ for i = 5, #ARGV do
   write(ARGV[i], entry)
 end
 return 1
-"""
-)
+""")
 
-EXTEND = (
-    QUEUE
-    + """
+EXTEND = of_parts(QUEUE)("""
 -- ARGV: delivery, seconds
 local found = delivered(ARGV[1])
 if not found then return 0 end
@@ -110,12 +101,9 @@ for session, entry in pairs(found) do
   write(session, entry)
 end
 return 1
-"""
-)
+""")
 
-RELEASE = (
-    QUEUE
-    + """
+RELEASE = of_parts(QUEUE)("""
 -- ARGV: delivery, 1 if this was sent before and the reply was lost
 local found = delivered(ARGV[1])
 if not found then return tonumber(ARGV[2]) end
@@ -125,16 +113,12 @@ for session, entry in pairs(found) do
 end
 redis.call('HDEL', deliveries, ARGV[1])
 return 1
-"""
-)
+""")
 
 REMOVED, REPEATED, EXPIRED = 1, 2, 3
 """Replies of REMOVE."""
 
-REMOVE = (
-    QUEUE
-    + f"local REMOVED, REPEATED, EXPIRED = {REMOVED}, {REPEATED}, {EXPIRED}\n"
-    + """
+REMOVE = of_parts(QUEUE, f"local REMOVED, REPEATED, EXPIRED = {REMOVED}, {REPEATED}, {EXPIRED}\n")("""
 -- ARGV: delivery, 1 if this was sent before and the reply was lost, seconds for which a removal is remembered
 local found = delivered(ARGV[1])
 if not found then
@@ -150,18 +134,14 @@ for session, entry in pairs(found) do
 end
 redis.call('ZREMRANGEBYSCORE', removed, '-inf', time - tonumber(ARGV[3]))
 return REMOVED
-"""
-)
+""")
 
-WITHDRAW = (
-    QUEUE
-    + """
+WITHDRAW = of_parts(QUEUE)("""
 -- ARGV: session, epoch
 local entry = entry_of(ARGV[1])
 if entry and entry.epoch == ARGV[2] then redis.call('HDEL', entries, ARGV[1]) end
 return 1
-"""
-)
+""")
 
 WATCHED = """
 -- A sorted set: watched sessions by the time from which on they are overdue.
@@ -171,30 +151,21 @@ local function now()
 end
 """
 
-WATCH = (
-    WATCHED
-    + """
+WATCH = of_parts(WATCHED)("""
 -- ARGV: session, seconds
 redis.call('ZADD', KEYS[1], string.format('%.6f', now() + tonumber(ARGV[2])), ARGV[1])
 return 1
-"""
-)
+""")
 
-OVERDUE = (
-    WATCHED
-    + """
+OVERDUE = of_parts(WATCHED)("""
 -- ARGV: the most to return. Returns the time and the sessions.
 local time = string.format('%.6f', now())
 return {time, redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', time, 'LIMIT', 0, ARGV[1])}
-"""
-)
+""")
 
-UNWATCH = (
-    WATCHED
-    + """
+UNWATCH = of_parts(WATCHED)("""
 -- ARGV: session
 local due = redis.call('ZSCORE', KEYS[1], ARGV[1])
 if due and tonumber(due) <= now() then redis.call('ZREM', KEYS[1], ARGV[1]) end
 return 1
-"""
-)
+""")

@@ -8,6 +8,13 @@ starts with a write that is never refused, because it must work when memory is s
 scripts do not depend on the server's version: they run on Redis 6.2 or newer and on Valkey.
 """
 
+from collections.abc import Callable
+
+
+def of_parts(*parts: str) -> Callable[[str], str]:
+    """Return a function that makes a script: parts that several scripts share, and its own text."""
+    return lambda own: "".join((*parts, own))
+
 
 def _naming_its_call(argument: int, script: str) -> str:
     """Make a script answer with the name of its call, which is `ARGV[argument]`, and its answer.
@@ -193,10 +200,7 @@ return look_up({epoch, begun, tonumber(state[4] or 0), age, found, state[8] or '
 """,
 )
 
-MARK_ORPHANED = (
-    SESSION_KEY
-    + OPEN_CALLS
-    + """
+MARK_ORPHANED = of_parts(SESSION_KEY, OPEN_CALLS)("""
 -- ARGV: ttl, call, 1 if this was sent before and the reply was lost. Returns 1 if the call was marked as wanted since the last time.
 -- If the lost attempt marked it, it also cleared the flag. Then this is unknown and 1 is returned, so that no wanted reply is cancelled.
 local open = not gone and redis.call('HGET', session, 'open') or ''
@@ -206,13 +210,9 @@ local wanted = call.flags % 4 >= 2 or ARGV[3] == '1' and call.flags % 2 == 1
 redis.call('HSET', session, 'open', flagged(open, at, call.flags >= 4 and 5 or 1))
 redis.call('PEXPIRE', session, ARGV[1])
 return wanted and 1 or 0
-"""
-)
+""")
 
-MARK_WANTED = (
-    SESSION_KEY
-    + OPEN_CALLS
-    + """
+MARK_WANTED = of_parts(SESSION_KEY, OPEN_CALLS)("""
 -- ARGV: ttl, call, flag to set: 2 wanted, 4 given up
 local open = not gone and redis.call('HGET', session, 'open') or ''
 local at, call = first(open, named(ARGV[2]))
@@ -221,8 +221,7 @@ local flag = tonumber(ARGV[3])
 if call.flags % (2 * flag) < flag then redis.call('HSET', session, 'open', flagged(open, at, call.flags + flag)) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
 LOST, ENDED, TURN_LOST, WAS_DELETED = 0, 1, 2, 3
 """Replies of COMMIT."""
@@ -290,10 +289,7 @@ return 1
 """,
 )
 
-ADD_INCIDENTS = (
-    SESSION_KEY
-    + INCIDENTS
-    + """
+ADD_INCIDENTS = of_parts(SESSION_KEY, INCIDENTS)("""
 -- ARGV: ttl, epoch of a new session, 1 if this was sent before and the reply was lost, name of this addition, incidents
 if gone then return 0 end
 if ARGV[3] == '1' and is_noted(ARGV[4]) then return 1 end
@@ -305,17 +301,13 @@ note(ARGV[4])
 add_incidents(5)
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
 CREATED, JOINED, EXISTS = 0, 1, 2
 """Replies of DEFINE, besides FULL of BEGIN, which has the number 3."""
 NO_CAPACITY = 3
 
-DEFINE = (
-    SESSION_KEY
-    + f"local CREATED, JOINED, EXISTS, NO_CAPACITY = {CREATED}, {JOINED}, {EXISTS}, {NO_CAPACITY}\n"
-    + """
+DEFINE = of_parts(SESSION_KEY, f"local CREATED, JOINED, EXISTS, NO_CAPACITY = {CREATED}, {JOINED}, {EXISTS}, {NO_CAPACITY}\n")("""
 -- ARGV: ttl, epoch of a new session, 1 if new sessions are refused, what to do if it exists (n refuse, j join, a join and adopt
 -- settings), digest of the settings, settings, labels (field, value)
 -- If the session has other settings, it returns these in a list.
@@ -342,23 +334,17 @@ end
 for at = 7, #ARGV, 2 do redis.call('HSET', session, ARGV[at], ARGV[at + 1]) end
 redis.call('PEXPIRE', session, ARGV[1])
 return result
-"""
-)
+""")
 
-SET_LABELS = (
-    SESSION_KEY
-    + """
+SET_LABELS = of_parts(SESSION_KEY)("""
 -- ARGV: ttl, labels (field, value)
 if not epoch then return 0 end
 for at = 2, #ARGV, 2 do redis.call('HSET', session, ARGV[at], ARGV[at + 1]) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
-ADD_REWARD = (
-    SESSION_KEY
-    + """
+ADD_REWARD = of_parts(SESSION_KEY)("""
 -- ARGV: ttl, 1 if this was sent before and the reply was lost, how many are kept, reward
 if not epoch then return 0 end
 local count, kept = tonumber(redis.call('HGET', session, 'rewards') or 0), tonumber(ARGV[3])
@@ -371,12 +357,9 @@ redis.call('HSET', session, 'rewards', count + 1, 'R' .. (count + 1), ARGV[4])
 redis.call('HDEL', session, 'R' .. (count + 1 - kept))
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
-FINISH = (
-    SESSION_KEY
-    + """
+FINISH = of_parts(SESSION_KEY)("""
 -- ARGV: ttl, kind of the outcome or '', outcome
 -- Returns 0 if there is no session, 1 if it is done, else 'outcome' and the kind of the stored one, '' if the session is sealed without.
 if not epoch then return 0 end
@@ -387,14 +370,9 @@ redis.call('HDEL', session, 'engine')
 if ARGV[2] ~= '' and not state[2] then redis.call('HSET', session, 'failed', ARGV[2], 'outcome', ARGV[3]) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
-SEAL = (
-    SESSION_KEY
-    + OPEN_CALLS
-    + INCIDENTS
-    + """
+SEAL = of_parts(SESSION_KEY, OPEN_CALLS, INCIDENTS)("""
 -- ARGV: ttl, what may be cut off ('1 ' if the session is finished, else '0 ', and the number of open calls), incident that reports it
 -- Returns 0 if there is no session, 1 if it is sealed, else what would be cut off.
 if not epoch then return 0 end
@@ -409,13 +387,9 @@ redis.call('HDEL', session, 'engine')
 if cut ~= nothing then add_incidents(3) end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
-DELETE = (
-    SESSION_KEY
-    + DELETED_EPOCH
-    + """
+DELETE = of_parts(SESSION_KEY, DELETED_EPOCH)("""
 -- ARGV: how long the tombstone lasts, 1 if the name may be used again at once, how long what forks share is kept
 -- Returns 0 if there is no session, its epoch if it is a fork or has forks, else 1.
 local forks = epoch and redis.call('HMGET', session, 'shared', 'fork') or {}
@@ -434,25 +408,18 @@ if not epoch then return 0 end
 if ARGV[2] == '0' then redis.call('SET', session, 'gone', 'PX', ARGV[1]) end
 if not noted then redis.pcall('SET', deleted(epoch), '1', 'PX', ARGV[1]) end
 return (forks[1] or forks[2]) and epoch or 1
-"""
-)
+""")
 
-DELETE_DOCUMENT = (
-    SESSION_KEY
-    + """
+DELETE_DOCUMENT = of_parts(SESSION_KEY)("""
 -- ARGV: field of the document
 if gone then return 0 end
 return redis.call('HDEL', session, ARGV[1])
-"""
-)
+""")
 
 OVER_LIMIT, STORED, NO_SESSION = 0, 1, 2
 """Replies of PUT_MEDIA."""
 
-PUT_MEDIA = (
-    SESSION_KEY
-    + f"local OVER_LIMIT, STORED, NO_SESSION = {OVER_LIMIT}, {STORED}, {NO_SESSION}\n"
-    + """
+PUT_MEDIA = of_parts(SESSION_KEY, f"local OVER_LIMIT, STORED, NO_SESSION = {OVER_LIMIT}, {STORED}, {NO_SESSION}\n")("""
 -- ARGV: ttl, epoch, field of the medium, its line in the list, its bytes, how many bytes all media of the session may take
 if epoch ~= ARGV[2] then return NO_SESSION end
 local stored = redis.call('HMGET', session, 'media', 'media_bytes')
@@ -464,12 +431,9 @@ if not string.find(list, string.sub(ARGV[3], 2), 1, true) then
 end
 redis.call('PEXPIRE', session, ARGV[1])
 return STORED
-"""
-)
+""")
 
-SHARE = (
-    SESSION_KEY
-    + """
+SHARE = of_parts(SESSION_KEY)("""
 -- ARGV: how long the session is kept, its epoch, fields of the turns that a fork shares
 -- Returns for each turn the reference that it is itself, or '', then each key that finds some of them, with their places in ARGV.
 -- Returns the places of fewer turns if one does not exist, and nothing if the epoch has ended.
@@ -495,12 +459,9 @@ end
 redis.call('HSET', session, 'shared', '1')
 redis.call('PEXPIRE', session, ARGV[1])
 return found
-"""
-)
+""")
 
-JOIN_SHARED = (
-    SESSION_KEY
-    + """
+JOIN_SHARED = of_parts(SESSION_KEY)("""
 -- ARGV: ttl, epoch, number of calls, of sampled tokens and of turns, per turn (field, field of its parent or '', head, reference), keys
 -- (field, places of turns)
 -- Returns 0 if the epoch has ended, else 1.
@@ -527,18 +488,14 @@ for at = 4 * count + 6, #ARGV, 2 do
 end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
-KEEP_SHARED = (
-    SESSION_KEY
-    + """
+KEEP_SHARED = of_parts(SESSION_KEY)("""
 -- ARGV: how long the session is kept, its epoch
 if epoch ~= ARGV[2] then return 0 end
 redis.call('PEXPIRE', session, ARGV[1])
 return 1
-"""
-)
+""")
 
 SET_ONCE = """
 -- ARGV: value. Sets the key to it if the key is not set. Returns the value of the key.
@@ -567,19 +524,13 @@ return value
 
 # Scripts that only read. A deleted session is empty.
 
-FIND = (
-    SESSION_KEY
-    + LOOK_UP
-    + """
+FIND = of_parts(SESSION_KEY, LOOK_UP)("""
 if gone then return {} end
 -- ARGV: lengths of keys, keys
 return look_up({}, 1, false)
-"""
-)
+""")
 
-PREFIX = (
-    SESSION_KEY
-    + """
+PREFIX = of_parts(SESSION_KEY)("""
 if gone then return {} end
 -- ARGV: field of the turn. Returns its ids and those of all its bases; if one is in another session, its reference and its field are last.
 local line, field = {}, ARGV[1]
@@ -594,13 +545,9 @@ for _ = 1, tonumber(redis.call('HGET', session, 'turns') or 0) do
   field = '#' .. string.sub(packed, 19, 18 + named)
 end
 return line
-"""
-)
+""")
 
-SESSION = (
-    SESSION_KEY
-    + READ_ALL
-    + """
+SESSION = of_parts(SESSION_KEY, READ_ALL)("""
 -- Returns the fields, the newest reward, the last turn's record, the outcome, the milliseconds of calls, the engine, the newest turn's
 -- record if that is another, and the incidents.
 if not epoch then return {} end
@@ -614,41 +561,28 @@ state[19] = redis.call('HGET', session, 'engine')
 local newest = string.match(redis.call('HGET', session, 'newest') or '', '^%d+')
 state[20] = newest and newest ~= state[6] and redis.call('HGET', session, 'H' .. newest) or false
 return read_all(state, 'I', tonumber(state[14] or 0))
-"""
-)
+""")
 
-SETTINGS = (
-    SESSION_KEY
-    + """
+SETTINGS = of_parts(SESSION_KEY)("""
 -- Returns nothing if there is no session, else its settings.
 if not epoch then return {} end
 return {redis.call('HGET', session, 'settings') or ''}
-"""
-)
+""")
 
-REWARDS = (
-    SESSION_KEY
-    + """
+REWARDS = of_parts(SESSION_KEY)("""
 -- ARGV: how many are kept
 if not epoch then return {} end
 local found, count = {}, tonumber(redis.call('HGET', session, 'rewards') or 0)
 for n = math.max(1, count - tonumber(ARGV[1]) + 1), count do found[#found + 1] = redis.call('HGET', session, 'R' .. n) end
 return found
-"""
-)
+""")
 
-TURNS = (
-    SESSION_KEY
-    + READ_ALL
-    + """
+TURNS = of_parts(SESSION_KEY, READ_ALL)("""
 if gone then return {} end
 return read_all({}, 'H', tonumber(redis.call('HGET', session, 'turns') or 0))
-"""
-)
+""")
 
-TOKENS = (
-    SESSION_KEY
-    + """
+TOKENS = of_parts(SESSION_KEY)("""
 if gone then return {} end
 -- ARGV: fields of turns. Returns ids and log probabilities of each; stops at the first that does not exist.
 local found = {}
@@ -660,12 +594,9 @@ for _, field in ipairs(ARGV) do
   found[#found + 1] = value[2] or ''
 end
 return found
-"""
-)
+""")
 
-CONTEXTS = (
-    SESSION_KEY
-    + """
+CONTEXTS = of_parts(SESSION_KEY)("""
 if gone then return {} end
 -- ARGV: fields of turns. Returns the context of each; stops at the first that does not exist.
 local found = {}
@@ -675,12 +606,9 @@ for _, field in ipairs(ARGV) do
   found[#found + 1] = redis.call('HGET', session, 'M' .. n) or ''
 end
 return found
-"""
-)
+""")
 
-DOCUMENTS = (
-    SESSION_KEY
-    + """
+DOCUMENTS = of_parts(SESSION_KEY)("""
 -- ARGV: fields of documents. They are read 500 at a time: the number of arguments of a Lua call is limited.
 if gone then return {} end
 local found = {}
@@ -689,16 +617,12 @@ for first = 1, #ARGV, 500 do
   for _, value in ipairs(values) do found[#found + 1] = value end
 end
 return found
-"""
-)
+""")
 
-MEDIA = (
-    SESSION_KEY
-    + """
+MEDIA = of_parts(SESSION_KEY)("""
 -- ARGV: field of a medium, or nothing. Returns the list of media, and the bytes of that medium.
 if gone then return {} end
 local list = redis.call('HGET', session, 'media')
 if not list then return {} end
 return {list, ARGV[1] and redis.call('HGET', session, ARGV[1])}
-"""
-)
+""")

@@ -20,35 +20,7 @@ from tokencache.core.outcome import Outcome
 from tokencache.core.session import REWARDS_KEPT, LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Prefix, Tokens, Turn
 from tokencache.core.weights import WeightsState
-from tokencache.store import pruning
-from tokencache.store.base import (
-    MOST_OVERDUE,
-    REMEMBER_SECONDS,
-    BeginResult,
-    Binding,
-    CursorError,
-    EngineEntry,
-    Entry,
-    Join,
-    OutcomeConflictError,
-    Overdue,
-    Page,
-    QueueEntry,
-    RemoveOutcome,
-    SealOutcome,
-    SessionDeletedError,
-    SessionExistsError,
-    SessionFinishedError,
-    SessionGoneError,
-    SessionInfo,
-    SessionSealedError,
-    SettingsChangedError,
-    SettingsConflictError,
-    StoreError,
-    StoreFullError,
-    StoreUsage,
-    TurnLostError,
-)
+from tokencache.store import base, pruning
 from tokencache.store.encoding import milliseconds_of, pack, pack_keys, text, unpack, unpack_prefix, unpack_tokens, untext
 from tokencache.store.redis import fields, queue_scripts, scripts
 from tokencache.store.redis.answers import WrongAnswerError, check
@@ -64,9 +36,9 @@ Argument = bytes | str | int
 _JOIN_CODES = {"never": "n", "orphaned": "l", "any": "a"}
 """How the script BEGIN encodes `Join`."""
 _REMOVE_OUTCOMES = {
-    queue_scripts.REMOVED: RemoveOutcome.REMOVED,
-    queue_scripts.REPEATED: RemoveOutcome.REPEATED,
-    queue_scripts.EXPIRED: RemoveOutcome.EXPIRED,
+    queue_scripts.REMOVED: base.RemoveOutcome.REMOVED,
+    queue_scripts.REPEATED: base.RemoveOutcome.REPEATED,
+    queue_scripts.EXPIRED: base.RemoveOutcome.EXPIRED,
 }
 AT_ONCE = 250
 """Number of sessions whose states are read in one round trip."""
@@ -100,14 +72,10 @@ class Cursor(NamedTuple):
 
     @classmethod
     def read(cls, packed: bytes) -> Self:
-        """Decode a cursor.
-
-        Raises:
-            CursorError: it is none.
-        """
+        """Decode a cursor. Raises `CursorError` if it is none."""
         found = re.fullmatch(rb"(\d{1,9}) (\d{1,9}) (\d{1,20}) (\w*)", packed)
         if found is None or int(found[2]) >= int(found[1]):
-            raise CursorError("it is not a cursor of this store")
+            raise base.CursorError("it is not a cursor of this store")
         return cls(int(found[1]), int(found[2]), int(found[3]), found[4])
 
 
@@ -166,12 +134,12 @@ class RedisStore:
     async def ping(self) -> None:
         held = await self._client.call("ping", lambda _: self._send(scripts.CHECK_SCHEMA, [self._keys.schema], str(SCHEMA)))
         if held != str(SCHEMA).encode():
-            raise StoreError(
+            raise base.StoreError(
                 f"redis: the stored form is {held.decode(errors='replace')[:20]!r}, but this version of tokencache reads form {SCHEMA}. "
                 "Run the version that wrote it, or use another database (docs/store.md)"
             )
 
-    async def usage(self) -> StoreUsage:
+    async def usage(self) -> base.StoreUsage:
         return self._capacity.usage
 
     async def secret(self, known: bytes = b"") -> bytes:
@@ -189,12 +157,12 @@ class RedisStore:
         ]
         reply = await self._script("define", scripts.DEFINE, [self._keys.session(session)], *args)
         if reply == scripts.EXISTS:
-            raise SessionExistsError(session)
+            raise base.SessionExistsError(session)
         if reply == scripts.NO_CAPACITY:
-            raise StoreFullError(self._capacity.full)
+            raise base.StoreFullError(self._capacity.full)
         if not isinstance(reply, int):
             with decoding(session):
-                raise SettingsConflictError(session, settings.differences(fields.unpack_settings(reply[0])))
+                raise base.SettingsConflictError(session, settings.differences(fields.unpack_settings(reply[0])))
         return reply == scripts.CREATED
 
     async def settings(self, session: str) -> SessionSettings | None:
@@ -210,9 +178,9 @@ class RedisStore:
         *,
         fingerprint: bytes = b"",
         replica: str = "",
-        join: Join = "never",
+        join: base.Join = "never",
         settings: bytes = b"",
-    ) -> BeginResult:
+    ) -> base.BeginResult:
         args: list[Argument] = [
             self._ttl,
             os.urandom(8).hex(),
@@ -227,15 +195,14 @@ class RedisStore:
         reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=text(call)))
         if isinstance(reply, int):
             raise {
-                scripts.SEALED: SessionSealedError(session),
-                scripts.FINISHED: SessionFinishedError(session),
-                scripts.DELETED: SessionDeletedError(session),
-                scripts.FULL: StoreFullError(self._capacity.full),
+                scripts.SEALED: base.SessionSealedError(session),
+                scripts.FINISHED: base.SessionFinishedError(session),
+                scripts.DELETED: base.SessionDeletedError(session),
+                scripts.FULL: base.StoreFullError(self._capacity.full),
             }[reply]
-        if len(reply) == 1:
-            with decoding(session):
-                raise SettingsChangedError(fields.unpack_settings(reply[0]))
         with decoding(session):
+            if len(reply) == 1:
+                raise base.SettingsChangedError(fields.unpack_settings(reply[0]))
             return fields.unpack_begun(reply, len(keys))
 
     async def mark_orphaned(self, session: str, call: str) -> bool:
@@ -273,7 +240,7 @@ class RedisStore:
         session: str,
         epoch: str,
         call: str,
-        entries: Sequence[Entry],
+        entries: Sequence[base.Entry],
         incidents: Sequence[Incident] = (),
         *,
         documents: Mapping[str, bytes] = MappingProxyType({}),
@@ -295,14 +262,14 @@ class RedisStore:
             "add_incidents", lambda lost: self._send(scripts.ADD_INCIDENTS, [self._keys.session(session)], *head, int(lost), *tail)
         )
 
-    async def sessions(self) -> AsyncIterator[SessionInfo]:
+    async def sessions(self) -> AsyncIterator[base.SessionInfo]:
         seen: set[str] = set()
-        page = Page([], b"")
+        page = base.Page([], b"")
         while True:
             try:
                 page = await self.page(page.cursor, PAGE)
-            except CursorError:  # another server has taken over: list again what it has
-                page = Page([], b"")
+            except base.CursorError:  # another server has taken over: list again what it has
+                page = base.Page([], b"")
                 continue
             for info in page.sessions:
                 if info.id not in seen:
@@ -311,25 +278,25 @@ class RedisStore:
             if not page.cursor:
                 break
 
-    async def page(self, cursor: bytes, limit: int) -> Page:
+    async def page(self, cursor: bytes, limit: int) -> base.Page:
         primaries = await self._client.call("page", lambda _: self._backend.primaries())
         at = Cursor.read(cursor) if cursor else Cursor(len(primaries))
         if at.primaries != len(primaries):
-            raise CursorError("the number of servers has changed")
+            raise base.CursorError("the number of servers has changed")
         run = primaries[at.primary]
         server = await self._client.call("page", partial(run_id, run))
         if at.server not in {b"", server}:
-            raise CursorError("another server has taken over")
+            raise base.CursorError("another server has taken over")
         following, found = await self._client.call("page", partial(scan, run, at.scan, self._keys.pattern, limit))
         infos = await self.states([self._keys.name(key) for key in found])
         if int(following):
             after = at._replace(scan=int(following), server=server)
         else:
             after = at._replace(primary=at.primary + 1, scan=0, server=b"")
-        return Page([info for info in infos if info is not None], after.packed if after.primary < after.primaries else b"")
+        return base.Page([info for info in infos if info is not None], after.packed if after.primary < after.primaries else b"")
 
-    async def states(self, sessions: Sequence[str]) -> list[SessionInfo | None]:
-        found: list[SessionInfo | None] = []
+    async def states(self, sessions: Sequence[str]) -> list[base.SessionInfo | None]:
+        found: list[base.SessionInfo | None] = []
         for first in range(0, len(sessions), AT_ONCE):
             names = sessions[first : first + AT_ONCE]
             for name, reply in zip(names, await self._client.call("states", partial(self._read_states, names)), strict=True):
@@ -337,7 +304,7 @@ class RedisStore:
                     found.append(fields.unpack_session(name, reply))
         return found
 
-    async def session(self, session: str) -> SessionInfo | None:
+    async def session(self, session: str) -> base.SessionInfo | None:
         reply = await self._script("session", scripts.SESSION, [self._keys.session(session)])
         with decoding(session):
             return fields.unpack_session(session, reply)
@@ -366,29 +333,29 @@ class RedisStore:
     async def share(self, session: str, source: str, turns: Sequence[Turn]) -> None:
         fork, other = [await self.session(name) for name in (session, source)]
         if fork is None or other is None:
-            raise SessionGoneError(source if fork is not None else session)
+            raise base.SessionGoneError(source if fork is not None else session)
         await self._forks.add(fork, other, turns)
 
     async def finish(self, session: str, outcome: Outcome | None = None) -> bool:
         given = (outcome.kind, pack(outcome)) if outcome is not None else ("", b"")
         reply = await self._script("finish", scripts.FINISH, [self._keys.session(session)], self._ttl, *given)
         if isinstance(reply, list):
-            raise OutcomeConflictError(session, given[0], reply[1].decode())
+            raise base.OutcomeConflictError(session, given[0], reply[1].decode())
         return bool(reply)
 
-    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> SealOutcome:
+    async def seal(self, session: str, *, force: bool = False, at: float = 0.0) -> base.SealOutcome:
         keys, cut = [self._keys.session(session)], "1 0"  # finished, no open calls
         while True:  # until what the incident reports is what the script cuts off
             finished, calls = cut.split()
             incident = pack(sealed_early(finished=finished == "1", open_calls=int(calls), at=at))
             reply = await self._script("seal", scripts.SEAL, keys, self._ttl, cut, incident)
             if isinstance(reply, int):
-                return SealOutcome.SEALED if reply else SealOutcome.MISSING
+                return base.SealOutcome.SEALED if reply else base.SealOutcome.MISSING
             if reply.decode() == cut:
-                raise StoreError("redis: seal: the server answered something else than what has changed")
+                raise base.StoreError("redis: seal: the server answered something else than what has changed")
             cut = reply.decode()
             if not force:
-                return SealOutcome.CALLS_IN_FLIGHT if cut.startswith("1") else SealOutcome.UNFINISHED
+                return base.SealOutcome.CALLS_IN_FLIGHT if cut.startswith("1") else base.SealOutcome.UNFINISHED
 
     async def set_labels(self, session: str, changes: LabelChanges) -> bool:
         keys, packed = [self._keys.session(session)], fields.pack_labels(changes)
@@ -428,7 +395,7 @@ class RedisStore:
         args: list[Argument] = [self._ttl, text(epoch), media_field(medium.sha256), fields.pack_medium(medium), content, limit]
         stored = await self._script("put_media", scripts.PUT_MEDIA, [self._keys.session(session)], *args)
         if stored == scripts.NO_SESSION:
-            raise SessionGoneError(session)
+            raise base.SessionGoneError(session)
         return bool(stored == scripts.STORED)
 
     async def media(self, session: str, sha256: str) -> tuple[str, bytes] | None:
@@ -442,27 +409,27 @@ class RedisStore:
         with decoding(session):
             return fields.unpack_media(reply[0]) if reply else []
 
-    async def bind_key(self, key: str, binding: Binding) -> None:
+    async def bind_key(self, key: str, binding: base.Binding) -> None:
         await self._command("bind_key", "SET", self._keys.binding(key), pack(binding), "PX", self._ttl)
 
-    async def binding_of_key(self, key: str) -> Binding | None:
+    async def binding_of_key(self, key: str) -> base.Binding | None:
         held = await self._command("binding_of_key", "GETEX", self._keys.binding(key), "PX", self._ttl)
         with decoding(key):
-            return None if held is None else unpack(held, Binding)
+            return None if held is None else unpack(held, base.Binding)
 
     async def unbind_key(self, key: str) -> bool:
         return bool(await self._command("unbind_key", "UNLINK", self._keys.binding(key), repeatable=False))
 
-    async def put_engine(self, entry: EngineEntry) -> None:
+    async def put_engine(self, entry: base.EngineEntry) -> None:
         await self._command("put_engine", "HSET", self._keys.engines, fields.engine_field(entry.url, entry.replica), pack(entry))
 
     async def drop_engine(self, url: str, replica: str = "") -> None:
         await self._command("drop_engine", "HDEL", self._keys.engines, fields.engine_field(url, replica))
 
-    async def engines(self) -> list[EngineEntry]:
+    async def engines(self) -> list[base.EngineEntry]:
         held = await self._command("engines", "HVALS", self._keys.engines)
         with decoding("engines"):
-            return [unpack(entry, EngineEntry) for entry in held]
+            return [unpack(entry, base.EngineEntry) for entry in held]
 
     async def weights(self) -> WeightsState:
         held = await self._command("weights", "HGET", self._keys.weights, "state")
@@ -475,10 +442,10 @@ class RedisStore:
     async def watch(self, session: str, seconds: float) -> None:
         await self._script("watch", queue_scripts.WATCH, [self._keys.watched], text(session), repr(float(seconds)))
 
-    async def overdue(self) -> Overdue:
-        now, names = await self._script("overdue", queue_scripts.OVERDUE, [self._keys.watched], MOST_OVERDUE)
+    async def overdue(self) -> base.Overdue:
+        now, names = await self._script("overdue", queue_scripts.OVERDUE, [self._keys.watched], base.MOST_OVERDUE)
         with decoding("that are watched"):
-            return Overdue(float(now), list(map(untext, names)))
+            return base.Overdue(float(now), list(map(untext, names)))
 
     async def unwatch(self, session: str) -> None:
         await self._script("unwatch", queue_scripts.UNWATCH, [self._keys.watched], text(session))
@@ -489,7 +456,7 @@ class RedisStore:
         if self._offers % pruning.EVERY == 0:
             await pruning.prune_queue(self, self._ttl / 1000)
 
-    async def queue(self) -> list[QueueEntry]:
+    async def queue(self) -> list[base.QueueEntry]:
         now, held = await self._script("queue", queue_scripts.READ_QUEUE, self._keys.queue)
         with decoding("in the queue"):
             entries = [fields.unpack_entry(*pair, float(now)) for pair in zip(held[::2], held[1::2], strict=True)]
@@ -510,9 +477,9 @@ class RedisStore:
         keys = self._keys.queue
         return bool(await self._client.call("release", lambda lost: self._send(queue_scripts.RELEASE, keys, text(delivery), int(lost))))
 
-    async def remove(self, delivery: str) -> RemoveOutcome:
+    async def remove(self, delivery: str) -> base.RemoveOutcome:
         reply = await self._client.call(
-            "remove", lambda lost: self._send(queue_scripts.REMOVE, self._keys.queue, text(delivery), int(lost), REMEMBER_SECONDS)
+            "remove", lambda lost: self._send(queue_scripts.REMOVE, self._keys.queue, text(delivery), int(lost), base.REMEMBER_SECONDS)
         )
         return _REMOVE_OUTCOMES[reply]
 
@@ -543,7 +510,8 @@ class RedisStore:
         tail: list[Argument] = [os.urandom(4).hex(), *packed]
         ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, call=text(call)))
         if ended != scripts.ENDED:
-            raise TurnLostError(session) if ended == scripts.TURN_LOST else SessionGoneError(session, deleted=ended == scripts.WAS_DELETED)
+            gone = base.SessionGoneError(session, deleted=ended == scripts.WAS_DELETED)
+            raise base.TurnLostError(session) if ended == scripts.TURN_LOST else gone
 
     async def _command(self, operation: str, *command: Argument, repeatable: bool = True) -> Any:
         return await self._client.call(operation, lambda _: self._run(*command), repeatable=repeatable)

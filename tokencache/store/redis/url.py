@@ -54,11 +54,7 @@ class Address(NamedTuple):
 
 
 def read_url(url: str) -> Address:
-    """Read a URL.
-
-    Raises:
-        ValueError: it cannot be read. The message contains no password.
-    """
+    """Read a URL. Raises `ValueError` if it cannot be read. The message contains no password."""
     try:
         return _read(url)
     except (ValueError, TypeError):

@@ -111,20 +111,12 @@ FILE_FORMATS: Mapping[str, Format | TraceFormat] = ChainMap[str, Any](TRACES, FO
 
 
 def format_named(name: str) -> Format:
-    """Find a format of one rollout by name.
-
-    Raises:
-        HarnessError: the name is unknown. The message lists all names.
-    """
+    """Find a format of one rollout by name. Raises `HarnessError` if the name is unknown. The message lists all names."""
     return _named(FORMATS, name)
 
 
 def file_format_named(name: str) -> Format | TraceFormat:
-    """Find a format of a file by name.
-
-    Raises:
-        HarnessError: as `format_named`.
-    """
+    """Find a format of a file by name. Raises `HarnessError` as `format_named`."""
     return _named(FILE_FORMATS, name)
 
 
