@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -45,17 +46,27 @@ def changed(at: int, text: bytes) -> bytes:
         TEXT[:-1] + b"}",
         *[changed(TEXT.index(b",", 65_536 * n), b",") for n in (1, 2, 3)],
         *[changed(TEXT.index(b",", 65_536 * n), b"]") for n in (1, 2, 3)],
+        *[changed(TEXT.index(b",", 32_768 * n), text) for n in (1, 2, 3) for text in (b",", b"]")],
+        changed(1, b" " * 40_000),
+        changed(1, b" " * 40_000 + b","),
+        changed(MIDDLE, b"," + b" " * 70_000),
+        changed(len(TEXT) - 1, b" " * 70_000),
     ],
 )
 def test_a_list_that_is_read_in_parts_is_that_list(raw):
-    packed = read_ids(raw)
-    assert at_once(read_long_ids(b"[0," + raw + b"]", 3, 3 + len(raw))) == (packed, max(ids.unpack(packed or b""), default=0))
+    for limit in (2**31, 150_000, 149_000):
+        try:
+            packed = ids.pack(msgspec.json.decode(raw, type=list[Annotated[int, msgspec.Meta(ge=0, lt=limit)]]))
+        except ValueError:
+            packed = None
+        assert read_ids(raw, limit) == packed
+        assert at_once(read_long_ids(b"[0," + raw + b"]", 3, 3 + len(raw), limit)) == packed
 
 
 def test_each_part_is_short(monkeypatch):
     read = []
-    monkeypatch.setattr(prompt_echo, "read_ids", lambda raw: (read.append(len(raw)), read_ids(raw))[1])
-    assert at_once(read_long_ids(TEXT, 0, len(TEXT))) == (ids.pack(LONG), max(LONG))
+    monkeypatch.setattr(prompt_echo, "read_ids", lambda raw, limit: (read.append(len(raw)), read_ids(raw, limit))[1])
+    assert at_once(read_long_ids(TEXT, 0, len(TEXT))) == ids.pack(LONG)
     assert max(read) < 66_000
 
 

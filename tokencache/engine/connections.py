@@ -136,7 +136,7 @@ class Answer:
         parts: list[bytes] = []
         try:
             while not self.content.at_eof():
-                part = await self.content.readany()
+                part, _ = await self.content.readchunk()  # `readany` would join the parts that wait, and this joins them all
                 if take is not None:
                     take(len(part))
                 parts.append(part)

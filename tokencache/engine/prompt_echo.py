@@ -11,6 +11,7 @@ Without the cutting it takes 1.4 ms.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -24,8 +25,10 @@ _NAME = b'"prompt_token_ids":['
 _NOT_DIGITS = b" \t\r\n-"
 """Characters that a JSON list of integers may contain in addition to brackets, digits and commas."""
 _NOWHERE = b"", 0, 0
-_PART = 2**16
-"""Bytes of a list that are parsed between two pauses: 0.6 ms."""
+_PART = 2**15
+"""Bytes of a list that are parsed at once: their numbers fit into the processor's cache, which saves a fifth of the time of a long list."""
+_BETWEEN_PAUSES = 2**16
+"""Bytes of a list that are parsed between two pauses: 0.3 ms."""
 FIRST_MARK = Raw(b'"=0"')
 _BEGIN = b'"='
 
@@ -141,8 +144,12 @@ class PromptEcho:
             return
         start, end = _span(data)
         if end - start > LARGE:
-            packed, highest = await read_long_ids(data, start - 1, end + 1)
-            self._read, self._highest = (data[start - 1 : end + 1], packed), (packed, highest)
+            packed = await read_long_ids(data, start - 1, end + 1, self.limit or ids.ABOVE_ALL_IDS)
+            if self.limit and packed is not None:
+                self._highest = packed, self.limit - 1
+            elif self.limit:
+                packed = await read_long_ids(data, start - 1, end + 1)
+            self._read = data[start - 1 : end + 1], packed
 
     def cut(self, data: bytes) -> bytes:
         """Return a reply's JSON with a mark in place of the ids; the unchanged bytes if they are not found."""
@@ -185,30 +192,42 @@ def _span(data: bytes) -> tuple[int, int]:
     return (start, end) if start >= len(_NAME) and end >= 0 else (0, 0)
 
 
-async def read_long_ids(data: bytes, start: int, end: int) -> tuple[bytes | None, int]:
-    """Pack the ids of `data[start:end]`, a raw JSON list, as `read_ids`, with pauses; also returns the highest one, 0 if there is none."""
-    parts, highest, opening, at = list[bytes](), 0, data[start : start + 1], start + 1
+async def read_long_ids(data: bytes, start: int, end: int, limit: int = ids.ABOVE_ALL_IDS) -> bytes | None:
+    """Pack the ids of `data[start:end]`, a raw JSON list, as `read_ids` does, with pauses."""
+    parts, opening, at = list[bytes](), data[start : start + 1], start + 1
     while True:
         await pause()
-        comma = data.find(b",", at + _PART, end - 1) if end - 1 - at > _PART else -1  # a list of ids has commas only between them
-        part = read_ids(opening + (data[at:comma] + b"]" if comma >= 0 else data[at:end]))
+        comma = data.find(b",", at + _BETWEEN_PAUSES, end - 1)  # a list of ids has commas only between them
+        part = read_ids(opening + (data[at:comma] + b"]" if comma >= 0 else data[at:end]), limit)
         if part is None or not (part or (comma < 0 and not parts)):
-            return None, 0
+            return None
         parts.append(part)
-        highest = max(highest, highest_of(part))
         if comma < 0:
             joined = b"".join(parts)
             await pause()
-            return joined, highest
+            return joined
         at = comma + 1
 
 
 def read_ids(raw: bytes, limit: int = ids.ABOVE_ALL_IDS) -> bytes | None:
     """Pack the ids of a raw JSON list; `None` if it is not a list of ids, which are not below 0, and are below `limit`."""
+    parts, opening, at, decode = list[bytes](), b"", 0, _decoder(limit).decode
     try:
-        return ids.pack(msgspec.json.decode(raw, type=list[Annotated[int, msgspec.Meta(ge=0, lt=limit)]]))
+        while (comma := raw.find(b",", at + _PART)) >= 0:
+            part = decode(b"%b%b]" % (opening, raw[at:comma]))
+            if not part:
+                return None  # white space before a comma
+            parts.append(ids.pack(part))
+            opening, at = b"[", comma + 1
+        last = decode(opening + raw[at:])
     except ValueError:
         return None
+    return b"".join((*parts, ids.pack(last))) if last or not parts else None  # `[1,]` is not a list
+
+
+@lru_cache(maxsize=64)
+def _decoder(limit: int) -> msgspec.json.Decoder[list[int]]:
+    return msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=limit)]])
 
 
 def as_fragment(raw: bytes, packed: bytes) -> ids.Fragment:

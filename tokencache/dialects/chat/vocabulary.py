@@ -272,7 +272,7 @@ def with_reasoning(raw: bytes) -> bytes:
 
     All other members keep their bytes. A message that cannot be parsed is returned unchanged.
     """
-    if b'"reasoning_content"' not in raw and b"\\u" not in raw:
+    if b'"reasoning_content"' not in raw and b"\\u00" not in raw:  # the name may be written with escapes of ASCII
         return raw
     try:
         members = FIELDS.decode(raw)

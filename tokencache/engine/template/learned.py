@@ -225,7 +225,7 @@ def check_same_past(before: bytes, rendered: bytes) -> None:
 def check_no_sentinel(messages: Sequence[bytes]) -> None:
     """Refuse messages that contain the sentinel. It is random and secret, so this is not a property of their shape."""
     for raw in messages:
-        if SENTINEL.encode() in (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u" in raw else raw):
+        if SENTINEL.encode() in (msgspec.json.encode(msgspec.json.decode(raw)) if b"\\u00" in raw else raw):
             raise TailRefusedError(Reason.SENTINEL_IN_MESSAGES)
 
 

@@ -170,7 +170,7 @@ async def _tokens_of(answer: bytes) -> tuple[bytes, int | None]:
     if start >= len(_TOKENS) - 1 and end - start > LARGE:
         with contextlib.suppress(ValueError):  # the text that was found belongs to another member
             cut = msgspec.json.decode(cut_out(answer, [(start, end)]), type=_CutTokenized)
-            packed, _ = await read_long_ids(answer, start, end)
+            packed = await read_long_ids(answer, start, end)
             if packed is not None:
                 return packed, cut.max_model_len
     whole = msgspec.json.decode(answer, type=_Tokenized)
