@@ -176,7 +176,7 @@ class Pool:
             model: the name of the model that it requests.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines, or all of the model's are drained or wait.
             HarnessError: no engine serves the model.
         """
         if len(self.monitors) == 1 and not self.monitors[0].draining:
@@ -279,7 +279,7 @@ class Pool:
         is the name of the model that it requests; without one, the first group serves it.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines, or all of the model's are drained or wait.
             HarnessError: no engine serves the model.
         """
         taking = self._taking(model)
@@ -293,7 +293,7 @@ class Pool:
         """Return the engine for a request of a session that begins no call; see `order`.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines, or all of the model's are drained or wait.
             HarnessError: no engine serves the model.
         """
         monitors = self.monitors
@@ -331,10 +331,10 @@ class Pool:
         return list(chosen.values())
 
     def _taking(self, model: str = "") -> list[EngineMonitor]:
-        """Return the engines of a model that are not drained; at least one.
+        """Return the engines of a model that take calls; at least one.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines, or all of the model's are drained or wait.
             HarnessError: no engine serves the model.
         """
         monitors = self.monitors
@@ -345,9 +345,11 @@ class Pool:
         elif self.groups:
             (group,) = self.groups.values()
             monitors = group.serving(model)
-        taking = [monitor for monitor in monitors if not monitor.draining]
+        taking = [monitor for monitor in monitors if not (monitor.draining or monitor.mismatched)]
         if not taking:
-            what = "every engine is being drained" if self.monitors else "no engine is known yet"
+            what = "no engine is known yet"
+            if self.monitors:
+                what = "every engine is being drained, or waits because it differs from those that serve"
             how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
             raise EngineError(f"{what}: {how}", status=HTTPStatus.SERVICE_UNAVAILABLE, reached=False)
         return taking
