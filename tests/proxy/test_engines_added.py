@@ -324,6 +324,14 @@ async def test_what_is_no_engine_is_refused(body):
         assert (await request(rig, "GET"))["engines"] == []
 
 
+@pytest.mark.parametrize("path", ["", "/v1"])
+async def test_the_proxy_itself_is_refused(path):
+    async with replica() as rig:
+        said = await request(rig, "POST", status=400, url=rig.url + path)
+        assert "the address of this proxy" in said["error"]["message"]
+        assert not await listed(rig)
+
+
 async def test_a_password_in_the_url_is_refused_and_not_repeated():
     async with replica() as rig:
         said = await request(rig, "POST", url="http://u:hunter2@w:8000", status=400)
