@@ -161,7 +161,8 @@ class CallAttempt:
                 self.report(why.kind, status=why.status)
                 await self.close()
             case EngineError():
-                await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
+                sampled = may_have_sampled(self.engine.state)
+                await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.UPSTREAM_DOWN, str(why))
             case _:  # a bug in tokencache; calls that wait for this one must not wait endlessly
                 await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=may_have_sampled(self.engine.state))
 
