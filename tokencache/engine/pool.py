@@ -35,7 +35,7 @@ from tokencache.engine.groups import EngineGroup, group_engines, group_named
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.placement import Placement, place_of
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import EngineError, HarnessError, OutOfFilesError
 from tokencache.recent import Recent
 from tokencache.wakeup import end
 
@@ -385,9 +385,9 @@ class Pool:
         return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)
 
     def mark_down(self, engine: Engine, why: EngineError) -> None:
-        """Mark an engine down at once, because a call could not connect to it."""
+        """Mark an engine down at once, because a call could not connect to it, unless this process has no file left."""
         for monitor in self.monitors:
-            if monitor.engine is engine:
+            if monitor.engine is engine and not isinstance(why, OutOfFilesError):
                 monitor.mark_down(str(why))
 
     def _changed(self) -> None:

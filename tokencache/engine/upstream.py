@@ -28,7 +28,7 @@ from yarl import URL
 
 from tokencache.backoff import delays
 from tokencache.engine.connections import CONNECT_SECONDS, Answer, Body, Connections, Segments
-from tokencache.errors import OK, EngineError
+from tokencache.errors import OK, EngineError, OutOfFilesError
 from tokencache.net import without_address
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,8 @@ class Upstream:
         if short and time.monotonic() - self._warned > _REMIND_SECONDS:
             self._warned = time.monotonic()
             log.error("OUT OF FILE DESCRIPTORS: cannot connect to the engine at %s; raise the limit of open files (ulimit -n)", self.url)
-        return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
+        error = OutOfFilesError if short else EngineError
+        return error("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
 
 
 class Sidecar(Upstream):
