@@ -6,6 +6,7 @@ from tokencache.errors import (
     EngineError,
     HarnessError,
     MemoryFullError,
+    OutOfFilesError,
     TokencacheError,
     UnexpectedAnswerError,
     WeightsUpdatingError,
@@ -28,6 +29,7 @@ ANSWERS = [
     (HarnessError("no", status=404, kind="not_found_error", param="model"), 404, "not_found_error", "no"),
     (HarnessError("no"), 400, "invalid_request_error", "no"),
     (EngineError("gone"), 502, "upstream_error", "gone"),
+    (OutOfFilesError("no file"), 502, "upstream_error", "no file"),
     (UnexpectedAnswerError(307), 502, "upstream_error", "the engine answered 307, which is neither success nor error: check the"),
     (
         UnexpectedAnswerError(206),

@@ -128,6 +128,10 @@ class EngineError(TokencacheError):
         return not self.reached or self.status in NOT_NOW
 
 
+class OutOfFilesError(EngineError):
+    """This process has no file left for a connection to an engine. That says nothing about the engine."""
+
+
 class WeightsUpdatingError(EngineError):
     """A trainer replaces the weights of an engine, so that no call is sent to it now."""
 

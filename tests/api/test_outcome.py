@@ -13,6 +13,8 @@ from tests.proxy.test_store_faults import Flaky
 from tests.support.waiting import until
 from tokencache.batching import group_advantages, select
 from tokencache.core.incidents import IncidentKind
+from tokencache.proxy.dedup import lost_calls
+from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.testing import Fault
 from tokencache.trajectories.values import Trajectory
 
@@ -178,6 +180,20 @@ async def test_a_replica_that_dies_before_it_records_a_failure_leaves_an_invalid
     await rig.store.settle("s", epoch, "k", [lost])  # as whoever waits for the session does
     state = await rig.info()
     assert (state["complete"], state["valid"]) == (False, False)
+
+
+@pytest.mark.parametrize("went_on", [False, True])
+async def test_a_replica_that_dies_in_the_only_call_is_no_fault_of_the_harness(rig, monkeypatch, went_on):
+    monkeypatch.setattr(lost_calls, "HEARTBEAT_SECONDS", 0.0)
+    await rig.store.begin("s", "k", [], replica="killed")
+    if went_on:  # its SDK does not join the call
+        await say(rig)
+    assert (await finished(rig, reward=0.0))[2] is False
+    watch = LostCalls(rig.store)
+    for _ in range(2):  # a replica is gone if it was missed for a while
+        await watch.close(await rig.store.session("s"))
+    state = await rig.info()
+    assert (state["outcome"], state["complete"]) == ("ok" if went_on else "engine", False)
 
 
 async def test_a_failure_counts_although_the_store_cannot_record_it():

@@ -10,6 +10,7 @@ from tokencache.engine.health import EngineIdentity
 from tokencache.engine.model import Engine
 from tokencache.engine.pool import Pool, preference
 from tokencache.engine.upstream import Upstream
+from tokencache.errors import EngineError
 
 URLS = [f"http://10.0.0.{n}:8000" for n in range(1, 8)]
 SESSIONS = [f"rollout-{n}" for n in range(3000)]
@@ -76,3 +77,15 @@ async def test_an_engine_that_is_added_again_has_no_reason_from_before(differing
     await differing.remove(second.url)
     differing.monitors.append(second)
     assert "it waits" not in differing.why_unused(second)
+
+
+def test_an_adapter_that_only_an_engine_lists_that_waits_is_not_served(differing):
+    differing.monitors[0].engine.names, differing.monitors[1].engine.names = ("sim",), ("sim", "adapter")
+    for asked in (
+        lambda: differing.order("s", "adapter"),
+        lambda: differing.order(None, "adapter"),
+    ):
+        with pytest.raises(EngineError, match="differ"):
+            asked()
+    assert not [*differing.endpoints_of("c", "s", "", [], "adapter")]
+    assert differing.engine_of("s", "adapter")  # it still answers what begins no call

@@ -298,3 +298,20 @@ async def test_a_repetition_of_what_was_answered_costs_nothing():
         assert again["choices"][0]["message"]["content"] == first["choices"][0]["message"]["content"]
         assert await spent(rig) == []
         assert LAST_WORDS in await raw(rig, "chat", **{"x-stainless-retry-count": "0"})
+
+
+async def test_repetitions_that_get_a_recorded_reply_leave_the_budget_to_others():
+    async with proxied(max_calls=3) as rig:
+        messages = [user(SAY)]
+        for _ in range(3):
+            message = await rig.say("s", messages)
+            for _ in range(2):
+                async with rig.http.post(
+                    rig.url + CHAT, json={"model": "sim", "messages": messages}, headers={HEADER: "s", "x-stainless-retry-count": "1"}
+                ) as answer:
+                    assert (await answer.json())["choices"][0]["message"]["content"] == message["content"]
+            messages += [echo(message), user("go on")]
+        assert await spent(rig) == []
+        assert (await rig.say("s", messages))["content"] == LAST_WORDS
+        assert await spent(rig) == ["3 calls: stopped call no. 1"]
+        assert len(await rig.turns()) == 3

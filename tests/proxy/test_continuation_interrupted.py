@@ -9,6 +9,7 @@ from tests.proxy.kit import CHAT, HEADER, proxied
 from tests.proxy.test_continuation import ALL, ASK, EXPECTED, STREAMS, problems, recorded, said
 from tests.proxy.test_retries import another, incidents, open_calls, send, settled, wanted
 from tests.support.material import require
+from tests.support.plugin_engine import PluginEngine
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache.store.memory import MemoryStore
@@ -226,6 +227,20 @@ async def test_the_weights_change_while_the_reply_waits():
         assert [(span["version"], span["start"]) for span in turn.versions] == [("7", 0), ("8", CUT)]
         salts = [body["cache_salt"] for body in engine.requests if "EPISODE:all" in str(body)]
         assert salts[0] != salts[-1]
+
+
+@STREAMS
+async def test_each_piece_has_the_version_in_the_head_of_its_own_answer(stream):
+    engine = PluginEngine(episodes=ALL, seed=7, derenders=True, weight_versions="header")
+    async with proxied(engine, hold=PATIENCE) as rig:
+        engine.weights.label = "old"
+        call = await cut(rig, stream=stream)
+        engine.weights.label = "new"
+        resume(rig)
+        assert said((await call)[1], stream=stream) == EXPECTED
+        turn = await whole_turn(rig)
+        spans = [(span["version"], span["start"], span["end"]) for span in turn.versions]
+        assert spans == [("old", 0, CUT), ("new", CUT, turn.completion_tokens)]
 
 
 async def test_the_weights_change_while_a_call_waits_for_its_first_engine():

@@ -7,7 +7,7 @@ import json
 import aiohttp
 import pytest
 
-from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, echo, results, user
+from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, Rig, calls_held, echo, results, user
 from tests.support.waiting import PATIENCE, until
 from tokencache.config import Settings
 from tokencache.engine import membership
@@ -32,7 +32,7 @@ async def replica(store=None, *, upstream="", **settings):
     store = store or MemoryStore()
     async with (
         aiohttp.ClientSession() as http,
-        serving(Settings(upstream=upstream, port=0, hold=0, **settings), store) as (url, proxy),
+        serving(Settings(upstream=upstream, port=0, **{"hold": 0, **settings}), store) as (url, proxy),
     ):
         yield Rig(url, "", None, proxy, store, http)
 
@@ -170,6 +170,28 @@ async def test_a_drained_engine_may_be_added_again():
         await play(rig, "s")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_waits_while_all_engines_are_drained(stream):
+    async with engines(2) as made, replica(hold=PATIENCE) as rig:
+        old, new = made
+        await request(rig, "POST", url=old, status=201)
+        await serves(rig, old)
+        message = await rig.say("s", ASK, tools=TOOLS)
+        await request(rig, "POST", ENGINES + "/drain", url=old)
+        before = calls_held("down")
+        history = [*ASK, echo(message), *results(message)]
+        calls = [
+            asyncio.create_task(rig.say(name, messages, tools=TOOLS, stream=stream)) for name, messages in (("s", history), ("t", ASK))
+        ]
+        await until(lambda: calls_held("down") >= before + 2)
+        await request(rig, "POST", url=new, status=201)
+        await asyncio.gather(*calls)
+        assert [turn["match"] for turn in await rig.turns()] == ["root", "continue"]
+        for name in ("s", "t"):
+            info = await rig.info(name)
+            assert (info["valid"], [one["kind"] for one in info["incidents"]]) == (True, ["held"])
+
+
 async def test_a_call_on_an_engine_that_is_removed_runs_to_its_end():
     async with engines(2, token_delay=0.005) as made, replica() as rig:
         for url in made:
@@ -300,6 +322,14 @@ async def test_what_is_no_engine_is_refused(body):
     async with replica() as rig, rig.http.post(rig.url + ENGINES, data=body) as answer:
         assert (answer.status, "url" in (await answer.json())["error"]["message"]) == (400, True)
         assert (await request(rig, "GET"))["engines"] == []
+
+
+@pytest.mark.parametrize("path", ["", "/v1"])
+async def test_the_proxy_itself_is_refused(path):
+    async with replica() as rig:
+        said = await request(rig, "POST", status=400, url=rig.url + path)
+        assert "the address of this proxy" in said["error"]["message"]
+        assert not await listed(rig)
 
 
 async def test_a_password_in_the_url_is_refused_and_not_repeated():

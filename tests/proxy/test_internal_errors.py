@@ -11,6 +11,7 @@ from tokencache.dialects.reply_encoder import ReplyEncoder
 from tokencache.proxy import call
 from tokencache.proxy.delivery import StreamDelivery, WholeDelivery
 from tokencache.proxy.dispatch import Dispatch
+from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.policy_version import PolicyVersions, VersionReading
 from tokencache.proxy.response import Response
@@ -67,3 +68,17 @@ async def test_the_call_ends_with_an_incident(monkeypatch, step):
         (incident,) = info["incidents"]
         assert (info["turns"], incident["kind"], incident["hole"], bool(incident["call"])) == (1, "internal-error", step in AFTER, True)
         assert not info["valid"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_a_request_that_a_bug_refuses_before_its_call_begins_leaves_a_trace(monkeypatch, goes_on):
+    async with proxied() as rig:
+        await rig.say("s", [user("EPISODE:talk")])
+        with monkeypatch.context() as patched:
+            patched.setattr(Endpoints, "_pin", lambda *_: 1 / 0)
+            status, _ = await rig.post("s", messages=[user("EPISODE:talk again")])
+        if goes_on:
+            await rig.say("s", [user("EPISODE:talk again")])
+        info = await rig.info()
+        assert (status, info["complete"], info["outcome"]) == (500, True, "ok" if goes_on else "engine")
+        assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("internal-error", False)]

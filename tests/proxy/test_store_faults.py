@@ -487,6 +487,24 @@ async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew)
         assert [(i["kind"], i["hole"]) for i in exported["incidents"]] == [("session-lost", True)]
 
 
+@pytest.mark.parametrize("what", ["lost", "lost and begun anew", "deleted elsewhere"])
+async def test_a_store_that_loses_a_session_between_two_calls(store, what):
+    """What was recorded before is missing, so the session must not look whole. A rollout that begins anew under the name misses nothing."""
+    async with proxied(store=store) as rig, proxied(store=store) as replica:
+        message = await rig.say("s", **ASK)
+        if what == "deleted elsewhere":
+            assert await replica.proxy.ledger.delete("s", reuse=True)
+        else:
+            store._sessions.pop("s")
+        history = [*ASK["messages"], echo(message), *results(message)]
+        await rig.say("s", **ASK | ({} if what == "lost and begun anew" else {"messages": history}))
+        found = await rig.info()
+        lost = [(one["kind"], one["hole"], bool(one["call"])) for one in found["incidents"]]
+        assert (lost, found["complete"]) == ([("session-lost", True, True)] if what == "lost" else [], what != "lost")
+        await rig.say("s", [user("another")])
+        assert len((await rig.info())["incidents"]) == len(lost)
+
+
 async def test_turns_that_the_store_did_not_accept_are_counted(store):
     def counted():
         return metrics.REGISTRY.get_sample_value("tokencache_incidents_total", {"kind": "store-error"}) or 0.0

@@ -12,6 +12,7 @@ from tokencache.core.session import Labels, SessionSettings
 from tokencache.proxy.finishing import TimeLimits
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
+from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 
 PASSED, TO_COME = time.time() - 10, time.time() + 86400
@@ -84,6 +85,26 @@ async def test_a_session_that_is_gone_is_watched_no_longer():
     await store.delete("s")
     await replica(store).look()
     assert (await store.overdue()).sessions == []
+
+
+class Damaged(MemoryStore):
+    """A store whose record of session `damaged` cannot be read."""
+
+    async def session(self, session):
+        if session == "damaged":
+            raise StoreError("the record is damaged")
+        return await super().session(session)
+
+
+async def test_a_damaged_record_does_not_keep_others_from_being_finished():
+    store = Damaged()
+    await store.watch("damaged", -2.0)
+    await defined(store, deadline=PASSED)
+    limits = replica(store)
+    with pytest.raises(StoreError):
+        await limits.look()
+    await limits.look()
+    assert (await store.session("s")).state == "finished"
 
 
 async def test_a_lost_harness_over_http(rig):

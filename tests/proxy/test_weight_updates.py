@@ -71,6 +71,19 @@ async def test_a_refusal_that_may_pass_is_waited_out(held, status, stream):
 
 
 @STREAMS
+async def test_an_update_that_takes_longer_than_a_call_may_wait_is_no_hole(stream):
+    """Nothing was sampled for a call that no engine got. If its harness repeats it, the rollout is as good as any."""
+    async with proxied(hold=0.05) as rig:
+        more = await begun(rig)
+        async with rig.http.post(f"{rig.url}/tokencache/v1/weights/update", json={"owner": "trainer", "mode": "none"}) as answer:
+            assert answer.status < 300, await answer.text()
+        status, _ = await rig.post("s", **more, stream=stream)
+        assert status == 503
+        assert await kinds(rig) == ["upstream-down"]
+        assert ((await rig.info())["complete"], (await rig.info())["outcome"]) == (True, "engine")
+
+
+@STREAMS
 async def test_a_paused_engine_is_waited_for(held, stream):
     more = await begun(held)
     asked = len(held.engine.requests)

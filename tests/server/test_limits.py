@@ -148,8 +148,10 @@ async def test_no_descriptor_for_a_harness(monkeypatch, caplog):
 
 
 async def test_no_descriptor_for_the_engine(monkeypatch, caplog):
-    """The call is held, and the log says that it is not the engine's fault."""
+    """The call is held, and the log says that it is not the engine's fault: it is the same process, with the same weights."""
     async with proxied(hold=PATIENCE) as rig:
+        async with rig.http.put(f"{rig.url}/tokencache/v1/weights", json={"version": "7"}) as answer:
+            assert answer.status == 200
         await rig.proxy.upstream.close()
         await rig.proxy.upstream.open()  # no connection is at hand
         left = iter([True] * 3)
@@ -162,4 +164,5 @@ async def test_no_descriptor_for_the_engine(monkeypatch, caplog):
         with caplog.at_level(logging.ERROR):
             assert await rig.say("s", [user("EPISODE:demo")])
         await rig.check()
+        assert [span["version"] for turn in await rig.turns() for span in turn["weight_versions"]] == ["7"]
     assert caplog.text.count("OUT OF FILE DESCRIPTORS") == 1

@@ -57,6 +57,8 @@ class _EngineApi:
 
     async def add(self, request: web.Request) -> web.StreamResponse:
         url = await _url_in(request)
+        if URL(url).authority == request.host:  # each request would be sent again and again
+            raise HarnessError(f"url: {request.host} is the address of this proxy: name the engine's", param="url")
         status = HTTPStatus.CREATED if self._pool.find(url) is None else HTTPStatus.OK
         return json_response(self._object(await self._membership.add(url)), status)
 

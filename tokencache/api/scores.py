@@ -155,7 +155,7 @@ class _ScoreApi:
         try:
             for model in models:
                 await self._pool.check_model(model)
-            return {model: self._pool.engine_of(session, model) for model in models}
+            return {model: self._pool.order(session, model)[0] for model in models}
         except HarnessError as why:
             raise EngineError(str(why)) from why
 

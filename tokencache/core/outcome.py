@@ -112,6 +112,7 @@ CAUSES: Mapping[str, FailureCause] = MappingProxyType(
         IncidentKind.UPSTREAM_DOWN: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.REQUEST_NOT_READ: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.UPSTREAM_BROKE: FailureCause(OutcomeKind.ENGINE),
+        IncidentKind.REPLICA_LOST: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ERROR: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.ENGINE_ABORTED: FailureCause(OutcomeKind.ENGINE),
         IncidentKind.CLIENT_GONE: FailureCause(OutcomeKind.HARNESS),

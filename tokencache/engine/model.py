@@ -404,7 +404,7 @@ class Engine:
         async with self._lock:
             if (away := self._away) is not before and away is not None:
                 # Another call found that while this one waited: thousands of calls must not try one after another.
-                raise EngineError(away.client_message, private=away.private, status=away.status, reached=away.reached)
+                raise type(away)(away.client_message, private=away.private, status=away.status, reached=away.reached)
             return self._known(name) or await self._probe(name)
 
     def _known(self, name: str) -> Model | None:

@@ -35,7 +35,7 @@ from tokencache.engine.groups import EngineGroup, group_engines, group_named
 from tokencache.engine.health import EngineMonitor
 from tokencache.engine.model import Endpoint, Engine, Model
 from tokencache.engine.placement import Placement, place_of
-from tokencache.errors import EngineError, HarnessError
+from tokencache.errors import EngineError, HarnessError, OutOfFilesError
 from tokencache.recent import Recent
 from tokencache.wakeup import end
 
@@ -164,7 +164,7 @@ class Pool:
         return any(map(self.serves, self.monitors))
 
     def endpoints_of(self, call: str, session: str, bound: str | None, messages: Collection[bytes], model: str) -> Iterable[Endpoint]:
-        """Return the endpoints that a call of a session may use, one on each engine, the preferred one first; at least one.
+        """Return the endpoints that a call of a session may use, one on each engine, the preferred one first; none if none takes calls.
 
         Until the call has ended (`Placement.end`), its tokens count for the one that the caller got last.
 
@@ -176,7 +176,6 @@ class Pool:
             model: the name of the model that it requests.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
             HarnessError: no engine serves the model.
         """
         if len(self.monitors) == 1 and not self.monitors[0].draining:
@@ -279,10 +278,12 @@ class Pool:
         is the name of the model that it requests; without one, the first group serves it.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines, or all of the model's are drained or wait.
             HarnessError: no engine serves the model.
         """
         taking = self._taking(model)
+        if not taking:
+            raise self.unavailable()
         if len(taking) == 1:
             return [taking[0].engine]
         ordered = self._in_turn(taking) if session is None else self._by_hash(session, taking)
@@ -290,17 +291,25 @@ class Pool:
         return [endpoint.engine for endpoint in sorted(ordered, key=lambda endpoint: home is None or endpoint.engine is not home.engine)]
 
     def engine_of(self, session: str, model: str = "") -> Engine:
-        """Return the engine for a request of a session that begins no call; see `order`.
+        """Return the engine for a request of a session that begins no call; see `order`. If all are drained or wait, one of these.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
+            EngineError: there are no engines.
             HarnessError: no engine serves the model.
         """
         monitors = self.monitors
-        if len(monitors) == 1 and not monitors[0].draining:
+        if len(monitors) == 1:
             return monitors[0].engine
         home = self._home(self.place(session, model), monitors)
-        return home.engine if home is not None and self.serves(home) else self.order(session, model)[0]
+        if home is not None and self.serves(home):
+            return home.engine
+        try:
+            return self.order(session, model)[0]
+        except EngineError:
+            if not monitors:
+                raise
+            group = group_named(self.groups.values(), model)
+            return (group.monitors if group is not None else monitors)[0].engine
 
     def _home(self, place: str, monitors: Sequence[EngineMonitor]) -> EngineMonitor | None:
         """Return the engine of a session's last call here."""
@@ -331,10 +340,9 @@ class Pool:
         return list(chosen.values())
 
     def _taking(self, model: str = "") -> list[EngineMonitor]:
-        """Return the engines of a model that are not drained; at least one.
+        """Return the engines of a model that take calls.
 
         Raises:
-            EngineError: there are no engines, or all of the model's are drained.
             HarnessError: no engine serves the model.
         """
         monitors = self.monitors
@@ -345,12 +353,13 @@ class Pool:
         elif self.groups:
             (group,) = self.groups.values()
             monitors = group.serving(model)
-        taking = [monitor for monitor in monitors if not monitor.draining]
-        if not taking:
-            what = "every engine is being drained" if self.monitors else "no engine is known yet"
-            how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
-            raise EngineError(f"{what}: {how}", status=HTTPStatus.SERVICE_UNAVAILABLE, reached=False)
-        return taking
+        return [monitor for monitor in monitors if not (monitor.draining or monitor.mismatched)]
+
+    def unavailable(self) -> EngineError:
+        """Make the error of a request that no engine takes."""
+        what = "every engine is being drained, or differs from those that serve" if self.monitors else "no engine is known yet"
+        how = 'add one with POST /tokencache/v1/engines {"url": "http://HOST:PORT"}, or start tokencache with --upstream URL'
+        return EngineError(f"{what}: {how}", status=HTTPStatus.SERVICE_UNAVAILABLE, reached=False)
 
     async def model(self, name: str = "") -> Model:
         """Return a model of the first engine that serves it, for requests without a session.
@@ -360,6 +369,8 @@ class Pool:
             HarnessError: no engine serves the model.
         """
         taking = self._taking(name)
+        if not taking:
+            raise self.unavailable()
         serving = next((monitor for monitor in taking if self.serves(monitor)), taking[0])
         return await serving.engine.model(name)
 
@@ -374,9 +385,9 @@ class Pool:
         return all(monitor.identity.capability["later_system"] for monitor in self.monitors if monitor.identity is not None)
 
     def mark_down(self, engine: Engine, why: EngineError) -> None:
-        """Mark an engine down at once, because a call could not connect to it."""
+        """Mark an engine down at once, because a call could not connect to it, unless this process has no file left."""
         for monitor in self.monitors:
-            if monitor.engine is engine:
+            if monitor.engine is engine and not isinstance(why, OutOfFilesError):
                 monitor.mark_down(str(why))
 
     def _changed(self) -> None:

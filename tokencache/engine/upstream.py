@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ from yarl import URL
 
 from tokencache.backoff import delays
 from tokencache.engine.connections import CONNECT_SECONDS, Answer, Body, Connections, Segments
-from tokencache.errors import OK, EngineError
+from tokencache.errors import OK, EngineError, OutOfFilesError
 from tokencache.net import without_address
 
 log = logging.getLogger(__name__)
@@ -223,7 +224,21 @@ class Upstream:
         if short and time.monotonic() - self._warned > _REMIND_SECONDS:
             self._warned = time.monotonic()
             log.error("OUT OF FILE DESCRIPTORS: cannot connect to the engine at %s; raise the limit of open files (ulimit -n)", self.url)
-        return EngineError("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
+        error = OutOfFilesError if short else EngineError
+        return error("the engine cannot be reached", private=f"{self.url}: {described}", reached=False)
+
+
+class Sidecar(Upstream):
+    """A server that renders and parses for the engines. If it cannot be reached, the calls wait, and no engine counts as down."""
+
+    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
+        """See `Upstream.query`."""
+        try:
+            return await super().query(path, body, headers)
+        except EngineError as why:
+            if why.reached:
+                raise
+            raise EngineError("the render sidecar cannot be reached", private=why.private, status=HTTPStatus.SERVICE_UNAVAILABLE) from why
 
 
 def error_text(body: bytes, answer: Answer) -> bytes:

@@ -11,6 +11,7 @@ per call.) If the client has received nothing yet, its call may instead continue
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -59,7 +60,7 @@ from tokencache.proxy.planner import keys_wanted
 from tokencache.proxy.recorder import Recorded, turns_of
 from tokencache.proxy.reply_source import End, EndKind, ReplySource
 from tokencache.proxy.response import REQUEST_ID, Response
-from tokencache.store.base import BeginResult, Join, OpenCall, StoreError
+from tokencache.store.base import BeginResult, Join, OpenCall, Store, StoreError
 
 if TYPE_CHECKING:
     from tokencache.proxy.spans import CallSpans
@@ -160,7 +161,8 @@ class CallAttempt:
                 self.report(why.kind, status=why.status)
                 await self.close()
             case EngineError():
-                await self._settle(IncidentKind.UPSTREAM_BROKE if why.reached else IncidentKind.UPSTREAM_DOWN, str(why))
+                sampled = may_have_sampled(self.engine.state)
+                await self._settle(IncidentKind.UPSTREAM_BROKE if sampled else IncidentKind.UPSTREAM_DOWN, str(why))
             case _:  # a bug in tokencache; calls that wait for this one must not wait endlessly
                 await self._settle(IncidentKind.INTERNAL_ERROR, f"{type(why).__name__}: {why}", hole=may_have_sampled(self.engine.state))
 
@@ -343,7 +345,8 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
         """
         self._sample = sample
-        if spent := self._budget_spent():
+        budget, begun = self._budget, self._begun
+        if begun is not None and budget and (spent := await _spent(budget, begun, self._ledger.store, self._call.session)):
             return await self._stop(spent)
         try:
             answer = await self._dispatch.accepted()
@@ -379,13 +382,6 @@ class CallAttempt:
                 self._call.note(IncidentKind.INTERNAL_ERROR, f"{type(end.error).__name__}: {end.error}", hole=False)
             await self._store(self._write_turns(end.mark, end.detail), sends=end.mark != TurnMark.ABORTED)
 
-    def _budget_spent(self) -> str:
-        """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
-        if self._begun is None or not self._budget:
-            return ""
-        begun = self._begun
-        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
-
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""
         metrics.CALLS.labels(self._call.chat.dialect, IncidentKind.BUDGET_SPENT).inc()
@@ -393,6 +389,17 @@ class CallAttempt:
         self.report(IncidentKind.BUDGET_SPENT)
         await self.close([self._call.incident(IncidentKind.BUDGET_SPENT, f"{spent}: stopped call no. {number}")] if number else [])
         return await self._response.send(budget_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
+
+
+async def _spent(budget: Budget, begun: BeginResult, store: Store, session: str) -> str:
+    """Describe which limit of a session's budget is used up; `""` if none is. A call that got a recorded reply again costs nothing."""
+    spent = budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
+    if spent:
+        with contextlib.suppress(StoreError):
+            info = await store.session(session)
+            replayed = [one for one in info.incidents if one.kind == IncidentKind.RETRY_REPLAYED] if info is not None else []
+            spent = budget.spent(calls=begun.calls - len(replayed), tokens=begun.tokens, seconds=begun.age)
+    return spent
 
 
 def _may_be_made_again(planned: PlannedCall, aborted: AbortedPolicy) -> bool:

@@ -217,7 +217,7 @@ class Dispatch:
                 log.info("session %s call %s: not accepted: %s", self._call.session, self._call.id, refused.words)
             refused_at = refused_at or time.monotonic()
             left = self._services.hold - (time.monotonic() - refused_at)
-            assert refused is not None  # noqa: S101 - `order` is never empty
+            refused = refused or _Refusal("no engine takes calls", error=self._services.pool.unavailable())
             if left <= 0:
                 return refused.result()
             metrics.QUEUED_CALLS.labels(refused.kind).inc()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -58,6 +59,13 @@ log = logging.getLogger(__name__)
 
 _COUNTS = ("/count_tokens", "/input_tokens", ":countTokens")
 """Ends of the paths that count tokens, in all dialects."""
+_REFUSALS: Mapping[type[Exception], IncidentKind] = MappingProxyType(
+    {
+        StoreError: IncidentKind.STORE_ERROR,
+        EngineError: IncidentKind.UPSTREAM_DOWN,
+        MemoryFullError: IncidentKind.REQUEST_NOT_READ,
+    }
+)
 _MOST_SETTINGS = 4
 """Attempts to serve a request while the settings of its session change: those that are known, the true ones, and spare ones."""
 _FOR_TENANTS = frozenset({LIST_MODELS, ("GET", "/health"), ("GET", "/version"), ("POST", TOKENIZE), ("POST", "/detokenize")})
@@ -155,15 +163,17 @@ class Endpoints:
                         await self.note_refusal(request, session, why)
                     raise
                 return await self._give_up(call, why)
+            except Exception as why:
+                if call is None and dialect is not None and not isinstance(why, web.HTTPException | ConnectionError):
+                    await self.note_refusal(request, session, why)  # a bug in tokencache
+                raise
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
-    async def note_refusal(self, request: web.Request, session: str, why: EngineError | MemoryFullError | StoreError) -> None:
+    async def note_refusal(self, request: web.Request, session: str, why: Exception) -> None:
         """Add an incident for a call that was refused before it began. A token count is none."""
-        kind = IncidentKind.STORE_ERROR if isinstance(why, StoreError) else IncidentKind.UPSTREAM_DOWN
-        if isinstance(why, MemoryFullError):
-            kind = IncidentKind.REQUEST_NOT_READ
+        kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
         if request.method == "POST" and not request.path.endswith(_COUNTS):
-            await self._ledger.note_refused_call(session, kind, str(why))
+            await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__)
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
         """Return a request as it is served by the given settings.

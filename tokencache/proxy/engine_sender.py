@@ -21,7 +21,7 @@ from tokencache.engine.image_names import ImageNames, NamedImage, with_pixels
 from tokencache.engine.model import Engine
 from tokencache.engine.prefixes import MEMBER, PrefixUse, PromptName, can_be_named, is_miss
 from tokencache.engine.ranks import RANK_HEADER, is_refused_rank
-from tokencache.errors import NOT_NOW, OK, EngineError, is_error
+from tokencache.errors import NOT_NOW, OK, EngineError, OutOfFilesError, is_error
 from tokencache.proxy.facts import BegunCall, PlannedCall
 from tokencache.proxy.kv_salt import MEMBER as SALT
 from tokencache.proxy.planner import media_reason
@@ -98,6 +98,8 @@ class EngineSender:
             if name is None:
                 return await self._write_and_post(planned, exact, chat, target)
             return await self._post_named(planned, exact, chat, target, name)
+        except OutOfFilesError:
+            raise
         except EngineError as why:
             planned.engine.forget(str(why))
             raise

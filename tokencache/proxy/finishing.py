@@ -74,7 +74,12 @@ class TimeLimits:
             StoreError: the store failed.
         """
         by_store, names = await self._store.overdue()
-        for name, info in zip(names, await self._store.states(names), strict=True):
+        for name in names:
+            try:
+                info = await self._store.session(name)
+            except StoreError:  # its own record may be damaged: the others come first next time
+                await self._store.watch(name, HEARTBEAT_SECONDS)
+                raise
             left = None
             if info is not None and info.state is SessionStage.OPEN:
                 left = await self._look_at(info, by_store - info.used)

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,6 +57,10 @@ _MOST_UNANSWERED = 4096
 """Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
 _MOST_SESSIONS = 4096
 """Maximum number of sessions that a counter remembers; a session that was dropped starts at 0 again."""
+_BEGINS_ANEW = "the store has lost what was recorded of the session before this call"
+_MOST_EPOCHS = 65_536
+_EPOCH_SECONDS = 3000.0
+"""Seconds after which an epoch is not looked for: a store remembers for an hour that it was deleted."""
 
 
 class SampledCounter:
@@ -245,6 +249,36 @@ def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
     return False
 
 
+class KnownEpochs(dict[str, tuple[str, float]]):
+    """Sessions, with the epoch of the last call of each in this process, and when that began, in seconds of the monotonic clock."""
+
+    def __init__(self, store: Store, add: Callable[[str, Sequence[Incident]], Awaitable[None]]) -> None:
+        super().__init__()
+        self._store, self._add = store, add
+
+    async def note_first_call(self, session: str, call: str, before: tuple[str, float] | None, *, continued: bool) -> None:
+        """Add an incident if the store has lost a session whose harness goes on with the first call of a new epoch.
+
+        Args:
+            session: the session.
+            call: id of the call.
+            before: what was known of the session before the call.
+            continued: whether the history of the call has replies. A rollout that begins anew misses nothing.
+        """
+        while len(self) > _MOST_EPOCHS:
+            del self[next(iter(self))]
+        if before is None or not continued or before[0] == self[session][0] or time.monotonic() - before[1] > _EPOCH_SECONDS:
+            return
+        try:
+            await self._store.settle(session, before[0], call)
+        except SessionGoneError as why:
+            if not why.deleted:
+                with contextlib.suppress(StoreError):  # the call goes on in any case
+                    await self._add(session, [IncidentKind.SESSION_LOST.incident(_BEGINS_ANEW, call=call, at=time.time())])
+        except StoreError as why:
+            log.warning("session %s call %s: it is not known whether the store has lost the session: %s", session, call, why)
+
+
 class Ledger:
     """Begins and ends calls in a store.
 
@@ -287,7 +321,7 @@ class Ledger:
         self._rebound, self._ended_session = rebound, ended
         self.replica, self.changed, self._strict = secrets.token_hex(8), Wakeup(), strict
         self._experts, self.keeps_experts = experts, experts is not None
-        self._media = MediaRecord(store, max_media_bytes)
+        self._media, self._epochs = MediaRecord(store, max_media_bytes), KnownEpochs(store, self.add_incidents)
         self.over_budget, self._late, self._refused = SampledCounter(), SampledCounter(), SampledCounter()
         self._backlog = Backlog(store, self.changed)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -301,12 +335,14 @@ class Ledger:
             SettingsChangedError: the session has other settings. Other errors of `Store.begin` are raised too.
             StoreError: the store failed and the policy is strict.
         """
+        replica = self.replica
         try:
-            return await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=self.replica, join=join, settings=settings)
+            begun = await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=replica, join=join, settings=settings)
+            before, self._epochs[session] = self._epochs.get(session), (begun.epoch, time.monotonic())
+            if begun.calls == 1:
+                await self._epochs.note_first_call(session, call, before, continued=len(keys) > bool(fingerprint))
         except SessionOverError as why:
-            with contextlib.suppress(StoreError):
-                info = await self.store.session(session)
-                why.outcome = info.outcome if info is not None else None
+            await _read_outcome(self.store, session, why)
             raise
         except StoreError as why:
             self._backlog.begin_unopened(session, call)
@@ -315,6 +351,7 @@ class Ledger:
                 self._backlog.add(session, [refused], call=call, newest=not self._refused.count(session))
             self._failed("begin", session, call, why)
             return None
+        return begun
 
     async def end(self, begun: BeginResult | None, facts: CallFacts, recorded: Recorded, documents: Mapping[str, bytes]) -> None:
         """Store the turns of a call and its documents; called before the last byte of the reply is sent.
@@ -347,13 +384,9 @@ class Ledger:
             else:
                 await self.store.settle(session, begun.epoch, call, recorded.incidents)
             self.changed.notify()
-        except TurnLostError:  # the session is there, and the call is open in it
-            await _drop_experts(self._experts, facts)
-            await self.settle(begun, session, call, [_dropped(session, call)])
-            return
         except SessionGoneError as why:
             await _drop_experts(self._experts, facts)
-            await self._gone(why, session, call)
+            await self._gone(why, begun, session, call)
             return
         except StoreError as why:
             self._lose(session, begun.epoch, call, recorded.incidents)
@@ -402,7 +435,7 @@ class Ledger:
                 await self.store.settle(session, begun.epoch, call, incidents)
             self.changed.notify()
         except SessionGoneError as why:
-            await self._gone(why, session, call)
+            await self._gone(why, begun, session, call)
         except StoreError as why:
             self._backlog.add(session, incidents, epoch=begun.epoch, call=call)
             self._failed("settle", session, call, why)
@@ -526,10 +559,12 @@ class Ledger:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._backlog.close()
 
-    async def _gone(self, why: SessionGoneError, session: str, call: str) -> None:
-        """Report a session that is gone when a call ends. If it was deleted, it may have been created again: no incident."""
+    async def _gone(self, why: SessionGoneError, begun: BeginResult, session: str, call: str) -> None:
+        """Report a session, or turns, that are gone when a call ends. If it was deleted, it may have been created again: no incident."""
         lost = _dropped(session, call)
-        if not why.deleted:
+        if isinstance(why, TurnLostError):  # the session is there, and the call is open in it
+            await self.settle(begun, session, call, [lost])
+        elif not why.deleted:
             await self.add_incidents(session, [lost])
 
     def _failed(self, operation: str, session: str, call: str, why: StoreError) -> None:
@@ -544,6 +579,12 @@ class Ledger:
         _count([lost])
         stored = [msgspec.structs.replace(lost, hole=False)] if self._strict else []  # no client has received the reply
         self._backlog.add(session, [*incidents, lost], epoch=epoch, call=call, if_stored=stored)
+
+
+async def _read_outcome(store: Store, session: str, why: SessionOverError) -> None:
+    with contextlib.suppress(StoreError):
+        info = await store.session(session)
+        why.outcome = info.outcome if info is not None else None
 
 
 async def _drop_experts(experts: RoutedExperts | None, facts: CallFacts) -> None:

@@ -28,7 +28,7 @@ from tokencache.engine.chunks import split_cut
 from tokencache.engine.connections import Answer
 from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.base import ParsedCompletion, StreamChunk
-from tokencache.engine.reply import Reply
+from tokencache.engine.reply import WEIGHT_VERSION_HEADER, Reply
 from tokencache.engine.stream_protocol import StreamProtocol
 from tokencache.errors import OK, EngineError, MemoryFullError, UnexpectedAnswerError, is_error, is_success
 from tokencache.pauses import LARGE, pause
@@ -370,6 +370,7 @@ class Continued(Stream):
             answer = await dispatch.next_piece(continuation)
             try:
                 reply.reopen()
+                reply.version = answer.headers.get(WEIGHT_VERSION_HEADER, "") if answer is not None else ""
                 self.cut, self._cut_off, self.end = "", [], self._ending()
                 request = dispatch.derender_request(reply.prompt.raw)
                 chunks = continuation.chunks(answer, request) if self._with_words else continuation.chunks_without_words(answer)

@@ -42,7 +42,7 @@ from tokencache.engine.prefixes import PrefixUse
 from tokencache.engine.probe import Capability
 from tokencache.engine.session_ends import SessionEnds
 from tokencache.engine.template.local import LocalRenderer
-from tokencache.engine.upstream import Upstream
+from tokencache.engine.upstream import Sidecar, Upstream
 from tokencache.errors import extra_missing
 from tokencache.proxy.dedup.in_flight import CallsInFlight
 from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
@@ -88,7 +88,7 @@ class Proxy:
             ),
         )
         local = LocalRenderer(settings.tokenizer) if settings.tokenizer is not None else None
-        self._parser = Upstream(settings.derender) if settings.derender else None
+        self._parser = Sidecar(settings.derender) if settings.derender else None
         kinds = drivers(settings.engine, DriverOptions(settings.sampling, streams=not settings.whole_replies, parser=self._parser))
 
         frozen = frozenset(names_in(settings.not_trainable))

@@ -1,5 +1,6 @@
 """Behind a proxy that disaggregates prefill: chat loses the exact prompt and says so, and the driver `generate` keeps it."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -9,11 +10,14 @@ import pytest
 
 from tests.engine.drivers.test_text_prompts import ASK, STREAMS, found, two_turns
 from tests.engine.prefill_relay import PrefillRelay
-from tests.proxy.kit import CHAT, EPISODES, TOOLS, echo, proxied, results, user
+from tests.ports import free_port
+from tests.proxy.kit import CHAT, EPISODES, TOOLS, calls_held, echo, proxied, results, user
+from tests.support.waiting import PATIENCE, until
 from tests.system.nemo.agents import AGENTS
 from tokencache.engine.derender import Derender
 from tokencache.engine.drivers.parsed_completion import ReplacedChat, parse_generated
 from tokencache.engine.upstream import Upstream
+from tokencache.proxy import dispatch
 from tokencache.testing import SimulatedEngine
 from tokencache.testing.faults import Fault
 
@@ -200,3 +204,25 @@ async def test_a_reply_without_its_text_is_not_cut_blindly():
     parsed = await parse_generated(Derender(), ReplacedChat(Upstream("http://127.0.0.1:9"), {}), json.dumps(answer).encode())
     assert "did not return the text before the stop string" in parsed.error
     assert json.loads(parsed.body)["choices"][0]["token_ids"] == [1, 2]
+
+
+async def test_an_engine_whose_sidecar_restarts_is_not_down(monkeypatch):
+    """Its calls wait. It is the same process with the same weights, so their version stays known."""
+    monkeypatch.setattr(dispatch, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(dispatch, "LONGEST_PAUSE", 0.02)
+    port, running = free_port(), contextlib.AsyncExitStack()
+    async with running, contextlib.AsyncExitStack() as opened:
+        await running.enter_async_context(simulated().serve(port=port))
+        settings = {"engine_kind": "generate", "derender": f"http://127.0.0.1:{port}", "hold": PATIENCE}
+        rig = await opened.enter_async_context(proxied(simulated(), **settings))
+        message = await rig.say("s", ASK, tools=TOOLS)
+        async with rig.http.put(f"{rig.url}/tokencache/v1/weights", json={"version": "7"}) as answer:
+            assert answer.status == 200
+        await running.aclose()
+        before = calls_held("down")
+        call = asyncio.create_task(rig.say("s", [*ASK, echo(message), *results(message)], tools=TOOLS))
+        await until(lambda: calls_held("down") > before)
+        await opened.enter_async_context(simulated().serve(port=port))
+        await call
+        last = (await rig.turns())[-1]
+        assert (last["match"], [span["version"] for span in last["weight_versions"]]) == ("continue", ["7"])

@@ -102,7 +102,7 @@ async def test_killed_between_a_failure_and_its_record(stack, http):
 
     await until(taken, "the call of the killed replica to be closed")
     info = stack.info(agent.session)
-    assert (info["valid"], info["complete"], [one["kind"] for one in info["incidents"]]) == (False, False, ["replica-lost"])
+    assert (info["outcome"], info["complete"], [one["kind"] for one in info["incidents"]]) == ("engine", False, ["replica-lost"])
 
 
 async def test_killed_between_turns(stack, http):

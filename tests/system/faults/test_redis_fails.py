@@ -218,6 +218,7 @@ async def test_killed_and_started_again_empty(wired, http):
     assert found.clean, found.words
     assert sorted(found.gone) == sorted(agent.session for agent in away), "they do not exist: no trainer mistakes them for complete"
     assert sorted(found.beheaded) == sorted(agent.session for agent in agents)
+    assert found.marked == {agent.session: ["session-lost"] for agent in agents}
     for agent in agents:
         assert labels(stack, agent.session)[0] == ("plain", UNKNOWN), "a new epoch begins, and reports that one preceded it"
         assert labels(stack, agent.session)[1][0] == "continue"

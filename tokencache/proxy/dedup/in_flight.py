@@ -36,7 +36,7 @@ from tokencache.errors import TokencacheError
 from tokencache.proxy.call import CallAttempt, CallRequest, Opening, undelivered
 from tokencache.proxy.call_states import RecordState
 from tokencache.proxy.dedup.fingerprint import Fingerprint, Policy
-from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS
+from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS, LIVE_SECONDS, lost
 from tokencache.proxy.dedup.replay import Claim, claim, claim_due, refused_second_sample, send_again, was_received, whole_reply_of
 from tokencache.proxy.dispatch import MAX_RESAMPLES, Services, pause_before_resample
 from tokencache.proxy.facts import RequestSample
@@ -290,9 +290,7 @@ class CallsInFlight:
                 return await self._close(session, epoch, duplicate, [])
             if not await self._store.live_replicas([duplicate.replica]):
                 if silent >= HEARTBEAT_SECONDS:  # a restarted store lost the heartbeats, but has received the next ones by now
-                    detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
-                    lost = IncidentKind.REPLICA_LOST.incident(detail, call=duplicate.call, at=time.time())
-                    return await self._close(session, epoch, duplicate, [lost])
+                    return await self._close(session, epoch, duplicate, [lost(duplicate)])
                 silent += pause
             else:
                 silent = 0.0

@@ -8,15 +8,21 @@ import contextlib
 import logging
 import time
 
-from tokencache.core.incidents import IncidentKind
+from tokencache.core.incidents import Incident, IncidentKind
 from tokencache.recent import Recent
-from tokencache.store.base import SessionGoneError, SessionInfo, Store
+from tokencache.store.base import OpenCall, SessionGoneError, SessionInfo, Store
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS, LIVE_SECONDS = 3.0, 10.0
 """Seconds between two heartbeats of a replica, and for which a heartbeat is valid."""
 _MOST_CALLS = 10_000
+
+
+def lost(call: OpenCall) -> Incident:
+    """Make the incident of a call whose replica is gone. Its time is that at which the call began: later calls may have made up for it."""
+    detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
+    return IncidentKind.REPLICA_LOST.incident(detail, call=call.call, at=call.since)
 
 
 class LostCalls:
@@ -40,7 +46,5 @@ class LostCalls:
                 self._silent_since.pop(call.call, None)
             elif now - self._silent_since.setdefault(call.call, now) >= HEARTBEAT_SECONDS:
                 log.warning("session %s call %s: closed, because replica %s is gone", info.id, call.call, call.replica)
-                detail = "the proxy that served this call is gone: what the engine said to it is not recorded"
-                lost = IncidentKind.REPLICA_LOST.incident(detail, call=call.call, at=time.time())
                 with contextlib.suppress(SessionGoneError):
-                    await self._store.settle(info.id, info.epoch, call.call, [lost])
+                    await self._store.settle(info.id, info.epoch, call.call, [lost(call)])
