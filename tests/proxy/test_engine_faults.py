@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from tests.engine.intermediary import Intermediary
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, events, proxied, results, user
 from tests.support.waiting import until
 from tokencache.testing import Fault, SimulatedEngine
@@ -57,6 +59,36 @@ async def test_a_refusal_is_passed_on_as_it_is(rig, status, stream):
     assert info["complete"]
     await goes_on(rig)
     await rig.check()
+
+
+class _BreakingGateway(Intermediary):
+    """Refuses the calls of a session with `status` once that is set, and breaks off the body."""
+
+    status = 0
+
+    async def _pass(self, request):
+        if not self.status or "X-Session-ID" not in request.headers:
+            return await super()._pass(request)
+        response = web.StreamResponse(status=self.status, headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b'{"error": ')
+        request.transport.close()
+        return response
+
+
+@pytest.mark.parametrize(("status", "spliced"), [(400, False), (400, True), (500, False)])
+async def test_a_refusal_whose_body_breaks_off_is_one(status, spliced):
+    """Nothing was sampled, so nothing is missing."""
+    engine = SimulatedEngine(episodes=EPISODES)
+    async with engine.serve() as up:
+        gateway = _BreakingGateway(up)
+        async with gateway.serve() as front, proxied(engine, upstream=front) as rig:
+            message = await rig.say("s", **ASK)
+            gateway.status = status
+            messages = [*ASK["messages"], echo(message), *results(message)] if spliced else [user("Something else.")]
+            assert (await seen(rig, rig.url, "s", messages=messages))[0] == status
+            info = await rig.info()
+            assert [(one["kind"], one["hole"], one["status"]) for one in info["incidents"]] == [("engine-refused", False, status)]
 
 
 @pytest.mark.parametrize("body", [b"<html>oops", b"", b"[]", b'{"choices": 5}', b'{"error": {"message": "x"}}', b"\xff\xfe"])

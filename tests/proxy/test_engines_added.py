@@ -14,7 +14,7 @@ from tokencache.engine import membership
 from tokencache.server.serve import serving
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
-from tokencache.testing import SimulatedEngine
+from tokencache.testing import Fault, SimulatedEngine
 
 ASK = [user("EPISODE:demo")]
 ENGINES = "/tokencache/v1/engines"
@@ -190,6 +190,23 @@ async def test_a_call_waits_while_all_engines_are_drained(stream):
         for name in ("s", "t"):
             info = await rig.info(name)
             assert (info["valid"], [one["kind"] for one in info["incidents"]]) == (True, ["held"])
+
+
+async def test_an_engine_that_refuses_is_drained_while_a_call_waits():
+    """Nothing was sampled, so nothing is missing."""
+    async with engines() as made, replica(hold=1) as rig:
+        ((url, engine),) = made.items()
+        await request(rig, "POST", url=url, status=201)
+        await serves(rig, url)
+        before = calls_held("busy")
+        engine.faults.extend([Fault.answer(503, "busy" * 100_000)] * 100)
+        call = asyncio.create_task(rig.post(messages=ASK))
+        await until(lambda: calls_held("busy") > before)
+        await request(rig, "POST", ENGINES + "/drain", url=url)
+        status, said = await call
+        assert (status, "every engine is being drained" in str(said)) == (503, True)
+        info = await rig.info()
+        assert [(one["kind"], one["hole"]) for one in info["incidents"]] == [("upstream-down", False)]
 
 
 async def test_a_call_on_an_engine_that_is_removed_runs_to_its_end():

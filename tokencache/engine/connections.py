@@ -26,7 +26,7 @@ from aiohttp.http_writer import StreamWriter, _serialize_headers
 from multidict import CIMultiDict
 from yarl import URL
 
-from tokencache.errors import OK, EngineError
+from tokencache.errors import OK, EngineError, is_error
 from tokencache.net import keep_alive
 
 CONNECT_SECONDS = 10.0
@@ -125,12 +125,14 @@ class Answer:
     async def read(self, take: Callable[[int], object] | None = None, *, most: float = math.inf) -> bytes:
         """Read the body to its end; the second time, return it again. If that fails, the answer is closed.
 
+        Of an error that the server broke off, what arrived is returned: its status says that nothing was done.
+
         Args:
             take: is called with the size of each part before the part is kept, and may raise.
             most: the limit in bytes.
 
         Raises:
-            aiohttp.ClientError: the server broke it off.
+            aiohttp.ClientError: the server broke off what is no error.
             EngineError: it is longer than `most`.
         """
         parts: list[bytes] = []
@@ -142,6 +144,10 @@ class Answer:
                 parts.append(part)
                 if self.content.total_bytes > most:
                     raise EngineError("the answer is too large", private=f"{self.url}: more than {most} bytes")  # noqa: TRY301 - see below
+        except aiohttp.ClientError:
+            self.close()
+            if not is_error(self.status):
+                raise
         except BaseException:  # what is left would be the beginning of the next answer
             self.close()
             raise

@@ -225,6 +225,7 @@ class Dispatch:
             pauses = pauses or delays(FIRST_PAUSE, LONGEST_PAUSE, jitter=0.5)
             pause = min(left, max(refused.retry_after, next(pauses)))
             await (wait_for(change, pause) if refused.kind == "updating" else asyncio.sleep(pause))
+            refused = _Refusal(refused.words, error=self._services.pool.unavailable())  # if no engine is asked after the pause
 
     async def _refuses_for_now(self, engine: Engine, status: int) -> bool:
         """Whether a status says that the engine may accept the request later. An engine that cannot be asked says nothing."""
