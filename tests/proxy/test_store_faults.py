@@ -13,10 +13,12 @@ from tests.support.material import require
 from tests.support.redis_server import RealRedis, find_binary
 from tests.support.waiting import PATIENCE, until
 from tokencache import metrics
+from tokencache.proxy import known_epochs
 from tokencache.proxy.ledger import ONE_BY_ONE
 from tokencache.store.base import StoreError
 from tokencache.store.memory import MemoryStore
 from tokencache.store.redis import RedisStore
+from tokencache.testing import Fault
 
 ASK = {"messages": [user("EPISODE:demo")], "tools": TOOLS}
 
@@ -487,22 +489,51 @@ async def test_a_store_that_loses_a_session_in_the_middle_of_a_call(store, anew)
         assert [(i["kind"], i["hole"]) for i in exported["incidents"]] == [("session-lost", True)]
 
 
-@pytest.mark.parametrize("what", ["lost", "lost and begun anew", "deleted elsewhere"])
+EXAMPLES = [user("Say hi."), {"role": "assistant", "content": "hi"}]
+BETWEEN = {
+    "lost": True,
+    "lost, and a side call comes first": True,
+    "lost and begun anew": False,
+    "lost and begun anew with examples": False,
+    "lost, then deleted": False,
+    "deleted elsewhere": False,
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
 async def test_a_store_that_loses_a_session_between_two_calls(store, what):
     """What was recorded before is missing, so the session must not look whole. A rollout that begins anew under the name misses nothing."""
+    asked = ASK | ({"messages": [*EXAMPLES, *ASK["messages"]]} if "examples" in what else {})
     async with proxied(store=store) as rig, proxied(store=store) as replica:
-        message = await rig.say("s", **ASK)
+        message = await rig.say("s", **asked)
         if what == "deleted elsewhere":
             assert await replica.proxy.ledger.delete("s", reuse=True)
         else:
             store._sessions.pop("s")
+        if what == "lost, then deleted":
+            await rig.proxy.ledger.delete("s", reuse=True)
+        if "side call" in what:
+            rig.engine.faults.append(Fault.answer(400, "{}"))
+            assert (await rig.post("s", messages=[user("a title")]))[0] == 400
         history = [*ASK["messages"], echo(message), *results(message)]
-        await rig.say("s", **ASK | ({} if what == "lost and begun anew" else {"messages": history}))
+        await rig.say("s", **asked | ({} if "anew" in what else {"messages": history}))
         found = await rig.info()
-        lost = [(one["kind"], one["hole"], bool(one["call"])) for one in found["incidents"]]
-        assert (lost, found["complete"]) == ([("session-lost", True, True)] if what == "lost" else [], what != "lost")
+        lost = [one["hole"] and bool(one["call"]) for one in found["incidents"] if one["kind"] == "session-lost"]
+        assert (lost, found["complete"]) == ([True] * BETWEEN[what], not BETWEEN[what])
         await rig.say("s", [user("another")])
-        assert len((await rig.info())["incidents"]) == len(lost)
+        assert len([one for one in (await rig.info())["incidents"] if one["kind"] == "session-lost"]) == BETWEEN[what]
+
+
+async def test_few_sessions_are_remembered(monkeypatch, store):
+    """Those that are forgotten are served as before."""
+    monkeypatch.setattr(known_epochs, "_MOST", 1)
+    async with proxied(store=store) as rig, proxied(store=store) as replica:
+        await replica.say("other", **ASK)
+        message = await rig.say("s", **ASK)
+        await rig.say("other", [user("another")])
+        store._sessions.pop("s")
+        await rig.say("s", [*ASK["messages"], echo(message), *results(message)])
+        assert len(rig.proxy.ledger._epochs.last) == 1
 
 
 async def test_turns_that_the_store_did_not_accept_are_counted(store):

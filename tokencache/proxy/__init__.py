@@ -36,6 +36,7 @@ In the order of a call:
 `policy_version`     finds out which policy version sampled each token
 `routed_experts`     writes routed experts to files
 `ledger`             begins and ends calls in the store, even when the store fails
+`known_epochs`       finds out that the store has lost a session between two calls
 `finishing`          finishes sessions: at their owner's request, or because their time is up
 `passthrough`        forwards every other request byte for byte
 

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from tokencache.core.turn import TurnMark
 from tokencache.engine.placement import Placement
 from tokencache.pauses import LARGE, pause
 from tokencache.proxy.facts import BegunCall, CallFacts
+from tokencache.proxy.known_epochs import KnownEpochs
 from tokencache.proxy.media_record import MediaRecord
 from tokencache.proxy.prefix_cache import PrefixCache
 from tokencache.proxy.recorder import Recorded, turns_of
@@ -57,10 +58,6 @@ _MOST_UNANSWERED = 4096
 """Maximum number of calls of a session that are closed when the store answers again: a client may repeat a refused call endlessly."""
 _MOST_SESSIONS = 4096
 """Maximum number of sessions that a counter remembers; a session that was dropped starts at 0 again."""
-_BEGINS_ANEW = "the store has lost what was recorded of the session before this call"
-_MOST_EPOCHS = 65_536
-_EPOCH_SECONDS = 3000.0
-"""Seconds after which an epoch is not looked for: a store remembers for an hour that it was deleted."""
 
 
 class SampledCounter:
@@ -249,36 +246,6 @@ def _replaced(waiting: list[_Unsaved], incident: Incident) -> bool:
     return False
 
 
-class KnownEpochs(dict[str, tuple[str, float]]):
-    """Sessions, with the epoch of the last call of each in this process, and when that began, in seconds of the monotonic clock."""
-
-    def __init__(self, store: Store, add: Callable[[str, Sequence[Incident]], Awaitable[None]]) -> None:
-        super().__init__()
-        self._store, self._add = store, add
-
-    async def note_first_call(self, session: str, call: str, before: tuple[str, float] | None, *, continued: bool) -> None:
-        """Add an incident if the store has lost a session whose harness goes on with the first call of a new epoch.
-
-        Args:
-            session: the session.
-            call: id of the call.
-            before: what was known of the session before the call.
-            continued: whether the history of the call has replies. A rollout that begins anew misses nothing.
-        """
-        while len(self) > _MOST_EPOCHS:
-            del self[next(iter(self))]
-        if before is None or not continued or before[0] == self[session][0] or time.monotonic() - before[1] > _EPOCH_SECONDS:
-            return
-        try:
-            await self._store.settle(session, before[0], call)
-        except SessionGoneError as why:
-            if not why.deleted:
-                with contextlib.suppress(StoreError):  # the call goes on in any case
-                    await self._add(session, [IncidentKind.SESSION_LOST.incident(_BEGINS_ANEW, call=call, at=time.time())])
-        except StoreError as why:
-            log.warning("session %s call %s: it is not known whether the store has lost the session: %s", session, call, why)
-
-
 class Ledger:
     """Begins and ends calls in a store.
 
@@ -338,9 +305,9 @@ class Ledger:
         replica = self.replica
         try:
             begun = await self.store.begin(session, call, keys, fingerprint=fingerprint, replica=replica, join=join, settings=settings)
-            before, self._epochs[session] = self._epochs.get(session), (begun.epoch, time.monotonic())
-            if begun.calls == 1:
-                await self._epochs.note_first_call(session, call, before, continued=len(keys) > bool(fingerprint))
+            if (known := self._epochs.last.get(session)) is None or known.epoch != begun.epoch:
+                known = await self._epochs.note(session, call, begun, keys[bool(fingerprint) :][:1])
+            known.at = time.monotonic()
         except SessionOverError as why:
             await _read_outcome(self.store, session, why)
             raise
@@ -519,7 +486,7 @@ class Ledger:
         if info is not None:
             await self.store.withdraw(session, info.epoch)
             self.release(info)
-        for kept in (self._late, self._refused, self._backlog):
+        for kept in (self._late, self._refused, self._backlog, self._epochs):
             kept.forget(session)
         if self._experts is not None:  # after the store, because a call that ends later removes its own files
             await self._experts.drop([session])
