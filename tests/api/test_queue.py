@@ -26,7 +26,7 @@ from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
 from tokencache.proxy.ledger import Ledger
 from tokencache.proxy.prefix_cache import PrefixCache
-from tokencache.store.base import Entry, RemoveOutcome, StoreError
+from tokencache.store.base import DamagedError, Entry, RemoveOutcome, StoreError
 from tokencache.store.memory import MemoryStore
 
 API = "/tokencache/v1"
@@ -63,6 +63,24 @@ async def refusal(work):
 
 
 class TestDeliveries:
+    async def test_a_damaged_session_does_not_keep_consumers_from_the_others(self):
+        class Damaged(MemoryStore):
+            async def session(self, session):
+                if session == "damaged":
+                    raise DamagedError("the data of session damaged is damaged")
+                return await super().session(session)
+
+        store = Damaged()
+        queue = queue_of(store)
+        await store.define("damaged", SessionSettings(), Labels())
+        await store.offer("damaged", "epoch", 0.0)
+        await finish(store, "a")
+        finished, unknown = await queue.wait(Await(["damaged", "a"]))
+        assert ([info.id for info in finished], unknown) == (["a"], [])
+        assert names_of(await take(queue, Take("c"))) == [["a"]]
+        assert await queue.wait(Await(["damaged"], wait=0)) == ([], [])
+        assert [entry.session for entry in await store.queue()] == ["damaged", "a"], "somebody may still be able to read it"
+
     async def test_a_session_is_taken_sealed_and_gone_when_it_is_acknowledged(self, store):
         queue = queue_of(store)
         await finish(store, "a", "b")

@@ -12,6 +12,7 @@ The store has the queue, and what each consumer asked for last (`demand`), so it
 that waits for a session to become ready is woken by what happens in its own process, and otherwise looks at the queue with growing pauses.
 """
 
+import logging
 import secrets
 import time
 from collections import Counter
@@ -31,10 +32,12 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.dedup.lost_calls import LostCalls
 from tokencache.proxy.ledger import Ledger
 from tokencache.recent import Recent
-from tokencache.store.base import QueueEntry, RemoveOutcome, SealOutcome, SessionInfo
+from tokencache.store.base import DamagedError, QueueEntry, RemoveOutcome, SealOutcome, SessionInfo, Store
 from tokencache.trajectories.rollout import worth_object
 from tokencache.trajectories.versions import LagLimit, VersionCounts, count_versions
 from tokencache.wakeup import wait_for
+
+log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds between two looks at the queue."""
@@ -162,15 +165,16 @@ class SessionQueue:
 
     async def wait(self, asked: Await) -> tuple[list[SessionInfo], list[str]]:
         """Wait until some of the sessions are ready. Returns those that are, at most 100, and the names that do not exist."""
-        states = dict(zip(asked.sessions, await self._store.states(asked.sessions), strict=True))
+        states = await _states(self._store, asked.sessions)
         unknown = [name for name, info in states.items() if info is None]
         finished = [info for info in states.values() if info is not None and is_ready(info)]
-        if unknown or finished or not states:
+        if unknown or finished or not asked.sessions:
             return finished[:_MOST_FINISHED], unknown
 
         async def look() -> list[SessionInfo]:
             names = [entry.session for entry in await self._store.queue() if entry.session in states]  # offered before it is finished
-            return [info for info in await self._store.states(names) if info is not None and await self._is_ready(info)]
+            found = await _states(self._store, names)
+            return [info for info in found.values() if info is not None and await self._is_ready(info)]
 
         return (await self._until(asked.wait, look))[:_MOST_FINISHED], []
 
@@ -331,11 +335,11 @@ class SessionQueue:
 
     async def _candidates(self, entries: Sequence[QueueEntry]) -> list[Candidate]:
         """Read the sessions of entries. Entries of sessions that were deleted leave the queue."""
-        found = []
-        for entry, info in zip(entries, await self._store.states([entry.session for entry in entries]), strict=True):
-            if info is not None and info.epoch == entry.epoch:
+        found, states = [], await _states(self._store, [entry.session for entry in entries])
+        for entry in entries:
+            if (info := states.get(entry.session)) is not None and info.epoch == entry.epoch:
                 found.append(Candidate(entry, info))
-            else:
+            elif entry.session in states:
                 await self._store.withdraw(entry.session, entry.epoch)
         return found
 
@@ -374,6 +378,20 @@ class SessionQueue:
             if not delivery.startswith(f"{tag}-"):
                 message = f"delivery {delivery[:80]!r} is not of this store: the store was replaced, or the id is damaged"
                 raise HarnessError(message, status=422, kind="unknown_delivery")
+
+
+async def _states(store: Store, names: Sequence[str]) -> dict[str, SessionInfo | None]:
+    """Read the states of sessions, without those whose data is damaged: they must not keep consumers from the others."""
+    try:
+        return dict(zip(names, await store.states(names), strict=True))
+    except DamagedError:
+        found: dict[str, SessionInfo | None] = {}
+        for name in names:
+            try:
+                found[name] = await store.session(name)
+            except DamagedError as why:
+                log.error("session %s stays in the queue: %s; delete it", name, why)  # noqa: TRY400 - the message says it all
+        return found
 
 
 def _sampled_by_model(turns: Sequence[Turn]) -> dict[str, _Sampled]:

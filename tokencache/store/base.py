@@ -42,6 +42,10 @@ class StoreError(TokencacheError):
     words = "the store failed: {0}"
 
 
+class DamagedError(StoreError):
+    """The data of one session cannot be read: it is damaged, or a newer version wrote it."""
+
+
 class SessionOverError(TokencacheError):
     """The session that the message names accepts no calls.
 

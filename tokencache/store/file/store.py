@@ -587,7 +587,7 @@ def decoding(session: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as why:
-        raise base.StoreError(f"file: the data of session {session} is damaged: {why}") from None
+        raise base.DamagedError(f"file: the data of session {session} is damaged: {why}") from None
 
 
 def _weights(db: sqlite3.Connection) -> WeightsState:

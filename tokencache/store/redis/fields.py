@@ -18,7 +18,7 @@ from tokencache.core.media import StoredMedium
 from tokencache.core.outcome import LatestTurn, Outcome
 from tokencache.core.session import LabelChanges, Labels, Reward, SessionSettings
 from tokencache.core.turn import Turn
-from tokencache.store.base import BeginResult, Entry, OpenCall, QueueEntry, SessionInfo, StoreError
+from tokencache.store.base import BeginResult, DamagedError, Entry, OpenCall, QueueEntry, SessionInfo
 from tokencache.store.encoding import pack, pack_tokens, text, unpack, untext
 
 _GLOB = re.compile(rb"[*?\[\]\\]")
@@ -248,4 +248,4 @@ def decoding(session: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, IndexError, TypeError, AttributeError) as why:
-        raise StoreError(f"redis: the data of session {session} is damaged: {why}") from None
+        raise DamagedError(f"redis: the data of session {session} is damaged: {why}") from None
