@@ -67,6 +67,21 @@ async def test_a_call_of_a_proxy_that_died_does_not_keep_a_session_from_being_se
     assert (found["complete"], [incident["kind"] for incident in found["incidents"]]) == (False, ["replica-lost"])
 
 
+async def test_a_call_of_a_proxy_that_died_ends_in_a_session_that_is_sealed_by_force(rig, monkeypatch):
+    """Who waits for the end of its calls gets it, and an export may delete it."""
+    for module in ("proxy.dedup.lost_calls", "proxy.finishing", "api.lifecycle"):
+        monkeypatch.setattr(f"tokencache.{module}.HEARTBEAT_SECONDS", 0.01)
+    await rig.store.begin("s", "c", [], replica="died")
+    status, found = await call(rig, "POST", f"{SESSIONS}/s/seal?force=true")
+    assert (status, len(found["open_calls"])) == (200, 1)
+
+    async def ended():
+        return not (await rig.info())["open_calls"]
+
+    await until(ended)
+    assert [one["kind"] for one in (await rig.info())["incidents"]] == ["sealed-early", "replica-lost"]
+
+
 class LosesTurns(MemoryStore):
     """A store that has lost the newest turn of each session, or its tokens."""
 

@@ -24,6 +24,7 @@ from tokencache.dialects.chat.vocabulary import check_policy
 from tokencache.engine.admission import MOST_WAIT_SECONDS
 from tokencache.engine.pool import Pool
 from tokencache.errors import HarnessError
+from tokencache.proxy.dedup.lost_calls import HEARTBEAT_SECONDS
 from tokencache.proxy.finishing import finish, offer
 from tokencache.proxy.harness_profile import HarnessProfiles
 from tokencache.proxy.ledger import Ledger
@@ -153,7 +154,10 @@ class LifecycleRoutes:
         if info is not None:
             self._ledger.release(info)
         self._ledger.changed.notify()
-        return json_response(self._state(await self._existing(name)))
+        sealed = await self._existing(name)
+        if sealed.open_calls:
+            await self._store.watch(name, HEARTBEAT_SECONDS)
+        return json_response(self._state(sealed))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Delete a session."""

@@ -2,7 +2,7 @@
 
 A session may have a deadline and a limit of silence (`core.session.SessionSettings`). The store has, for each such session, the time at
 which to look at it next. Every replica asks for those whose time has passed, so it does not matter which ones are killed. Looking at a
-session twice, or finishing it twice, has no effect.
+session twice, or finishing it twice, has no effect. A session that was sealed by force is looked at until its calls have ended.
 """
 
 import asyncio
@@ -83,6 +83,9 @@ class TimeLimits:
             left = None
             if info is not None and info.state is SessionStage.OPEN:
                 left = await self._look_at(info, by_store - info.used)
+            elif info is not None and info.open_calls:  # those of a replica that is gone would stay open
+                await self._lost.close(info)
+                left = HEARTBEAT_SECONDS
             if left is None:
                 await self._store.unwatch(name)
             else:
