@@ -10,8 +10,10 @@ the base URL that the user gave.
 """
 
 import re
-from typing import NamedTuple, Self
+from typing import Self
 from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
 
 from tokencache.errors import HarnessError
 
@@ -116,12 +118,7 @@ def split_session(path: str) -> tuple[str | None, str]:
     return session, rest
 
 
-def split_harness(path: str) -> tuple[str | None, str]:
-    """Split the harness off the beginning of a path without a session (see `split_session`); it is `None` if the path names none."""
-    return _split(_HARNESS, path)
-
-
-class NamedPath(NamedTuple):
+class NamedPath(msgspec.Struct, frozen=True):
     """A path as it was received, with its query, and what it names.
 
     Attributes:
@@ -140,7 +137,7 @@ class NamedPath(NamedTuple):
     def read(cls, raw: str) -> Self:
         """Split a path."""
         session, rest = split_session(raw)
-        return cls(raw, session, *split_harness(rest))
+        return cls(raw, session, *_split(_HARNESS, rest))
 
     @property
     def route(self) -> str:
