@@ -735,7 +735,9 @@ def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
     for found in genuine:
         if TurnMark.ENGINE_DISAGREES in found.hit.turn.marks:
             return Reason.ENGINE_DISAGREES
-    if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
+    if len(genuine) == 1:
+        return genuine
+    if any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
     if _interchangeable(genuine, in_place=True) or _interchangeable(genuine, in_place=False):
         return genuine
