@@ -343,7 +343,8 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
         """
         self._sample = sample
-        if spent := self._budget_spent():
+        begun = self._begun
+        if begun is not None and (spent := self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)):
             return await self._stop(spent)
         try:
             answer = await self._dispatch.accepted()
@@ -362,7 +363,11 @@ class CallAttempt:
             await self._conclude(end)
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
-            return None if end.kind is EndKind.ABORTED else await delivery.answer(end)
+            if end.kind is EndKind.ABORTED:
+                return None
+            if end.error is not None:
+                raise end.error
+            return await delivery.answer(end)
         finally:
             answer.close()
 
@@ -378,13 +383,6 @@ class CallAttempt:
             if end.kind is EndKind.FINISHED and end.error is not None:  # the reply is whole, and cannot be written for the client
                 self._call.note(IncidentKind.INTERNAL_ERROR, f"{type(end.error).__name__}: {end.error}", hole=False)
             await self._store(self._write_turns(end.mark, end.detail), sends=end.mark != TurnMark.ABORTED)
-
-    def _budget_spent(self) -> str:
-        """Describe which limit of the session's budget is used up; `""` if none is, or if the store failed."""
-        if self._begun is None or not self._budget:
-            return ""
-        begun = self._begun
-        return self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
 
     async def _stop(self, spent: str) -> web.StreamResponse:
         """End the episode with a reply of the proxy, without an engine."""
