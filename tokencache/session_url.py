@@ -126,23 +126,21 @@ class NamedPath(msgspec.Struct, frozen=True):
         session: the session; `None` if it names none.
         harness: the same for the harness.
         rest: the path without them.
+        route: the same without the query.
     """
 
     raw: str
     session: str | None
     harness: str | None
     rest: str
+    route: str
 
     @classmethod
     def read(cls, raw: str) -> Self:
         """Split a path."""
         session, rest = split_session(raw)
-        return cls(raw, session, *_split(_HARNESS, rest))
-
-    @property
-    def route(self) -> str:
-        """The route: without session, harness and query."""
-        return self.rest.partition("?")[0]
+        harness, rest = _split(_HARNESS, rest)
+        return cls(raw, session, harness, rest, rest.partition("?")[0])
 
 
 def spellings(route: str) -> list[str]:

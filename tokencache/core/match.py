@@ -727,9 +727,9 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
     """Choose the turns of a reply in its position, all with the same tokens; a reason if they are in doubt; empty if there are none."""
-    genuine = [found for found in judged if found.verdict.supplied]
+    genuine = [*filter(attrgetter("verdict.supplied"), judged)]
     if echoed.calls:
-        genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
+        genuine = [*filter(attrgetter("verdict.ids_kept"), genuine)] or genuine
     if not genuine:
         return Reason.REWRITTEN_REPLY if _why_not(judged) == Reason.REWRITTEN_REPLY else []
     for found in genuine:

@@ -11,6 +11,7 @@ weight versions if it requests them; otherwise the member is missing (vLLM 0.33)
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ class ChatReplyEncoder(PassthroughEncoder):
         if not self._prompt and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = NULL
         fields.pop(PACKED, None)
-        shown = [choice for choice in choices if self._hide_in_choice(choice, part)]
+        shown = [*filter(partial(self._hide_in_choice, part=part), choices)]
         if choices and not shown:
             return None
         fields["choices"] = Raw(msgspec.json.encode(shown))

@@ -214,7 +214,6 @@ class RedisStore:
         join: Join = "never",
         settings: bytes = b"",
     ) -> BeginResult:
-        named = text(call)
         args: list[Argument] = [
             self._ttl,
             os.urandom(8).hex(),
@@ -222,11 +221,11 @@ class RedisStore:
             _JOIN_CODES[join],
             fingerprint,
             text(replica),
-            named,
+            text(call),
             settings,
             *pack_keys(keys),
         ]
-        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=named))
+        reply = await self._client.call("begin", lambda _: self._send(scripts.BEGIN, [self._keys.session(session)], *args, call=text(call)))
         if isinstance(reply, int):
             raise {
                 scripts.SEALED: SessionSealedError(session),
