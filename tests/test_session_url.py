@@ -3,7 +3,7 @@
 import pytest
 
 from tokencache.errors import HarnessError
-from tokencache.session_url import NamedPath, check_name, check_proxy_url, session_key, session_url, split_harness, split_session
+from tokencache.session_url import NamedPath, check_name, check_proxy_url, session_key, session_url, split_session
 
 PROXY = "http://proxy.example:8100/"
 
@@ -12,10 +12,9 @@ PROXY = "http://proxy.example:8100/"
 @pytest.mark.parametrize("harness", ["", "claude-code"])
 def test_a_url_that_the_client_writes_is_read_by_the_proxy(name, harness):
     path = session_url(PROXY, name, harness).removeprefix("http://proxy.example:8100") + "/v1/chat/completions?a=b"
-    session, rest = split_session(path)
-    found, route = split_harness(rest)
-    assert (session, found or "", route) == (name, harness, "/v1/chat/completions?a=b")
-    assert NamedPath.read(path).route == "/v1/chat/completions"
+    named = NamedPath.read(path)
+    assert (named.session, named.harness or "", named.rest) == (name, harness, "/v1/chat/completions?a=b")
+    assert named.route == "/v1/chat/completions"
 
 
 def test_slashes_before_the_session_are_ignored():

@@ -10,6 +10,7 @@ eighth of the memory.
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class RequestMemory:
         self.total = 0
         self._of_tenant = max(self.most // OWNER_PART, least)
         self._of_session = max(min(self.most // OWNER_PART, MOST_OF_SESSION), least)
-        self._by_owner: dict[Owner, int] = {}
+        self._by_owner = defaultdict[Owner, int](int)
 
     def of(self, owner: Owner) -> int:
         """Return what the requests of one owner hold now."""
@@ -68,14 +69,19 @@ class RequestMemory:
         """
         if self.total + size > self.most:
             raise _refused(what, f"all requests together hold {self.total} of {self.most} bytes")
-        self._count(owner, what, size)
+        before, share = self._by_owner.get(owner, 0), self._of_tenant if owner.is_tenant else self._of_session
+        if before + size > share:
+            raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
         self.total += size
+        self._by_owner[owner] = before + size
         metrics.REQUEST_MEMORY[what].add(size)
 
     def remove(self, owner: Owner, what: What, size: int) -> None:
         """Count bytes no more."""
         self.total -= size
-        self._count(owner, what, -size)
+        self._by_owner[owner] -= size
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
         metrics.REQUEST_MEMORY[what].add(-size)
 
     def move(self, old: Owner, new: Owner, size: int) -> None:
@@ -84,18 +90,12 @@ class RequestMemory:
         Raises:
             MemoryFullError: they would pass its limit; nothing was changed.
         """
-        self._count(new, "body", size)
-        self._count(old, "body", -size)
-
-    def _count(self, owner: Owner, what: What, size: int) -> None:
-        """Count bytes for an owner, or no more if their number is below 0; raises `MemoryFullError` if they would pass its limit."""
-        before, share = self._by_owner.get(owner, 0), self._of_tenant if owner.is_tenant else self._of_session
-        if size > 0 and before + size > share:
-            raise _refused(what, f"the requests of this {'tenant' if owner.is_tenant else 'session'} hold {before} of {share} bytes")
-        if before + size:
-            self._by_owner[owner] = before + size
-        else:
-            self._by_owner.pop(owner, None)
+        self.remove(old, "body", size)
+        try:
+            self.add(new, "body", size)
+        except MemoryFullError:
+            self.add(old, "body", size)
+            raise
 
 
 def _refused(what: What, why: str) -> MemoryFullError:
@@ -103,19 +103,20 @@ def _refused(what: What, why: str) -> MemoryFullError:
     return MemoryFullError(f"{why} in memory, as many as --request-memory allows")
 
 
-class Holding:
-    """The bytes that one request holds. They are given back when all tasks that `keep` was given have ended."""
+class Holding(msgspec.Struct, eq=False):
+    """The bytes that one request holds. They are given back when all tasks that `keep` was given have ended.
 
-    __slots__ = ("_memory", "_owner", "_sizes", "_tasks")
+    Attributes:
+        memory: counts the bytes of all requests.
+        owner: whose request it is; `belong_to` sets it.
+        body: the body of the request, once it was read. It replaces the body on the connection, which can be read only once.
+    """
 
-    def __init__(self, memory: RequestMemory) -> None:
-        self._memory, self._owner, self._tasks = memory, Owner(), 0
-        self._sizes: dict[What, int] = {}
-
-    @property
-    def owner(self) -> Owner:
-        """Whose request it is."""
-        return self._owner
+    memory: RequestMemory
+    owner: Owner = Owner()
+    body: bytes | None = None
+    _tasks: int = 0
+    _sizes: dict[What, int] = {}
 
     def take(self, what: What, size: int) -> None:
         """Count bytes before they are kept.
@@ -124,19 +125,20 @@ class Holding:
             MemoryFullError: they would pass a limit; nothing was counted.
         """
         if size:
-            self._memory.add(self._owner, what, size)
+            self.memory.add(self.owner, what, size)
             self._sizes[what] = self._sizes.get(what, 0) + size
 
     def give(self, what: What, size: int) -> None:
         """Give some bytes back before the request ends."""
         if size:
-            self._memory.remove(self._owner, what, size)
+            self.memory.remove(self.owner, what, size)
             self._sizes[what] -= size
 
     def give_all(self) -> None:
-        """Give everything back."""
+        """Give everything back: aiohttp keeps a request until the next one arrives on its connection."""
+        self.body = None
         for what, size in self._sizes.items():
-            self._memory.remove(self._owner, what, size)
+            self.memory.remove(self.owner, what, size)
         self._sizes.clear()
 
     def belong_to(self, owner: Owner) -> None:
@@ -145,10 +147,10 @@ class Holding:
         Raises:
             MemoryFullError: the bytes would pass its limit.
         """
-        if owner != self._owner:
+        if owner != self.owner:
             if self._sizes:
-                self._memory.move(self._owner, owner, sum(self._sizes.values()))
-            self._owner = owner
+                self.memory.move(self.owner, owner, sum(self._sizes.values()))
+            self.owner = owner
 
     def keep(self, task: "asyncio.Task[Any]") -> None:
         """Hold the bytes until a task has ended, too."""

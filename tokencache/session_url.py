@@ -11,8 +11,10 @@ the base URL that the user gave. `is_loopback` and `direct` tell whether a host 
 
 import ipaddress
 import re
-from typing import NamedTuple, Self
+from typing import Self
 from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
 
 from tokencache.errors import HarnessError
 
@@ -131,12 +133,7 @@ def split_session(path: str) -> tuple[str | None, str]:
     return session, rest
 
 
-def split_harness(path: str) -> tuple[str | None, str]:
-    """Split the harness off the beginning of a path without a session (see `split_session`); it is `None` if the path names none."""
-    return _split(_HARNESS, path)
-
-
-class NamedPath(NamedTuple):
+class NamedPath(msgspec.Struct, frozen=True):
     """A path as it was received, with its query, and what it names.
 
     Attributes:
@@ -144,23 +141,21 @@ class NamedPath(NamedTuple):
         session: the session; `None` if it names none.
         harness: the same for the harness.
         rest: the path without them.
+        route: the same without the query.
     """
 
     raw: str
     session: str | None
     harness: str | None
     rest: str
+    route: str
 
     @classmethod
     def read(cls, raw: str) -> Self:
         """Split a path. It may begin with several slashes: base URLs are also made of `http://HOST:PORT/` and `/s/<session>`."""
         session, rest = split_session(f"/{raw.lstrip('/')}" if raw.startswith("//") else raw)
-        return cls(raw, session, *split_harness(rest))
-
-    @property
-    def route(self) -> str:
-        """The route: without session, harness and query."""
-        return self.rest.partition("?")[0]
+        harness, rest = _split(_HARNESS, rest)
+        return cls(raw, session, harness, rest, rest.partition("?")[0])
 
 
 def spellings(route: str) -> list[str]:

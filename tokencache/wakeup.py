@@ -13,18 +13,25 @@ class Wakeup:
     """A change that tasks wait for. To miss none, take `next` before you look at what may change, and wait on it afterwards.
 
     Attributes:
-        next: the event that the next change sets.
         closed: whether the process stops, so that nobody should go on waiting.
     """
 
     def __init__(self) -> None:
-        self.next = asyncio.Event()
+        self._next: asyncio.Event | None = None
         self.closed = False
+
+    @property
+    def next(self) -> asyncio.Event:
+        """The event that the next change sets."""
+        if self._next is None:
+            self._next = asyncio.Event()
+        return self._next
 
     def notify(self) -> None:
         """Wake all that wait."""
-        event, self.next = self.next, asyncio.Event()
-        event.set()
+        event, self._next = self._next, None
+        if event is not None:
+            event.set()
 
     def close(self) -> None:
         """Wake all that wait, for the last time."""

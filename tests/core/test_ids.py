@@ -65,7 +65,7 @@ def test_a_fragment_is_written_in_parts_that_stay_whole(lengths):
 
 
 def test_pieces_of_a_fragment_do_not_grow_in_number():
-    fragment = ids.Fragment(written=b"0")
+    fragment = ids.Fragment((b"0",))
     for value in range(1, 1000):
         fragment = fragment.extended(ids.pack([value]))
         assert len(fragment.pieces) < 100

@@ -13,7 +13,7 @@ from tokencache.dialects.chat.reply import ChatReplyEncoder
 from tokencache.engine.reply import Reply
 
 CALL = read_chat(b'{"model":"m","messages":[{"role":"user","content":"x"}]}', IncrementalParser())
-SENT = ids.Fragment(written=b"1,22").extended(ids.pack([333]))
+SENT = ids.Fragment((b"1,22",)).extended(ids.pack([333]))
 IDS = [1, 22, 333]
 
 
@@ -94,7 +94,7 @@ def content_of(reply):
 
 
 @given(replies, st.sampled_from([ids.Fragment(), SENT]), st.integers(1, 2), st.one_of(st.none(), st.integers(1, 60)))
-@example(usual(), (), 1, None)
+@example(usual(), ids.Fragment(), 1, None)
 @example({"prompt_token_ids": IDS}, SENT, 1, None)
 @example(usual(), SENT, 1, None)
 @example(usual(kv_transfer_params={"prompt_token_ids": IDS}), SENT, 1, None)

@@ -11,7 +11,7 @@ from tokencache.engine.figures import wrong_prompt
 from tokencache.engine.prompt_echo import as_fragment, read_ids
 from tokencache.engine.reply import Reply
 
-SENT = ids.Fragment(written=b"1,22").extended(ids.pack([333]))
+SENT = ids.Fragment((b"1,22",)).extended(ids.pack([333]))
 
 
 def reply_to(sent: tuple[bytes, ...]) -> Reply:

@@ -17,7 +17,7 @@ class Store:
 
 
 def prefix(tokens):
-    return CachedPrefix(Prefix(ids.pack(tokens), 1), ids.Fragment(ids.pack(tokens)))
+    return CachedPrefix(Prefix(ids.pack(tokens), 1), ids.Fragment.of(ids.pack(tokens)))
 
 
 def cache(max_bytes):
@@ -33,7 +33,7 @@ async def test_a_prefix_is_read_from_the_store_once():
 
 
 async def test_the_least_recently_used_prefix_is_dropped():
-    store, prefixes = cache(2 * prefix([1, 2, 3]).size)
+    store, prefixes = cache(2 * (prefix([1, 2, 3]).fragment.size + 3 * ids.ID_BYTES))
     for turn in ("a", "b"):
         await prefixes.get("s", turn)
     await prefixes.get("s", "a")

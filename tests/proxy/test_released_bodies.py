@@ -7,7 +7,6 @@ import json
 import sys
 
 import pytest
-from aiohttp import web
 
 from tests.proxy.kit import CHAT, EPISODES, HEADER, TOOLS, echo, proxied, user
 from tests.proxy.test_contexts import contexts
@@ -15,7 +14,7 @@ from tests.support.reading import read_chat
 from tests.support.waiting import until
 from tokencache.dialects.chat.incremental import IncrementalParser
 from tokencache.dialects.chat.request import LastMessages
-from tokencache.proxy.request_body import KEPT
+from tokencache.request_memory import Holding
 from tokencache.testing import Fault, SimulatedEngine
 
 FIRST, NEXT = [user("EPISODE:talk " + "go on " * 500)], user("and then?")
@@ -97,7 +96,7 @@ async def test_a_connection_without_a_request_holds_no_body():
     async with proxied() as rig:
         for stream in (False, True):
             await rig.say("s", FIRST, stream=stream)
-        assert not [one for one in gc.get_objects() if isinstance(one, web.Request) and KEPT in one]
+        assert not [one for one in gc.get_objects() if isinstance(one, Holding) and one.body is not None]
 
 
 def test_messages_that_were_released_cannot_be_read():

@@ -13,7 +13,7 @@ from tests.support.plugin_engine import PluginEngine
 from tests.support.plugin_engine.metadata import experts_file
 from tokencache.batching import load_experts
 from tokencache.core.experts import read_npy
-from tokencache.dialects.chat.reply import HiddenMembers
+from tokencache.dialects.chat.reply import PassthroughEncoder
 from tokencache.engine.reply import Reply
 from tokencache.proxy.routed_experts import LocalFiles, ObjectFiles, as_file, open_files
 from tokencache.trajectories.values import Trajectory
@@ -280,7 +280,7 @@ def test_the_value_that_is_cut_out(value, left, file):
     reply.add(short)
     experts = reply.choices[0].experts
     assert (as_file(experts)[0] if experts else None) == file
-    assert HiddenMembers({}).found(short) == (value != "null")
+    assert PassthroughEncoder({}).has_extras(short) == (value != "null")
 
 
 def test_an_empty_value_does_not_replace_an_earlier_one():

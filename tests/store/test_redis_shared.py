@@ -62,8 +62,12 @@ async def shared(server):
     await made.reset()
 
 
+async def answer(shared, name):
+    return await shared.run("GET", name)
+
+
 def send(shared, *names):
-    return [asyncio.create_task(shared.run("GET", name)) for name in names]
+    return [asyncio.create_task(answer(shared, name)) for name in names]
 
 
 async def outcomes(tasks):

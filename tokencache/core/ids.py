@@ -16,6 +16,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from operator import methodcaller
+from typing import Self
 
 import msgspec
 
@@ -81,15 +83,16 @@ def fragment(packed: bytes) -> bytes:
     return _JSON.encode(unpack(packed))[1:-1]
 
 
-class Fragment:
+class Fragment(msgspec.Struct, eq=False):
     """Ids as a JSON fragment in pieces; all but the first begin with a comma. The JSON is written when it is first read."""
 
-    __slots__ = ("_packed", "_pieces")
+    _pieces: tuple[bytes, ...] = ()
+    _packed: tuple[bytes, ...] = ()  # the ids whose JSON is not written yet
 
-    def __init__(self, packed: bytes = b"", *, written: bytes = b"") -> None:
-        """Create the fragment of packed ids; or of ids whose JSON is already there: `written`."""
-        self._pieces: tuple[bytes, ...] = (written,) if written else ()
-        self._packed: tuple[bytes, ...] = (packed,) if packed else ()
+    @classmethod
+    def of(cls, packed: bytes) -> Self:
+        """Return the fragment of packed ids."""
+        return cls((), (packed,) if packed else ())
 
     def __bool__(self) -> bool:
         """Whether there are ids."""
@@ -121,7 +124,7 @@ class Fragment:
     @property
     def tokens(self) -> int:
         """The number of ids."""
-        commas = sum(piece.count(b",") for piece in self._pieces)
+        commas: int = sum(map(methodcaller("count", b","), self._pieces))
         return commas + bool(self._pieces) + sum(map(count, self._packed))
 
     @property
@@ -131,9 +134,7 @@ class Fragment:
 
     def extended(self, packed: bytes) -> "Fragment":
         """Return this fragment with more packed ids; this one does not change."""
-        longer = Fragment()
-        longer._pieces, longer._packed = self._pieces, (*self._packed, packed) if packed else self._packed
-        return longer
+        return Fragment(self._pieces, (*self._packed, packed) if packed else self._packed)
 
 
 NO_IDS = Fragment()

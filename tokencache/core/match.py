@@ -727,15 +727,17 @@ def _why_not(judged: Sequence[_Found]) -> Reason:
 
 def _choose(echoed: Message, judged: Sequence[_Found]) -> list[_Found] | str:
     """Choose the turns of a reply in its position, all with the same tokens; a reason if they are in doubt; empty if there are none."""
-    genuine = [found for found in judged if found.verdict.supplied]
+    genuine = [*filter(attrgetter("verdict.supplied"), judged)]
     if echoed.calls:
-        genuine = [found for found in genuine if found.verdict.ids_kept] or genuine
+        genuine = [*filter(attrgetter("verdict.ids_kept"), genuine)] or genuine
     if not genuine:
         return Reason.REWRITTEN_REPLY if _why_not(judged) == Reason.REWRITTEN_REPLY else []
     for found in genuine:
         if TurnMark.ENGINE_DISAGREES in found.hit.turn.marks:
             return Reason.ENGINE_DISAGREES
-    if len(genuine) > 1 and any(found.delivered is not None for found in genuine):
+    if len(genuine) == 1:
+        return genuine
+    if any(found.delivered is not None for found in genuine):
         return Reason.AMBIGUOUS_REPLY  # an interrupted reply is recognized by its text alone
     if _interchangeable(genuine, in_place=True) or _interchangeable(genuine, in_place=False):
         return genuine

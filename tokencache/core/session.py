@@ -63,8 +63,11 @@ class Budget(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     def over(self, other: "Budget") -> "Budget":
         """Return this budget, with the other's limits where this one has `None`."""
-        pairs = zip(msgspec.structs.astuple(self), msgspec.structs.astuple(other), strict=True)
-        return Budget(*[limit if limit is not None else others for limit, others in pairs])
+        return Budget(
+            self.calls if self.calls is not None else other.calls,
+            self.tokens if self.tokens is not None else other.tokens,
+            self.seconds if self.seconds is not None else other.seconds,
+        )
 
     def spent(self, *, calls: int, tokens: int, seconds: float) -> str:
         """Describe the limit that is used up; `""` if another call is allowed.

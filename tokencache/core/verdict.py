@@ -24,7 +24,8 @@ are whole JSON objects: no beginning of such an object is one. That also holds i
 
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -104,7 +105,7 @@ def judge(served: Message, echoed: Message, leniency: Leniency = STRICT) -> Verd
         return _SAME
     first = None
     for form in _explain_text(served, echoed):
-        for rules, calls in understood_calls(form.served.calls, leniency.tools):
+        for rules, calls in chain([((), form.served.calls)], understood_calls(form.served.calls, leniency.tools)):
             verdict = _judge_form(form, rules, calls, echoed, leniency)
             if verdict is not None and verdict.supplied:
                 return verdict
@@ -119,13 +120,16 @@ class _Form(msgspec.Struct, frozen=True):
     rules: set[str]
 
 
-def _explain_text(served: Message, echoed: Message) -> Iterator[_Form]:
-    """Yield the forms of the served message with the echoed text; fewest rules first."""
+def _explain_text(served: Message, echoed: Message) -> Iterable[_Form]:
+    """Return the forms of the served message with the echoed text; fewest rules first."""
     if served.media != echoed.media:
-        return
+        return ()
     if served.content == echoed.content or served.text == echoed.text:
-        yield _Form(served, _judge_text(served, echoed))
-        return
+        return (_Form(served, _judge_text(served, echoed)),)
+    return _explain_other_text(served, echoed)
+
+
+def _explain_other_text(served: Message, echoed: Message) -> Iterator[_Form]:
     closed = bool(inline_end(echoed.content or ""))
     trimmed = {"whitespace"} if echoed.text and _edges(served.content) != _edges(echoed.content) else set()
     for rules, form in rewritings(served):
@@ -363,7 +367,7 @@ def may_be_delivered(turn: Turn, echoed: Message) -> bool:
         if CUT_OFF.isdisjoint(turn.marks) or not keeps_id(ours.id, theirs.id):
             return False
         # an id that counts does not tell the call, and its arguments only if they arrived completely
-        forms = [calls[0] for _, calls in understood_calls((ours,), (theirs.name,))]
+        forms = [ours, *[calls[0] for _, calls in understood_calls((ours,), (theirs.name,))]]
         return is_unique(ours.id) or not _arrived(ours) or any(_judge_call(form, theirs, STRICT) is not None for form in forms)
     return bool(_cuts_of(turn, echoed))
 

@@ -83,7 +83,7 @@ class HiddenUsage:
     def rest(self, fingerprint: Raw = NULL) -> bytes:
         """Return the events that still wait, with the engine's fingerprint if it is known."""
         waiting, self._waiting = self._waiting, []
-        return b"".join([_with_fingerprint(event, data, fingerprint) for event, data in waiting])
+        return b"".join([_with_fingerprint(event, data, fingerprint) for event, data in waiting]) if waiting else b""
 
 
 def _usage_of(data: bytes) -> tuple[Raw, Raw] | None:

@@ -21,7 +21,7 @@ import msgspec
 
 from tokencache.core.reasons import Reason
 from tokencache.dialects.chat.rendering import render_args
-from tokencache.dialects.chat.reply import HiddenMembers, PassthroughEncoder, WrittenReply
+from tokencache.dialects.chat.reply import PassthroughEncoder, WrittenReply
 from tokencache.dialects.chat.request import ChatCall, refuse_prompts
 from tokencache.dialects.chat.sampling import BEAM_SEARCH, is_search
 from tokencache.dialects.chat.scalars import normalize
@@ -131,7 +131,6 @@ class TextReplyEncoder(PassthroughEncoder):
         super().__init__(call.fields)
         hidden = [] if call.shows_ids else ["token_ids", "prompt_token_ids"]
         self._hidden = (*hidden, *([] if call.shows_logprobs else ["logprobs"]))
-        self._extras = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:
         """See `ReplyEncoder.whole`. A body that cannot be parsed is passed on."""
@@ -144,7 +143,7 @@ class TextReplyEncoder(PassthroughEncoder):
         return self._usage.present(event if shown is data else event_of(shown), shown)
 
     def _present(self, data: bytes) -> bytes:
-        if not self._hidden and not self._extras.found(data):
+        if not self._hidden and not self.has_extras(data):
             return data
         try:
             fields = FIELDS.decode(data)
@@ -153,6 +152,6 @@ class TextReplyEncoder(PassthroughEncoder):
             return data
         for choice in choices:
             choice.update((name, NULL) for name in self._hidden if name in choice)
-            self._extras.hide(choice)
+            self.hide_extras(choice)
         fields["choices"] = Raw(msgspec.json.encode(choices))
         return msgspec.json.encode(fields)

@@ -52,27 +52,18 @@ class AnnouncedWeights:
     """What is announced about the weights of a pool's engines, as this replica knows it.
 
     Attributes:
+        known: what was announced when this replica read it last; its revision is 0 if nothing was ever announced.
         changed: wakes those who wait for an update to end.
     """
 
     def __init__(self, pool: Pool, store: Store) -> None:
         self._pool, self._store = pool, store
-        self._known = WeightsState()
+        self.known = WeightsState()
         self._falls: dict[
             str, tuple[int, int]
         ] = {}  # of each engine: the newest announcement, and its falls when this replica learned of it
         self._store_failed = False
         self.changed = Wakeup()
-
-    @property
-    def active(self) -> bool:
-        """Whether anything was ever announced, as far as this replica knows."""
-        return self._known.revision > 0
-
-    @property
-    def known(self) -> WeightsState:
-        """What was announced when this replica read it last."""
-        return self._known
 
     async def current(self) -> WeightsState:
         """Return what is announced now. Costs nothing before the first announcement.
@@ -80,7 +71,7 @@ class AnnouncedWeights:
         Raises:
             StoreError: the store does not answer.
         """
-        return await self.read() if self.active else self._known
+        return await self.read() if self.known.revision else self.known
 
     async def read(self) -> WeightsState:
         """Read what is announced now. Ends an update whose timeout has passed, and resumes engines that nobody else resumes.
@@ -91,7 +82,7 @@ class AnnouncedWeights:
         state = await self._store.weights()
         if self._started_later(state):
             state, _ = await self._replace(lambda latest: latest)
-        lost = self._known.update if state.revision < self._known.revision else None
+        lost = self.known.update if state.revision < self.known.revision else None
         self._learn(state)
         if lost is not None and lost.paused:  # the store lost its data: no replica could resume these engines any more
             log.warning("the update of the weights by %r is over, because the store has lost it; its engines are resumed", lost.owner)
@@ -143,7 +134,7 @@ class AnnouncedWeights:
         for url, failure in problems.items():
             log.error("engine %s: it could not be resumed after the update of its weights: %s", url, failure.reason)
         if any(failure.reached for failure in problems.values()):
-            return self._known
+            return self.known
         state, _ = await self._replace(lambda latest: latest.resumed(update.id))  # a process that is gone is not paused
         return state
 
@@ -167,8 +158,8 @@ class AnnouncedWeights:
         return [monitor.url for monitor, answered in zip(asked, answers, strict=True) if not answered]
 
     def _learn(self, state: WeightsState) -> None:
-        if state != self._known:
-            self._known = state
+        if state != self.known:
+            self.known = state
             self.changed.notify()
         for monitor in self._pool.monitors:
             update = state.of(monitor.url).update

@@ -33,7 +33,7 @@ FIRST_MARK = Raw(b'"=0"')
 _BEGIN = b'"='
 
 
-class PromptEcho:
+class PromptEcho(msgspec.Struct, eq=False):
     """The ids of the prompt as the engine reports them.
 
     Attributes:
@@ -43,19 +43,17 @@ class PromptEcho:
         limit: the size of the model's vocabulary; 0 if it is unknown, and if placeholders of media may be above it.
     """
 
-    __slots__ = ("_complete", "_found", "_highest", "_packed", "_raw", "_read", "_tokens", "agreed", "known", "limit", "sent")
-
-    def __init__(self) -> None:
-        self.sent = ids.NO_IDS
-        self.agreed = self.known = False
-        self.limit = 0
-        self._raw = b""
-        self._packed: bytes | None = None
-        self._tokens = 0
-        self._read: tuple[bytes, bytes | None] = b"", None  # raw and packed: the list that was parsed separately
-        self._highest: tuple[bytes | None, int] = None, 0  # packed ids, and a number that none of them is above
-        self._complete = False  # stop cutting
-        self._found = _NOWHERE  # the data that was searched last, and the position of the echo in it
+    sent: ids.Fragment = msgspec.field(default_factory=ids.Fragment)
+    agreed: bool = False
+    known: bool = False
+    limit: int = 0
+    _raw: bytes = b""
+    _packed: bytes | None = None
+    _tokens: int = 0
+    _read: tuple[bytes, bytes | None] = b"", None  # raw and packed: the list that was parsed separately
+    _highest: tuple[bytes | None, int] = None, 0  # packed ids, and a number that none of them is above
+    _complete: bool = False  # stop cutting
+    _found: tuple[bytes, int, int] = _NOWHERE  # the data that was searched last, and the position of the echo in it
 
     def confirm(self) -> None:
         """Note that the engine used exactly the ids that were sent: it has proven that without reporting them (`engine.prefixes`)."""
@@ -108,18 +106,9 @@ class PromptEcho:
         if self._complete or self.known:
             return 0, 0
         if self._found[0] is not data:
-            self._found = data, *(self._compared(data) if self.sent else self._listed(data))
+            pieces = self.sent.pieces
+            self._found = data, *(_compared(data, pieces) if pieces else self._listed(data))
         return self._found[1:]
-
-    def _compared(self, data: bytes) -> tuple[int, int]:
-        start = end = data.find(_NAME) + len(_NAME)
-        if start < len(_NAME):
-            return 0, 0
-        for piece in self.sent.pieces:
-            if not data.startswith(piece, end):
-                return 0, 0
-            end += len(piece)
-        return (start, end) if data[end : end + 1] == b"]" else (0, 0)
 
     def _listed(self, data: bytes) -> tuple[int, int]:
         start, end = _span(data)
@@ -232,7 +221,19 @@ def _decoder(limit: int) -> msgspec.json.Decoder[list[int]]:
 
 def as_fragment(raw: bytes, packed: bytes) -> ids.Fragment:
     """Return the ids of a raw JSON list as a fragment. The engine's own text is used, unless it contains spaces or signs."""
-    return ids.Fragment(written=raw[1:-1]) if raw and packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.Fragment(packed)
+    return ids.Fragment((raw[1:-1],)) if raw and packed and not any(byte in raw for byte in _NOT_DIGITS) else ids.Fragment.of(packed)
+
+
+def _compared(data: bytes, pieces: Sequence[bytes]) -> tuple[int, int]:
+    """Return the position of the ids in a reply's JSON if they are those of a fragment, given in pieces; otherwise (0, 0)."""
+    start = end = data.find(_NAME) + len(_NAME)
+    if start < len(_NAME):
+        return 0, 0
+    for piece in pieces:
+        if not data.startswith(piece, end):
+            return 0, 0
+        end += len(piece)
+    return (start, end) if data[end : end + 1] == b"]" else (0, 0)
 
 
 def cut_out(data: bytes, spans: Sequence[tuple[int, int]]) -> bytes:

@@ -23,6 +23,7 @@ A single version for a whole reply is stored as one span. It cannot show a chang
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -169,7 +170,7 @@ class CallPieces:
         return ToolCall(self.id, "".join(self.names), "".join(self.arguments))
 
 
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """One choice of a reply: sampled ids, their log probabilities, and the message.
 
     Attributes:
@@ -184,30 +185,24 @@ class Choice:
         aligned: whether each event had as many log probabilities as ids.
     """
 
-    __slots__ = (
-        "_before", "_grown", "aligned", "call_steps", "calls", "certain", "content", "counted", "doubt", "experts", "finish_reason",
-        "ids", "logprobs", "prompt", "reasoning", "steps", "stop_reason", "versions",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.ids = array("i")
-        self.logprobs = array("d")
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: dict[int, CallPieces] = {}
-        self.steps = array("I")
-        self.call_steps: list[tuple[int, int]] = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.versions: Sequence[Any] = ()
-        self.experts = b""
-        self.prompt = b""
-        self.counted: int | None = None
-        self.certain: int | None = None
-        self.doubt = ""
-        self.aligned = True
-        self._before = 0  # ids of the requests before the last one
-        self._grown: list[list[str]] = []  # the arguments to which the last messages added
+    ids: "array[int]" = msgspec.field(default_factory=partial(array, "i"))
+    logprobs: "array[float]" = msgspec.field(default_factory=partial(array, "d"))  # type: ignore[arg-type]  # mypy takes it for an array of ints
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: dict[int, CallPieces] = {}
+    steps: "array[int]" = msgspec.field(default_factory=partial(array, "I"))
+    call_steps: list[tuple[int, int]] = []
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    versions: Sequence[Any] = ()
+    experts: bytes = b""
+    prompt: bytes = b""
+    counted: int | None = None
+    certain: int | None = None
+    doubt: str = ""
+    aligned: bool = True
+    _before: int = 0  # ids of the requests before the last one
+    _grown: list[list[str]] = []  # the arguments to which the last messages added
 
     @property
     def sampled(self) -> int:
@@ -228,12 +223,6 @@ class Choice:
         """Note that only the first `certain` ids are certain; `why` is empty if the reply has another sign of it."""
         if self.certain is None or certain < self.certain:
             self.certain, self.doubt = certain, why or self.doubt
-
-    def count(self, tokens: int, before: int) -> None:
-        """Compare the ids with the number of tokens that the engine counts in one event; `before` is the number of ids before it."""
-        self.counted = tokens
-        if tokens != self.sampled:
-            self.doubt_after(before, f"the engine counts {tokens} tokens, and reported {self.sampled} ids")
 
     def keep(self, tokens: int, *, logprobs: bool) -> None:
         """Drop all but the first ids, and the log probabilities of the others, or of all."""
@@ -260,8 +249,15 @@ class Choice:
         self.content, self.reasoning, self.calls, self.call_steps = [], [], {}, []
         self.add_messages([message], [(0, len(self.ids))])
 
-    def add(self, choice: _Choice, experts: Sequence[bytes]) -> None:
-        """Add the part of this choice in one chunk, or in a whole body; `experts` are the values that were cut out."""
+    def add(self, choice: _Choice, experts: Sequence[bytes], counted: int | None) -> None:
+        """Add the part of this choice in one chunk, or in a whole body.
+
+        Args:
+            choice: the part.
+            experts: the values that were cut out.
+            counted: the number of tokens that the engine counts so far; `None` if it does not.
+        """
+        before = len(self.ids)
         self._add_parts([choice], [choice.delta or choice.message or ReplyMessage(content=choice.text)])
         if not self.prompt and choice.prompt_token_ids not in _NO_PROMPT:
             self.prompt = bytes(choice.prompt_token_ids)
@@ -272,6 +268,10 @@ class Choice:
             found = bytes(choice.routed_experts)
             number = mark_number(found)
             self.experts = (experts[number] if 0 <= number < len(experts) else found) or self.experts
+        if counted is not None:
+            self.counted = counted
+            if counted != self.sampled:
+                self.doubt_after(before, f"the engine counts {counted} tokens, and reported {self.sampled} ids")
 
     def add_plain(self, parts: Sequence[_PlainChoice]) -> None:
         """Add the parts of this choice in plain chunks."""
@@ -350,7 +350,7 @@ class Choice:
                 self.call_steps.pop()
 
 
-class Reply:
+class Reply(msgspec.Struct, eq=False):
     """All choices of one call, as they arrive.
 
     Attributes:
@@ -370,27 +370,23 @@ class Reply:
             caller adds them, and calls `read_later` when there are `AT_ONCE`.
     """
 
-    __slots__ = (
-        "_choices", "_continued", "_experts", "_metadata", "count_proves", "counted", "error", "expected", "later", "model", "must_count",
-        "places", "prompt", "prompt_counted", "unreadable", "version", "vocabulary",
-    )  # fmt: skip
-
-    def __init__(self, choices: int = 1) -> None:
-        self.expected = choices
-        self.prompt = PromptEcho()
-        self.model = ""
-        self.error = b""
-        self.unreadable = 0
-        self.counted: int | None = None
-        self.prompt_counted: int | None = None
-        self.vocabulary, self.must_count, self.count_proves = 0, False, False
-        self._continued = False
-        self.version = ""
-        self.places: Places | None = None
-        self._choices: dict[int, Choice] = {}
-        self.later: list[bytes] = []
-        self._metadata: _WeightMetadata | None = None
-        self._experts: tuple[bytes, ...] = ()
+    expected: int = 1
+    prompt: PromptEcho = msgspec.field(default_factory=PromptEcho)
+    model: str = ""
+    error: bytes = b""
+    unreadable: int = 0
+    counted: int | None = None
+    prompt_counted: int | None = None
+    vocabulary: int = 0
+    must_count: bool = False
+    count_proves: bool = False
+    version: str = ""
+    places: "Places | None" = None
+    later: list[bytes] = []
+    _continued: bool = False
+    _choices: dict[int, Choice] = {}
+    _metadata: _WeightMetadata | None = None
+    _experts: tuple[bytes, ...] = ()
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -425,7 +421,7 @@ class Reply:
     def without_experts(self, data: bytes) -> bytes:
         """Cut routed experts out of the JSON of a chunk or a whole body; call this before `add`."""
         start, end = self.prompt.find(data)
-        if end and data.find(_EXPERTS, 0, start) < 0 and data.find(_EXPERTS, end) < 0:
+        if data.find(_EXPERTS, 0, start) < 0 and data.find(_EXPERTS, end) < 0:
             return data  # the hundreds of kilobytes of ids in between need not be searched
         spans = _expert_spans(data)
         if not spans:
@@ -443,7 +439,8 @@ class Reply:
         """
         if self.later:
             self.read_later()
-        brief = short = self.prompt.cut(data)
+        known = self.prompt.known
+        brief = short = data if known else self.prompt.cut(data)
         logprobs = None
         if hide_logprobs and self.expected == 1:
             brief, logprobs = _without_logprobs(short)
@@ -452,37 +449,32 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return data
-        echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
-        of_chat = _of_chat(chunk)
-        # Of a text completion, each choice has its own prompt: ids that were not sent may be those of a choice.
-        if short is not data and not (echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (of_chat or self.prompt.sent)):
-            self.prompt.stop_cutting()
-            return self.add(data)
+        of_chat = brief is not data and _of_chat(chunk)
         if logprobs is not None and not (of_chat and _LOGPROBS_MARK in map(attrgetter("logprobs"), chunk.choices)):
             return self.add(data)  # the text that was cut out belongs to another member
+        if not known and not self._note_prompt(chunk, cut=short is not data, of_chat=of_chat):
+            self.prompt.stop_cutting()
+            return self.add(data)
+        usage, alone = chunk.usage, len(chunk.choices) == 1
         self.model = chunk.model or self.model
         self.error = self.error or (bytes(chunk.error) if chunk.error != NULL else b"")
-        self._note_prompt(chunk, echoes, cut=short is not data)
         for choice in chunk.choices:
             if choice.logprobs == _LOGPROBS_MARK:
                 choice.logprobs = logprobs
-            known = self._choice(choice.index)
-            before = len(known.ids)
-            known.add(choice, self._experts)
-            if chunk.usage is not None and chunk.usage.completion_tokens is not None and len(chunk.choices) == 1:
-                known.count(chunk.usage.completion_tokens, before)
-        self._note_usage(chunk)
+            counted = usage.completion_tokens if usage is not None and alone else None
+            self._choice(choice.index).add(choice, self._experts, counted)
+        if usage is not None:
+            self._note_usage(usage, alone=alone)
         if b"weight_version" in brief:
             self._metadata = self._metadata or _weight_metadata(chunk.metadata) or _weight_metadata(chunk.sglext)
         return brief
 
-    def _note_usage(self, chunk: _Chunk) -> None:
-        if chunk.usage is not None:
-            alone = len(chunk.choices) == 1
-            if chunk.usage.prompt_tokens is not None and not (alone and self.expected > 1) and not self._continued:
-                self.prompt_counted = chunk.usage.prompt_tokens  # of this reply's prompt: not of a choice's own, nor of a continuation's
-            if chunk.usage.completion_tokens is not None and not alone:
-                self.counted = chunk.usage.completion_tokens
+    def _note_usage(self, usage: _Usage, *, alone: bool) -> None:
+        """Note the usage of a chunk; `alone` is whether the chunk has one choice."""
+        if usage.prompt_tokens is not None and not (alone and self.expected > 1) and not self._continued:
+            self.prompt_counted = usage.prompt_tokens  # of this reply's prompt: not of a choice's own, nor of a continuation's
+        if usage.completion_tokens is not None and not alone:
+            self.counted = usage.completion_tokens
 
     def _note_unreadable(self) -> None:
         self.unreadable += 1
@@ -496,7 +488,8 @@ class Reply:
         except (ValueError, RecursionError):
             self._note_unreadable()
             return
-        self._note_usage(chunk)
+        if chunk.usage is not None:
+            self._note_usage(chunk.usage, alone=len(chunk.choices) == 1)
         for choice in chunk.choices:
             if choice.token_ids or choice.tokencache is not None:
                 self._choice(choice.index).doubt_after(0, "ids arrived after the finish reason")
@@ -505,13 +498,17 @@ class Reply:
         """Note that the ids were counted elsewhere: in a continued stream, the usage is the proxy's own."""
         self.counted = sum(choice.sampled for choice in self.choices.values())
 
-    def _note_prompt(self, chunk: _Chunk, echoes: list[Raw], *, cut: bool) -> None:
-        if self.prompt.known:
-            return
+    def _note_prompt(self, chunk: _Chunk, *, cut: bool, of_chat: bool) -> bool:
+        """Note the ids of the prompt in a chunk; false if the text that was `cut` out belongs to another member."""
+        echoes = [echo for echo in (chunk.prompt_token_ids, *map(attrgetter("prompt_token_ids"), chunk.choices)) if echo != NULL]
+        # Of a text completion, each choice has its own prompt: ids that were not sent may be those of a choice.
+        if cut and not (echoes[:1] == [FIRST_MARK] and bool(chunk.choices) and (of_chat or self.prompt.sent)):
+            return False
         for echo in echoes:
             self.prompt.note(echo, cut=cut)
         if chunk.tokencache is not None:
             self.prompt.note_packed(chunk.tokencache.prompt)
+        return True
 
     def versions(self, index: int) -> Sequence[Any]:
         """Return the weight versions of a choice as spans over its tokens, half-open; none if the engine reported none."""

@@ -14,7 +14,7 @@ import errno
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from itertools import islice
 from types import MappingProxyType
@@ -158,7 +158,7 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
-        return await self._ask(path, headers, body)
+        return await self.query(path, body, headers, repeats=0)
 
     async def get(self, path: str) -> EngineResponse:
         """Send a GET request and read the complete answer.
@@ -166,41 +166,37 @@ class Upstream:
         Raises:
             EngineError: the engine cannot be reached, or closed the connection before the end of its answer.
         """
-        return await self._ask(path)
+        return await self.query(path, repeats=0)
 
-    async def _ask(self, path: str, headers: Mapping[str, str] | None = None, body: Any = None) -> EngineResponse:
-        if body is None:
-            answer = await self.send("GET", path, counted=False)
-        else:
-            data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-            typed = {**(headers or {}), "Content-Type": "application/json"}
-            answer = await self.send("POST", path, headers=typed, body=data, counted=False)
-        try:
-            read = await answer.read(most=MOST_ANSWER)
-        except (aiohttp.ClientError, TimeoutError) as why:
-            raise EngineError("the engine broke off its answer", private=f"{self.url}: {type(why).__name__}: {why}") from why
-        return EngineResponse(answer.status, read if answer.status == OK else error_text(read, answer), answer.headers)
+    async def query(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *, repeats: int = _RETRIES
+    ) -> EngineResponse:
+        """Send a request that is safe to repeat, because it samples nothing that is recorded, until it is answered.
 
-    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
-        """Send a request that is safe to repeat, because it samples nothing that is recorded: up to four times, until it is answered.
-
-        With a body it is sent as by `post`, without one as by `get`. A closed connection proves nothing about an engine: uvicorn closes
-        the connection after each 500, and a request may be sent at that moment.
+        It is repeated up to `repeats` times. With a body it is sent as by `post`, without one as by `get`. A closed connection proves
+        nothing about an engine: uvicorn closes the connection after each 500, and a request may be sent at that moment.
 
         Raises:
             EngineError: the engine cannot be reached, or closed every connection before the end of its answer.
         """
-        pauses: Iterator[float] | None = None
+        method, data = ("GET", None) if body is None else ("POST", body if isinstance(body, bytes) else msgspec.json.encode(body))
+        typed = None if body is None else {**(headers or {}), "Content-Type": "application/json"}
+        pauses = islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), repeats)
         while True:
             try:
-                return await self._ask(path, headers, body)
+                answer = await self.send(method, path, headers=typed, body=data, counted=False)
+                read = await answer.read(most=MOST_ANSWER)
+                return EngineResponse(answer.status, read if answer.status == OK else error_text(read, answer), answer.headers)
+            except (aiohttp.ClientError, TimeoutError) as why:
+                failure = EngineError("the engine broke off its answer", private=f"{self.url}: {type(why).__name__}: {why}")
+                failure.__cause__ = why
             except EngineError as why:
-                pauses = pauses or islice(delays(FIRST_DELAY, LONGEST_DELAY, factor=5.0), _RETRIES)
-                pause = next(pauses, None)
-                if pause is None or not why.reached:
-                    raise
-                log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, pause, why)
-                await asyncio.sleep(pause)
+                failure = why
+            pause = next(pauses, None)
+            if pause is None or not failure.reached:
+                raise failure
+            log.debug("engine %s: the request to %s is sent again in %g s: %s", self.url, path, pause, failure)
+            await asyncio.sleep(pause)
 
     async def connect(self) -> None:
         """Open a connection and close it without a request, to test whether a server is listening.
@@ -231,10 +227,12 @@ class Upstream:
 class Sidecar(Upstream):
     """A server that renders and parses for the engines. If it cannot be reached, the calls wait, and no engine counts as down."""
 
-    async def query(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> EngineResponse:
+    async def query(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *, repeats: int = _RETRIES
+    ) -> EngineResponse:
         """See `Upstream.query`."""
         try:
-            return await super().query(path, body, headers)
+            return await super().query(path, body, headers, repeats=repeats)
         except EngineError as why:
             if why.reached:
                 raise

@@ -345,8 +345,12 @@ class CallAttempt:
             StoreError: the store failed and the policy is strict.
         """
         self._sample = sample
-        budget, begun = self._budget, self._begun
-        if begun is not None and budget and (spent := await _spent(budget, begun, self._ledger.store, self._call.session)):
+        begun = self._begun
+        if (
+            begun is not None
+            and self._budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
+            and (spent := await _spent(self._budget, begun, self._ledger.store, self._call.session))
+        ):
             return await self._stop(spent)
         try:
             answer = await self._dispatch.accepted()
@@ -365,7 +369,11 @@ class CallAttempt:
             await self._conclude(end)
             if end.kind is EndKind.OVERFLOW:
                 return await self._response.send(overflow_reply(self._exchange.dialect, self._call.chat, self.id), self._source.reply)
-            return None if end.kind is EndKind.ABORTED else await delivery.answer(end)
+            if end.kind is EndKind.ABORTED:
+                return None
+            if end.error is not None:
+                raise end.error
+            return await delivery.answer(end)
         finally:
             answer.close()
 
@@ -393,13 +401,11 @@ class CallAttempt:
 
 async def _spent(budget: Budget, begun: BeginResult, store: Store, session: str) -> str:
     """Describe which limit of a session's budget is used up; `""` if none is. A call that got a recorded reply again costs nothing."""
-    spent = budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
-    if spent:
-        with contextlib.suppress(StoreError):
-            info = await store.session(session)
-            replayed = [one for one in info.incidents if one.kind == IncidentKind.RETRY_REPLAYED] if info is not None else []
-            spent = budget.spent(calls=begun.calls - len(replayed), tokens=begun.tokens, seconds=begun.age)
-    return spent
+    with contextlib.suppress(StoreError):
+        info = await store.session(session)
+        replayed = [one for one in info.incidents if one.kind == IncidentKind.RETRY_REPLAYED] if info is not None else []
+        return budget.spent(calls=begun.calls - len(replayed), tokens=begun.tokens, seconds=begun.age)
+    return budget.spent(calls=begun.calls, tokens=begun.tokens, seconds=begun.age)
 
 
 def _may_be_made_again(planned: PlannedCall, aborted: AbortedPolicy) -> bool:

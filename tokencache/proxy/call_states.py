@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import msgspec
+
 
 class RecordState(StrEnum):
     """The record of a call in the store."""
@@ -162,17 +164,16 @@ class IllegalTransitionError(RuntimeError):
     """An event that the table of a party does not allow in its state."""
 
 
-class Party(Generic[_State, _Event]):
+class Party(msgspec.Struct, Generic[_State, _Event], eq=False):
     """One party of a call.
 
     Attributes:
+        table: its transitions.
         state: its state; only `advance` changes it.
     """
 
-    __slots__ = ("_table", "state")
-
-    def __init__(self, table: Mapping[_State, Mapping[_Event, _State]], state: _State) -> None:
-        self._table, self.state = table, state
+    table: Mapping[_State, Mapping[_Event, _State]]
+    state: _State
 
     def advance(self, event: _Event) -> None:
         """Change the state.
@@ -181,7 +182,7 @@ class Party(Generic[_State, _Event]):
             IllegalTransitionError: the table does not have this transition.
         """
         try:
-            self.state = self._table[self.state][event]
+            self.state = self.table[self.state][event]
         except KeyError:
             raise IllegalTransitionError(f"{type(self.state).__name__}: what is {self.state} cannot {event}") from None
 

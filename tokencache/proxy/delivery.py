@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -50,7 +51,7 @@ _LEFT = End(EndKind.BROKEN, CLIENT_LEFT, TurnMark.ABORTED, cut=True)
 
 def _as_overflow(refused: End) -> End:
     """Return the end of a call whose prompt is too long."""
-    return refused._replace(kind=EndKind.OVERFLOW, detail=f"{refused.detail}; {OVERFLOW_DETAIL}")
+    return msgspec.structs.replace(refused, kind=EndKind.OVERFLOW, detail=f"{refused.detail}; {OVERFLOW_DETAIL}")
 
 
 class ReplyDelivery(ABC):
@@ -94,19 +95,9 @@ class ReplyDelivery(ABC):
     def decided(self, end: End) -> End:
         """Return the end of the call for the end of its reply; `ABORTED` only if the call must be made again."""
 
-    async def answer(self, end: End) -> web.StreamResponse:
-        """Send the rest, after the turn is stored.
-
-        Raises:
-            Exception: what the client receives in place of the reply (`End.error`).
-        """
-        if end.error is not None:
-            raise end.error
-        return await self._answer_reply(end)
-
     @abstractmethod
-    async def _answer_reply(self, end: End) -> web.StreamResponse:
-        """Send the rest of a reply, or the error that the engine gave in its place."""
+    async def answer(self, end: End) -> web.StreamResponse:
+        """Send the rest of a reply after the turn is stored, or the error that the engine gave in its place."""
 
     @property
     def _orphaned(self) -> bool:
@@ -152,7 +143,7 @@ class WholeDelivery(ReplyDelivery):
             return _as_overflow(end)
         if end.kind is EndKind.ABORTED:
             received = EndKind.FINISHED if end.error is None else EndKind.UNPARSED
-            end = end._replace(kind=received if body else EndKind.BROKEN)
+            end = msgspec.structs.replace(end, kind=received if body else EndKind.BROKEN)
         if end.kind is not EndKind.FINISHED:
             return end
         if self._reply.unreadable and not (self._exchange.encoder.verbatim and _is_object(body)):  # a page of HTML, or half a reply
@@ -162,11 +153,13 @@ class WholeDelivery(ReplyDelivery):
         try:
             self._written = write(body, self._reply)
         except Exception as why:  # noqa: BLE001 - the reply is recorded even if it cannot be written for the client
-            return end._replace(error=why)
+            return msgspec.structs.replace(end, error=why)
         return end
 
-    async def _answer_reply(self, end: End) -> web.StreamResponse:
-        await self._response.end_keep_alive()
+    async def answer(self, end: End) -> web.StreamResponse:
+        """See `ReplyDelivery.answer`."""
+        if self._chat.stream:
+            await self._response.end_keep_alive()
         if end.kind is EndKind.REFUSED:
             return await self._refuse(end)
         if self._written is None:  # the engine broke it off: a direct client would see the same
@@ -236,7 +229,7 @@ class StreamDelivery(ReplyDelivery):
         if end.kind is EndKind.ABORTED:
             if self._may_resample and may_resample(self._shown.state):
                 return end
-            end = end._replace(kind=EndKind.BROKEN if end.mark else EndKind.FINISHED)
+            end = msgspec.structs.replace(end, kind=EndKind.BROKEN if end.mark else EndKind.FINISHED)
         self._held += self._release() + self._rest()
         return end
 
@@ -266,7 +259,8 @@ class StreamDelivery(ReplyDelivery):
             await parts.aclose()
         return self._source.end
 
-    async def _answer_reply(self, end: End) -> web.StreamResponse:
+    async def answer(self, end: End) -> web.StreamResponse:
+        """See `ReplyDelivery.answer`."""
         rest, cut = bytes(self._held), end.cut
         complete = self._source.done or self._reply.finished or bool(self._reply.error)
         if end.mark == TurnMark.UPSTREAM_BROKE and not complete:
@@ -286,7 +280,9 @@ class StreamDelivery(ReplyDelivery):
 
     def _rest(self) -> bytes:
         """Return what waited for the end of the stream."""
-        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late or ()], None
+        if not self._late:
+            return self._encoder.rest()
+        late, self._late = [self._response.with_token_ids(data, self._reply) for data in self._late], None
         count = self._reply.prompt.tokens
         return b"".join([*[self._encoder.chunk(event_of(data), data, count) for data in late], self._encoder.rest()])
 
@@ -347,8 +343,8 @@ class StreamDelivery(ReplyDelivery):
             if self._source.cut or not (self._reply.begun or self._reply.error):
                 return b""  # nothing was sampled yet, or the engine broke it off at once: the call can still be made again
             written = self._withhold_or_release()
-        if not self._source.cut and (self._reply.finished or self._reply.error):
-            self._finish()
+        if self._shown.state is ShownState.BEGUN and not self._source.cut and (self._reply.finished or self._reply.error):
+            self._shown.advance(ShownEvent.FINISH)
         return written
 
     def _withhold_or_release(self) -> bytes:

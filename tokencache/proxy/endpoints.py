@@ -97,7 +97,7 @@ class EndpointOptions(NamedTuple):
     history: History
 
 
-class _Call(NamedTuple):
+class _Call(msgspec.Struct, frozen=True):
     """A model call that was read, and can run."""
 
     request: CallRequest

@@ -35,38 +35,36 @@ _JSON_BYTES = 6
 """Bytes of an id as JSON, with its comma, about: most ids have five digits."""
 
 
-class EngineSender:
+class EngineSender(msgspec.Struct, eq=False):
     """Posts the requests of one call.
 
     Attributes:
+        call: the call.
+        exchange: what its dialect sends.
+        images: names the images.
+        prefixes: names the prompts.
+        experts: whether routed experts are requested.
         request: the request that was posted last, without its body; without a path before the first.
         posted: its id.
         streams: whether it asks for a stream if the client requested one.
         proven: whether the answer to it proves by a hash that the engine was given the exact prompt.
     """
 
-    __slots__ = ("_call", "_exchange", "_experts", "_images", "_posts", "_prefixes", "posted", "proven", "request", "streams")
-
-    def __init__(self, call: BegunCall, exchange: Exchange, images: ImageNames, prefixes: PrefixUse, *, experts: bool) -> None:
-        """Create a sender.
-
-        Args:
-            call: the call.
-            exchange: what its dialect sends.
-            images: names the images.
-            prefixes: names the prompts.
-            experts: whether routed experts are requested.
-        """
-        self._call, self._exchange, self._images, self._prefixes, self._experts = call, exchange, images, prefixes, experts
-        self.request = EngineRequest("", b"")
-        self.posted = ""
-        self.streams = self.proven = False
-        self._posts = 0
+    call: BegunCall
+    exchange: Exchange
+    images: ImageNames
+    prefixes: PrefixUse
+    experts: bool
+    request: EngineRequest = EngineRequest("", b"")
+    posted: str = ""
+    streams: bool = False
+    proven: bool = False
+    _posts: int = 0
 
     def target(self, planned: PlannedCall) -> Target:
         """Return where a request of this call is sent, with the names of its images."""
-        chat, model = self._call.chat, planned.model
-        engine, path, headers = planned.engine.upstream, self._exchange.path, self._exchange.headers
+        chat, model = self.call.chat, planned.model
+        engine, path, headers = planned.engine.upstream, self.exchange.path, self.exchange.headers
         if model is None:
             return Target(engine, path, headers)
         known = model.capability
@@ -75,7 +73,7 @@ class EngineSender:
         names: tuple[NamedImage, ...] = ()
         if not media_reason(chat, model):
             salt = planned.weights.salt.text or bytes(chat.fields.get(SALT, b"")).decode(errors="backslashreplace")
-            names = self._images.of_call(chat, engine.url, salt)
+            names = self.images.of_call(chat, engine.url, salt)
         return Target(engine, path, headers, known.max_model_len, known.image_support, names, generates=known.generates)
 
     async def post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall) -> Answer:
@@ -113,24 +111,24 @@ class EngineSender:
         if model is None or not model.capability.prefixes or not can_be_named(chat):
             return None
         if exact is None:
-            return PromptName(experts=self._experts)
+            return PromptName(experts=self.experts)
         last = exact.last_reply
         if not last.end:
             return None
-        name = self._prefixes.name(planned.engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
-        return name._replace(experts=self._experts)
+        name = self.prefixes.name(planned.engine.upstream.url, exact.ids, (last.start, last.end), echo=chat.shows_ids)
+        return name._replace(experts=self.experts)
 
     async def _post_named(
         self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target, name: PromptName
     ) -> Answer:
         """Post a request that names its prompt. Post it again with all ids if the engine does not have them, or does not use them."""
-        call, engine = self._call, planned.engine
+        call, engine = self.call, planned.engine
         answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, prompt=name))
         if not self.request.named:
             return answer
         if exact is not None and is_miss(answer.headers):
             answer.close()
-            self._prefixes.noted(engine.upstream.url, hit=False)
+            self.prefixes.noted(engine.upstream.url, hit=False)
             metrics.counter(metrics.PREFIXES, "missed").inc()
             log.debug("session %s call %s: the engine does not have its prefix; all ids are sent", call.session, call.id)
             name = name.whole(exact.ids)
@@ -151,7 +149,7 @@ class EngineSender:
         """Describe what is wrong with an answer that does not prove its prompt; `""` if it is a refusal or error for another reason."""
         if answer.status == OK:
             problem = "the hash in the engine's answer is not that of the prompt"
-            self._call.note(IncidentKind.PREFIX_DIFFERS, problem)
+            self.call.note(IncidentKind.PREFIX_DIFFERS, problem)
             return problem
         if answer.status in REFUSED and MEMBER.encode() in (words := await answer.read()):
             return f"the plugin refuses a prompt by hash: {words[:300].decode(errors='replace')}"
@@ -160,7 +158,7 @@ class EngineSender:
     def _note_proven(self, engine: Engine, exact: ExactPrompt, name: PromptName) -> None:
         self.proven = not name.echo
         if name.prefix:
-            self._prefixes.noted(engine.upstream.url, hit=True)
+            self.prefixes.noted(engine.upstream.url, hit=True)
         metrics.counter(metrics.PREFIXES, "named" if name.prefix else "whole").inc()
         as_json = (len(exact.prefix) + len(exact.tail)) // ids.ID_BYTES * _JSON_BYTES
         sent = len(name.tail) * 4 // 3  # base64
@@ -174,26 +172,33 @@ class EngineSender:
             answer.close()
             answer = await self._write_and_post(planned, exact, chat, msgspec.structs.replace(target, names=with_pixels(target.names)))
             if answer.status == OK:
-                call, words = self._call, "session %s call %s: the engine did not have %d images; they were sent again"
+                call, words = self.call, "session %s call %s: the engine did not have %d images; they were sent again"
                 log.info(words, call.session, call.id, len(held))
                 metrics.IMAGES.labels("missed").inc(len(held))
-                self._images.missed(url)
+                self.images.missed(url)
                 held = []
         if answer.status == OK:
-            self._images.answered(url, target.names, named=bool(held))
+            self.images.answered(url, target.names, named=bool(held))
             metrics.IMAGES.labels("named").inc(len(held))
             metrics.IMAGES.labels("sent").inc(len(target.names) - len(held))
         return answer
 
     async def _write_and_post(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> Answer:
-        request, rank = await self._write(planned, exact, chat, target), planned.rank
+        salt, driver, rank = planned.weights.salt, planned.engine.driver, planned.rank
+        if self.exchange.body:
+            request = driver.text_request(self.exchange.path, salt.written_in(self.exchange.body))
+        else:
+            chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
+            if self.experts:
+                chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)
+            request = await driver.request(chat, exact, target)
         self.request = msgspec.structs.replace(request, body=b"")  # a long stream must not keep it
-        self.streams = bool(self._exchange.body) or (planned.engine.driver.streams and self.request.parse is None)
+        self.streams = bool(self.exchange.body) or (driver.streams and self.request.parse is None)
         self._posts += 1
-        headers, driver = with_request_id(self._exchange.headers, self._call.id, self._posts), planned.engine.driver
+        headers = with_request_id(self.exchange.headers, self.call.id, self._posts)
         self.posted = headers[REQUEST_ID]
         if driver.names_sessions:
-            driver.name_session(headers, self._call.session)
+            driver.name_session(headers, self.call.session)
         engine = planned.engine
         if rank is None or RANK_HEADER in headers:  # a rank that the client names stays, as in a direct call
             return await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
@@ -205,16 +210,6 @@ class EngineSender:
             del headers[RANK_HEADER]
             answer = await engine.upstream.send("POST", request.path, headers=headers, body=request.body)
         return answer
-
-    async def _write(self, planned: PlannedCall, exact: ExactPrompt | None, chat: ChatCall, target: Target) -> EngineRequest:
-        """Write a request, with the salt."""
-        salt, driver = planned.weights.salt, planned.engine.driver
-        if self._exchange.body:
-            return driver.text_request(self._exchange.path, salt.written_in(self._exchange.body))
-        chat = msgspec.structs.replace(chat, fields=salt.written(chat.fields)) if salt.text else chat
-        if self._experts:
-            chat = request_experts(chat, planned.plan.basis.routed if exact is not None and driver.skips_experts else 0)
-        return await driver.request(chat, exact, target)
 
 
 def with_request_id(headers: CIMultiDict[str], call: str, post: int = 1) -> CIMultiDict[str]:

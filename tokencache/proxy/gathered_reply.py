@@ -85,7 +85,7 @@ class Gathered(WholeSource):
             error = EngineError("the engine broke off its reply, and it cannot be continued", private=why)
             return End(EndKind.ABORTED, why, TurnMark.UPSTREAM_BROKE, error=error)
         if reply.error:
-            return refusal(reply.error_code, reply.error)._replace(body=b'{"error":%s}' % reply.error)
+            return msgspec.structs.replace(refusal(reply.error_code, reply.error), body=b'{"error":%s}' % reply.error)
         return End(EndKind.ABORTED, ENDED_EARLY, incident=IncidentKind.UPSTREAM_BROKE)
 
     def _add(self, events: Iterable[bytes]) -> None:

@@ -145,7 +145,7 @@ class Planner:
         if call.media and (why_not := media_reason(call, model)):
             return Plan(match="plain", reason=why_not)
         context = PlanningContext(self._store, self._prefixes, session, call, call.conversation, model)
-        planning = _Planning(context)
+        planning = _Planning(context, ReturnedIds(call) if call.echoes or call.required_prefix else None)
         known = _looked_up(keys, hits)
         found = match(call.conversation, {}, call.leniency) if first else await planning.match(known)
         if found.kind == "root" or (found.kind == "plain" and planning.last_returned < 0):
@@ -166,15 +166,11 @@ class Planner:
         return await planning.supplied(plan)
 
 
-class _Planning:
-    """The planning of one call."""
+class _Planning(msgspec.Struct, frozen=True):
+    """The planning of one call; `_returned` are the ids that its client sent back, if it did."""
 
-    __slots__ = ("_context", "_returned")
-
-    def __init__(self, context: PlanningContext) -> None:
-        self._context = context
-        call = context.call
-        self._returned = ReturnedIds(call) if call.echoes or call.required_prefix else None
+    _context: PlanningContext
+    _returned: ReturnedIds | None
 
     @property
     def last_returned(self) -> int:
@@ -258,7 +254,7 @@ class _Planning:
             match="resplice",
             reason=Reason.CLIENT_IDS,
             prefix=proven.ids,
-            fragment=ids.Fragment(proven.ids),
+            fragment=ids.Fragment.of(proven.ids),
             last_reply=LastReply(proven.places[-1], proven.start, proven.end),
             client_places=proven.places,
         )
@@ -413,7 +409,10 @@ class _Planning:
         """
         cached = await self._context.prefixes.get(self._context.session, parent.id)
         base = cached.prefix.ids if cut is None else cut
-        last_reply = await self._last_reply(found.at - 1, parent, base)
+        logprobs = b""
+        if self._context.model.driver.sends_logprobs:
+            logprobs = (await self._context.store.tokens(self._context.session, [parent.id]))[parent.id].logprobs
+        last_reply = LastReply(found.at - 1, parent.prompt_tokens, len(base) // ids.ID_BYTES, logprobs)
         if self._context.model.capability.tokenizes:
             if self._context.call.continues:
                 tail, where = b"", OPEN if without_stop_id(base, self._context.model.stop_ids) == base else REPLACED
@@ -451,7 +450,7 @@ class _Planning:
             match="resplice",
             reason=reason,
             prefix=prompt,
-            fragment=ids.Fragment(prompt),
+            fragment=ids.Fragment.of(prompt),
             last_reply=last_reply,
             origin=parent.id,
             anchors=(*[reply.anchor for reply in await self._context.placed_replies(parent)], last.anchor),
@@ -459,13 +458,6 @@ class _Planning:
             basis=Basis.of(parent, last.end),
             sampled=self._context.sampled(ids.head(prompt, last.end), parent),
         )
-
-    async def _last_reply(self, place: int, turn: Turn, base: bytes) -> LastReply:
-        """Describe the reply at the end of a prefix."""
-        logprobs = b""
-        if self._context.model.driver.sends_logprobs:
-            logprobs = (await self._context.store.tokens(self._context.session, [turn.id]))[turn.id].logprobs
-        return LastReply(place, turn.prompt_tokens, ids.count(base), logprobs)
 
 
 def media_reason(call: ChatCall, model: Model) -> str:

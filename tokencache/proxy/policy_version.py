@@ -107,23 +107,27 @@ class PieceVersions(NamedTuple):
 NOTHING_KNOWN = PieceVersions()
 
 
-class VersionReading:
-    """The readings for one request to an engine: one when it is sent, one when its reply has ended."""
+class VersionReading(msgspec.Struct, eq=False):
+    """The readings for one request to an engine: one when it is sent, one when its reply has ended.
 
-    __slots__ = ("_after", "_source", "before", "salt")
+    Attributes:
+        before: the first reading.
+        salt: the salt of the request.
+        source: reads again, for this engine and model; `None` if there is nothing to read.
+        after: the second reading; `None` if there is none.
+    """
 
-    def __init__(self, before: Reading, salt: KvSalt, source: "tuple[PolicyVersions, Engine, Model | None] | None" = None) -> None:
-        """Begin. `source` reads again, for this engine and model; `None` if there is nothing to read."""
-        self.before, self.salt = before, salt
-        self._after = before
-        self._source = source
+    before: Reading
+    salt: KvSalt
+    source: "tuple[PolicyVersions, Engine, Model | None] | None" = None
+    after: Reading | None = None
 
     async def end(self) -> None:
         """Read again, once, as soon as the engine's reply has ended or was broken off."""
-        if self._source is not None:
-            versions, engine, model = self._source
-            self._after = await versions.read(engine, model)
-            self._source = None
+        if self.source is not None:
+            versions, engine, model = self.source
+            self.after = await versions.read(engine, model)
+            self.source = None
 
     def versions(self, reported: Sequence[Any], tokens: int) -> PieceVersions:
         """Judge the readings; call `end` before.
@@ -132,7 +136,7 @@ class VersionReading:
             reported: the engine's own spans (`Reply.versions`).
             tokens: number of sampled tokens.
         """
-        before, after = self.before, self._after
+        before, after = self.before, self.after or self.before
         if after is before is UNREPORTED and not reported:  # most calls of a proxy to which nobody announces anything
             return NOTHING_KNOWN
         same = (before.version, before.update) == (after.version, after.update) and before.version != MIXED
@@ -163,7 +167,7 @@ class VersionReading:
 
     def _harmless(self) -> bool:
         """Whether no token was sampled on keys and values of older weights, although the weights changed."""
-        before, after = self.before, self._after
+        before, after = self.before, self.after or self.before
         return before.source == VersionSource.TRAINER and before.update > 0 and after.state.harmless_since(before.update)
 
 
@@ -208,7 +212,7 @@ class PolicyVersions:
     async def read(self, engine: Engine, model: Model | None) -> Reading:
         """Read what is known now of an engine's weights; costs nothing if there is no source."""
         url = engine.upstream.url
-        if self._announced.active and (not engine.frozen or engine.trains):
+        if self._announced.known.revision and (not engine.frozen or engine.trains):
             try:
                 state = await self._announced.current()
             except StoreError as why:

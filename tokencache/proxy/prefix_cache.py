@@ -24,19 +24,19 @@ class CachedPrefix(msgspec.Struct, frozen=True):
     fragment: ids.Fragment
     chain: tuple[bytes, ...] = ()
 
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return len(self.prefix.ids) + self.fragment.size
-
 
 class PrefixCache:
     """Keeps the most recently used prefixes, up to `max_bytes`, and at least one of any size."""
 
     def __init__(self, store: Store, *, max_bytes: int) -> None:
         self._store = store
-        self._prefixes: RecentBySize[str, CachedPrefix] = RecentBySize(max(max_bytes, 1), lambda prefix: min(prefix.size, max_bytes or 1))
+        self._prefixes: RecentBySize[str, CachedPrefix] = RecentBySize(max(max_bytes, 1), self._size)
+        self._most = max_bytes or 1
         self._latest: Recent[tuple[str, str], str] = Recent(MOST_SESSIONS)
+
+    def _size(self, cached: CachedPrefix) -> int:
+        """Return the size of a prefix in bytes; one that is larger than all that is kept counts as so many."""
+        return min(len(cached.prefix.ids) + cached.fragment.size, self._most)
 
     async def get(self, session: str, turn: str) -> CachedPrefix:
         """Return a turn's prefix, from memory or from the store.
@@ -48,7 +48,7 @@ class PrefixCache:
         known = self._prefixes.get(turn)
         if known is None:
             prefix = await self._store.prefix(session, turn)
-            known = self._prefixes[turn] = CachedPrefix(prefix, ids.Fragment(prefix.ids))
+            known = self._prefixes[turn] = CachedPrefix(prefix, ids.Fragment.of(prefix.ids))
         else:
             self._prefixes.move_to_end(turn)
         return known

@@ -321,7 +321,9 @@ async def _context(chat: ChatCall, plan: Plan, shared: int, until: int) -> bytes
     large = not shared and sum(map(len, new)) > LARGE
     if large:
         await pause()
-    messages = [msgspec.Raw(with_references(raw) if index in chat.media else bytes(raw)) for index, raw in enumerate(new, shared)]
+    if chat.media:
+        new = [with_references(raw) if index in chat.media else raw for index, raw in enumerate(new, shared)]
+    messages = [*map(msgspec.Raw, new)]
     if shared:
         return pack_context(Context(messages), plan.basis.served)
     args, _ = chat.as_written()

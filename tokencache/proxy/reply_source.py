@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from tokencache import metrics
 from tokencache.core.incidents import IncidentKind
@@ -60,7 +60,7 @@ class EndKind(StrEnum):
     """Tokens were sampled, but their text is not available."""
 
 
-class End(NamedTuple):
+class End(msgspec.Struct, frozen=True):
     """The end of a reply.
 
     Attributes:
@@ -337,7 +337,7 @@ class Continued(Stream):
             if any(choice.ids for choice in self.reply.choices.values()):
                 self.cut = "lost"
             else:
-                self.end = self.end._replace(kind=EndKind.ABORTED)  # nothing was sampled, as far as is known
+                self.end = msgspec.structs.replace(self.end, kind=EndKind.ABORTED)  # nothing was sampled, as far as is known
         return self._continue() if self.cut else None
 
     async def _continue(self) -> AsyncGenerator[Iterable[bytes], None]:

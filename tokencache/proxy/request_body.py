@@ -29,7 +29,7 @@ from tokencache.pauses import LARGE, pause
 from tokencache.proxy.compressed_body import coding_of, decompressed
 from tokencache.proxy.fetched_media import FetchedMedia
 from tokencache.proxy.sessions import SessionRequest, SettingsCache
-from tokencache.request_memory import holding_of
+from tokencache.request_memory import Holding, holding_of
 
 PIECE_SECONDS = 60.0
 PIECE = 960 * 1024
@@ -47,8 +47,6 @@ _BETWEEN_PAUSES = 2000
 """Number of strings that are skipped before other calls may run."""
 
 
-KEPT = web.RequestKey("kept", bytes)
-"""The body of a request that was read. It replaces the body on the connection, which can be read only once."""
 _WAITS = web.RequestKey("waits", bool)
 """The client of a request waits for `100 Continue`, and has not been sent it."""
 
@@ -71,7 +69,7 @@ class RequestBodies:
         request = asked.request
         if not asked.settings.tenant and not request.content.is_eof() and (request.content_length or _LARGE) >= _LARGE:
             await self._settings.check(asked.session, asked.settings)
-        body = await body_of(request)
+        body = await body_of(request, asked.holding)
         asked.headers.popall("Content-Encoding", None)
         return body
 
@@ -101,28 +99,27 @@ class RequestBodies:
         return await self.with_media(asked, body) if body.lstrip()[:1] == b"{" else body
 
 
-async def body_of(request: web.Request) -> bytes:
-    """Read the whole body of a request of a harness, and decompress it.
+async def body_of(request: web.Request, holding: Holding) -> bytes:
+    """Read the whole body of a request of a harness, and decompress it; `holding` is what it holds.
 
     Raises:
         HarnessError: the body is refused.
         HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
-    if KEPT in request:
-        return request[KEPT]
+    if holding.body is not None:
+        return holding.body
     coding = coding_of(request) if "Content-Encoding" in request.headers else ""
-    body = await _whole(request)
+    body = await _whole(request, holding)
     if coding and body:
-        holding = holding_of(request)
         try:
             body = await decompressed(body, coding, request.client_max_size, take=partial(holding.take, "body"))
         except MemoryFullError:
             holding.give_all()
             raise
-        request[KEPT] = body
-    await check_values(body)
+        holding.body = body
     if len(body) > LARGE:
+        await check_values(body)
         await pause()
     return body
 
@@ -135,7 +132,8 @@ async def whole_body_of(request: web.Request) -> bytes:
         HTTPRequestEntityTooLarge: the body is longer than `--max-body`.
         MemoryFullError: requests hold as much memory as they may.
     """
-    return request[KEPT] if KEPT in request else await _whole(request)
+    holding = holding_of(request)
+    return holding.body if holding.body is not None else await _whole(request, holding)
 
 
 async def note_expectation(request: web.Request) -> None:
@@ -156,8 +154,8 @@ def waits_to_send(request: web.Request) -> bool:
     return "Expect" in request.headers and _WAITS in request and not request.content.is_eof()
 
 
-async def _whole(request: web.Request) -> bytes:
-    content, most, holding = request.content, request.client_max_size, holding_of(request)
+async def _whole(request: web.Request, holding: Holding) -> bytes:
+    content, most = request.content, request.client_max_size
     try:
         if content.is_eof():
             body = content.read_nowait()  # usually one chunk, and no copy
@@ -180,7 +178,7 @@ async def _whole(request: web.Request) -> bytes:
         raise HarnessError(f"the request's body broke off: {type(why).__name__}") from None
     if content.total_bytes > most:
         raise web.HTTPRequestEntityTooLarge(most)
-    request[KEPT] = body
+    holding.body = body
     return body
 
 

@@ -59,7 +59,7 @@ class Resplice:
             match="resplice",
             reason=found.reason,
             prefix=prompt,
-            fragment=ids.Fragment(prompt),
+            fragment=ids.Fragment.of(prompt),
             last_reply=LastReply(last.place, last.start, last.end, _logprobs_from(last.offset, stored[last.turn.id].logprobs)),
             origin=last.turn.id,
             anchors=tuple(reply.anchor for reply in replies),

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
+from itertools import filterfalse
 
 import msgspec
 from aiohttp import HttpVersion10, web
@@ -30,7 +31,6 @@ from tokencache.engine.prefixes import MISS_HEADER, PROMPT_HEADER
 from tokencache.engine.reply import Reply
 from tokencache.net import end_to_end_headers, without_address
 from tokencache.proxy.call_states import CLIENT, ClientEvent, ClientState, Party
-from tokencache.proxy.request_body import KEPT
 from tokencache.request_memory import Holding
 from tokencache.wakeup import end
 
@@ -97,7 +97,7 @@ def whole_response(answer: Answer, body: bytes, *, made: bool = False) -> web.Re
 
 
 def _absent(headers: CIMultiDict[str]) -> tuple[str, ...]:
-    return tuple([name for name in ("Content-Type", "Server") if name not in headers])
+    return tuple(filterfalse(headers.__contains__, ("Content-Type", "Server")))
 
 
 def _headers_of(answer: Answer, drop: frozenset[str]) -> CIMultiDict[str]:
@@ -118,39 +118,34 @@ async def finish_headers(request: web.Request, response: web.StreamResponse) -> 
         response.force_close()
     if own := request.get(RETURNED_ID):
         response.headers[REQUEST_ID] = own
-    if isinstance(response, RelayedResponse):
-        for name in response.absent:
-            response.headers.popall(name, None)
+    for name in getattr(response, "absent", ()):  # of a relayed response
+        response.headers.popall(name, None)
 
 
-class Response:
+class Response(msgspec.Struct, eq=False):
     """The response to one client request.
 
     Attributes:
+        request: the request.
+        chat: the request, as a chat completion.
+        exchange: how the reply is written.
+        holding: what the request holds in memory.
+        encoder_for: makes an encoder like that of the exchange for another handle; `None` after `release_body`.
         opened: the response after its head was sent, before that `None`. Later errors are sent within the stream.
         client: the state of the connection.
         silent: whether nothing was sent since the last interval of `keep_alive`; who sends a part of a stream sets it to false.
-        holding: what the request holds in memory.
-        encoder_for: makes an encoder like that of the exchange for another handle; `None` after `release_body`.
     """
 
-    __slots__ = ("_sending", "_timer", "chat", "client", "encoder_for", "exchange", "holding", "opened", "request", "silent")
-
-    def __init__(
-        self,
-        request: web.Request,
-        chat: ChatCall,
-        exchange: Exchange,
-        holding: Holding,
-        encoder_for: Callable[[str], Awaitable[ReplyEncoder]],
-    ) -> None:
-        self.request, self.chat, self.exchange, self.holding = request, chat, exchange, holding
-        self.encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None = encoder_for
-        self.opened: web.StreamResponse | None = None
-        self.client = Party(CLIENT, ClientState.WAITING)
-        self.silent = True
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.Task[None] | None = None  # sends a keep-alive event
+    request: web.Request
+    chat: ChatCall
+    exchange: Exchange
+    holding: Holding
+    encoder_for: Callable[[str], Awaitable[ReplyEncoder]] | None
+    opened: web.StreamResponse | None = None
+    client: Party[ClientState, ClientEvent] = msgspec.field(default_factory=partial(Party, CLIENT, ClientState.WAITING))
+    silent: bool = True
+    _timer: asyncio.TimerHandle | None = None
+    _sending: "asyncio.Task[None] | None" = None  # sends a keep-alive event
 
     @property
     def disconnected(self) -> bool:
@@ -166,7 +161,8 @@ class Response:
     def release_body(self, until: int) -> None:
         """Release the body, which neither an engine nor a retry needs any more, but for messages from `until` on and other members."""
         left, self.encoder_for = self.chat.release(until), None
-        self.holding.give("body", max(0, len(self.request.pop(KEPT, b"")) - left))
+        body, self.holding.body = self.holding.body, None
+        self.holding.give("body", max(0, len(body or b"") - left))
 
     def keep_alive(self) -> None:
         """Until `end_keep_alive`, send a keep-alive event after each interval in which nothing was sent.

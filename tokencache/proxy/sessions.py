@@ -223,7 +223,7 @@ class SessionFinder:
             StoreError: the store does not answer, and the registered key was not used here in the last hour.
         """
         harness = named.harness
-        in_query, path = _key_of_query(named.rest)
+        in_query, path = _key_of_query(named.rest) if "?" in named.rest else ("", named.rest)
         key = _key(headers, in_query)
         if key.startswith(REGISTERED_KEY):
             found = await self._binding(hash_key(key))
@@ -308,8 +308,6 @@ class SettingsCache:
 def _key_of_query(path: str) -> tuple[str, str]:
     """Remove one of the proxy's keys from a path's query, so that the engine does not log it."""
     route, _, query = path.partition("?")
-    if not query:
-        return "", path
     names = credential_parameters()
     members = parse_qsl(query, keep_blank_values=True)
     key = next((value for name, value in members if name in names and value.startswith((REGISTERED_KEY, SESSION_KEY))), "")

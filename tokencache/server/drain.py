@@ -44,8 +44,6 @@ class Drain:
 
     def __init__(self, app: web.Application) -> None:
         self._requests: set[asyncio.Task[Any]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closing = False
         app.on_response_prepare.append(self._close_connection)
 
@@ -56,16 +54,10 @@ class Drain:
             task = asyncio.current_task()
             assert task is not None  # noqa: S101 - aiohttp runs each request in one
             self._requests.add(task)
-            self._idle.clear()
-            task.add_done_callback(self._end)
+            task.add_done_callback(self._requests.discard)
             return handler(request)
 
         return track
-
-    def _end(self, task: asyncio.Task[Any]) -> None:
-        self._requests.discard(task)
-        if not self._requests:
-            self._idle.set()
 
     async def _close_connection(self, _request: web.Request, response: web.StreamResponse) -> None:
         if self._closing:
@@ -79,7 +71,8 @@ class Drain:
     async def wait_idle(self, seconds: float) -> None:
         """Wait until no request is in progress, but at least `seconds`: a client with a connection may be about to send one."""
         await asyncio.sleep(seconds)
-        await self._idle.wait()
+        while self._requests:
+            await asyncio.wait(set(self._requests))
 
     async def cancel(self) -> None:
         """Cancel the requests in progress. The parts of their replies that were received are recorded."""

@@ -39,7 +39,7 @@ from tokencache.dialects.reply_encoder import EVENT_STREAM
 from tokencache.dialects.sse import EventSplitter, data_of, event_of
 from tokencache.errors import HarnessError, MemoryFullError
 from tokencache.proxy.dedup.fingerprint import IDEMPOTENCY_KEY, RETRY_COUNT
-from tokencache.proxy.request_body import KEPT, check_values
+from tokencache.proxy.request_body import check_values
 from tokencache.request_memory import REQUEST_MEMORY, Holding, Owner, holding_of
 from tokencache.server.http_guard import GuardedConnection
 from tokencache.wakeup import end
@@ -199,7 +199,7 @@ class _Connection:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         await self._hold(request, len(body))
         await check_values(body)
-        request[KEPT] = body
+        holding_of(request).body = body
         return await self._serve(request)
 
     async def _hold(self, request: web.Request, size: int) -> None:

@@ -20,9 +20,10 @@ from tokencache.errors import HarnessError, TokencacheError
 from tokencache.proxy.call import log_end
 from tokencache.proxy.endpoints import Endpoints
 from tokencache.proxy.passthrough import relay_to
-from tokencache.proxy.request_body import KEPT, body_of, waits_to_send
+from tokencache.proxy.request_body import body_of, waits_to_send
 from tokencache.proxy.response import REQUEST_ID
 from tokencache.proxy.sessions import SessionFinder, SessionInBody
+from tokencache.request_memory import holding_of
 from tokencache.server.http_guard import check_head, check_path
 from tokencache.server.responses_socket import ResponsesSockets, is_handshake
 from tokencache.session_url import NamedPath, spellings
@@ -68,7 +69,7 @@ class RequestRouter:
                     self._warn_of_missing_session(request, route)
                 return await relay_to(self._pool, None, request, origin.path)
             if in_body is not None:
-                request[KEPT] = in_body.rest
+                holding_of(request).body = in_body.rest
             if "Upgrade" in request.headers and is_handshake(request, route):
                 return await self.sockets.serve(request, session)
             return await self._endpoints.serve(request, session, origin, route, dialect)
@@ -76,14 +77,13 @@ class RequestRouter:
             if dialect is not None and request.method == "POST":
                 _log_refusal(request, session, route, why)
             raise
-        finally:
-            request.pop(KEPT, None)  # aiohttp keeps the request until the next one arrives on its connection
 
     async def _read_session_in_body(self, request: web.Request) -> SessionInBody | None:
         """Read a body that may name the session. Returns `None` if it is compressed: only the engine can read it then."""
         if request.headers.get("Content-Encoding", "identity") != "identity":
             return None
-        request[KEPT] = body = await body_of(request)
+        holding = holding_of(request)
+        holding.body = body = await body_of(request, holding)
         return self._sources.in_body(body)
 
     def _warn_of_missing_session(self, request: web.Request, route: str) -> None:

@@ -149,7 +149,7 @@ def test_whatever_python_writes_is_kept(value, ascii_only):
 def test_reasoning_under_its_older_name_is_renamed_and_nothing_else_changes():
     odd = '"{\\"a\\": NaN}"'
     raw = entry(odd, x='{"n": 1.50, "n":1e999}', reasoning_content='"caf\\u00e9"')
-    assert with_reasoning(raw) == raw.replace(b"reasoning_content", b"reasoning")
+    assert with_reasoning([raw]) == [raw.replace(b"reasoning_content", b"reasoning")]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_reasoning_under_its_older_name_is_renamed_and_nothing_else_changes():
     ],
 )
 def test_which_reasoning_counts(members, said):
-    written = json.loads(with_reasoning(entry(**members)))
+    written = json.loads(with_reasoning([entry(**members)])[0])
     assert written["reasoning"] == said
     assert "reasoning_content" not in written
 
@@ -181,7 +181,7 @@ def test_which_reasoning_counts(members, said):
 )
 def test_other_messages_stay_as_they_are(raw):
     """Without that member, or where only the engine can say what the message is."""
-    assert with_reasoning(raw) == raw
+    assert with_reasoning([raw]) == [raw]
 
 
 def test_a_message_that_is_not_json_is_unreadable():

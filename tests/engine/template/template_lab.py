@@ -345,7 +345,7 @@ class Lab:
     async def render(self, model: str, messages: Sequence[bytes], args: RenderArgs, *, generation: bool) -> bytes:
         """See `Renderer.render`."""
         self.rendered.append(len(messages))
-        read = [msgspec.json.decode(with_reasoning(raw)) for raw in messages]
+        read = [*map(msgspec.json.decode, with_reasoning(messages))]
         try:
             text = self.text(read, _tools(args.tools), generation=generation, **args.kwargs)
         except Exception as why:  # vLLM answers 400 to whatever a template raises

@@ -322,7 +322,7 @@ class Spliced:
             plan = Plan(
                 match="continue",
                 prefix=prompt,
-                fragment=ids.Fragment(prompt),
+                fragment=ids.Fragment.of(prompt),
                 last_reply=reply_at,
                 parent=before.turn.id,
                 basis=Basis.of(before.turn, ids.count(prefix)),

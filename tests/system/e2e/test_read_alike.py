@@ -48,7 +48,7 @@ from tokencache.errors import HarnessError
 from tokencache.proxy.continuation import limits_of, reason_against, remaining_fields
 
 IDS = [7, 7, 7]
-PROMPT = ExactPrompt(ids.pack(IDS), ids.Fragment(ids.pack(IDS)), LastReply(0, 0, 0))
+PROMPT = ExactPrompt(ids.pack(IDS), ids.Fragment.of(ids.pack(IDS)), LastReply(0, 0, 0))
 SET_BY_PROXY = {"return_token_ids", "return_weight_versions", "logprobs", "include_reasoning", "stream_options", "kv_transfer_params"}
 
 

@@ -59,11 +59,10 @@ def _rewritten(served: Message, rules: Sequence[Rule]) -> Iterator[tuple[Rules, 
 
 
 def understood_calls(calls: tuple[ToolCall, ...], tools: Container[str]) -> Iterator[tuple[Rules, tuple[ToolCall, ...]]]:
-    """Yield the served calls, then every form in which a harness may have understood them, with the rules needed; fewest rules first.
+    """Yield every other form in which a harness may have understood the served calls, with the rules needed; fewest rules first.
 
     `tools` are the names of the request's tools.
     """
-    yield (), calls
     changes = [(rule.name, _given(tools, rule.rewrites_calls)) for rule in _in_order(RULES.values()) if rule.rewrites_calls is not None]
     yield from _combinations(calls, changes)
 

@@ -72,21 +72,18 @@ def register(rule: Rule) -> None:
     RULES[rule.name] = rule
 
 
-class ToolNames:
+class ToolNames(msgspec.Struct, eq=False):
     """The names of the tools in a request of chat completions. Few calls need them, so the tools are parsed when a name is looked up.
 
     `tools` is the raw JSON list; `None` if there are none. What is not a function has no name.
     """
 
-    __slots__ = ("_names", "_tools")
-
-    def __init__(self, tools: msgspec.Raw | None) -> None:
-        self._tools = tools
-        self._names: frozenset[str] | None = None
+    tools: msgspec.Raw | None
+    _names: frozenset[str] | None = None
 
     def __contains__(self, name: object) -> bool:
         if self._names is None:
-            self._names = frozenset(function_names(self._tools))
+            self._names = frozenset(function_names(self.tools))
         return name in self._names
 
 

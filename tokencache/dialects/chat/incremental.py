@@ -236,9 +236,9 @@ class IncrementalParser:
         Another call of the session may have been parsed since the body was split, so what it continues is in `split`. With another
         `secret` than that of the chain, it is not remembered.
         """
-        self._cache.pop(session, None)
         before = split.before
         if not session or not split.spans or secret != self._secret:
+            self._cache.pop(session, None)
             return
         if before is not None:
             start, leading, hashed, size = before.start, before.leading, before.spans[-1], before.size
@@ -248,6 +248,7 @@ class IncrementalParser:
             try:
                 members = FIELDS.decode(body[:start] + b"[]}")
             except ValueError:  # JSON that only the lenient reader accepts (`json_io`) is parsed as a whole each time
+                self._cache.pop(session, None)
                 return
             leading = dict(zip(members, map(Raw.copy, members.values()), strict=True))  # all calls share them
         head = split.head or xxhash.xxh3_128(b"", self._seed)

@@ -23,6 +23,7 @@ _ARGUMENTS: Mapping[str, tuple[tuple[type, ...], Any]] = {
     "documents": ((list,), None),
 }
 """Members that become arguments of the template: their types and defaults."""
+_SHAPING = frozenset({*_ARGUMENTS, *RENDERED_BY_BOTH, *RENDERED_BY_CHAT, "tool_choice"})
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 """Stands for an empty dictionary, which takes 64 bytes each time, for as long as a stream."""
 
@@ -53,6 +54,9 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
     Raises:
         HarnessError: one of them has the wrong type or cannot be read.
     """
+    offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
+    if _SHAPING.isdisjoint(fields):  # as in most requests
+        return RenderArgs(_NO_ARGUMENTS + b"%d0" % (offered is not None), _NO_ARGUMENTS, NOTHING, NOTHING, NOTHING, offered)
     found = read_members(fields, _ARGUMENTS)
     kwargs, effort, documents = dict(found["chat_template_kwargs"]), found["reasoning_effort"], found["documents"]
     if documents is not None:
@@ -61,7 +65,6 @@ def render_args(fields: dict[str, Raw], tools: Raw | None) -> RenderArgs:
         kwargs["reasoning_effort"] = effort
         kwargs.setdefault("enable_thinking", effort != "none")
     both: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_BOTH if name in fields}
-    offered = tools if tools is not None and bytes(tools) not in {b"null", b"[]"} else None
     chat: dict[str, Raw] = {name: fields[name] for name in RENDERED_BY_CHAT if name in fields}
     if offered is not None and value_of(fields.get("tool_choice", NULL)) == "none":
         chat["tool_choice"] = fields["tool_choice"]
@@ -88,6 +91,8 @@ def _hash(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:16]
 
 
+_NO_ARGUMENTS = _hash(SORTED_JSON.encode([{}, {}]))
+"""`RenderArgs.template` of requests without arguments."""
 _digests: Recent[bytes, bytes] = Recent(4096)
 """Digests of members, by the hash of their bytes, because tool lists are long and rarely change. A training run has far fewer than 4096."""
 _seed = secrets.randbits(64)

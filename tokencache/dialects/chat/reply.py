@@ -11,6 +11,7 @@ weight versions if it requests them; otherwise the member is missing (vLLM 0.33)
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -33,27 +34,6 @@ _MOST_CHOICES = 128
 """Largest number of choices that the proxy writes; an engine does not return more either."""
 
 
-class HiddenMembers:
-    """Members of a reply, besides ids and log probabilities, that a client does not get; `fields` are its request's members."""
-
-    __slots__ = ("_shows_versions",)
-
-    def __init__(self, fields: Mapping[str, Raw]) -> None:
-        self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", NULL)) == b"true"
-
-    def found(self, data: bytes) -> bool:
-        """Whether a reply's JSON has something to hide."""
-        experts = data.count(_EXPERTS) > data.count(_EXPERTS + b"null")
-        return experts or (not self._shows_versions and b'"%s":' % _VERSIONS.encode() in data)
-
-    def hide(self, choice: dict[str, Raw]) -> None:
-        """Hide it in one choice."""
-        if "routed_experts" in choice:
-            choice["routed_experts"] = NULL
-        if not self._shows_versions:
-            choice.pop(_VERSIONS, None)
-
-
 class PassthroughEncoder(ReplyEncoder):
     """Base of the reply encoders of chat and text completions; `fields` are the members of the client's request."""
 
@@ -61,6 +41,19 @@ class PassthroughEncoder(ReplyEncoder):
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
         self._usage = HiddenUsage(fields)
+        self._shows_versions = bytes(fields.get(f"return_{_VERSIONS}", NULL)) == b"true"
+
+    def has_extras(self, data: bytes) -> bool:
+        """Whether a reply's JSON has members, besides ids and log probabilities, that this client does not get."""
+        experts = data.count(_EXPERTS) > data.count(_EXPERTS + b"null")
+        return experts or (not self._shows_versions and b'"%s":' % _VERSIONS.encode() in data)
+
+    def hide_extras(self, choice: dict[str, Raw]) -> None:
+        """Hide them in one choice."""
+        if "routed_experts" in choice:
+            choice["routed_experts"] = NULL
+        if not self._shows_versions:
+            choice.pop(_VERSIONS, None)
 
     def rest(self) -> bytes:
         """See `ReplyEncoder.rest`."""
@@ -88,7 +81,6 @@ class ChatReplyEncoder(PassthroughEncoder):
         self._ids = call.shows_ids and call.shows_reasoning
         self._logprobs = call.shows_logprobs and call.shows_reasoning
         self._reasoning = call.shows_reasoning
-        self._hidden = HiddenMembers(call.fields)
 
     def whole(self, data: bytes) -> bytes:
         """See `ReplyEncoder.whole`. A body that cannot be parsed is passed on."""
@@ -113,7 +105,7 @@ class ChatReplyEncoder(PassthroughEncoder):
         return None if self._usage.keeps_back else hide_tokens(event)
 
     def _shows_all(self, data: bytes) -> bool:
-        return self._ids and self._logprobs and not self._hidden.found(data)
+        return self._ids and self._logprobs and not self.has_extras(data)
 
     def _hide(self, data: bytes, part: str) -> bytes | None:
         try:
@@ -124,7 +116,7 @@ class ChatReplyEncoder(PassthroughEncoder):
         if not self._prompt and "prompt_token_ids" in fields:
             fields["prompt_token_ids"] = NULL
         fields.pop(PACKED, None)
-        shown = [choice for choice in choices if self._hide_in_choice(choice, part)]
+        shown = [*filter(partial(self._hide_in_choice, part=part), choices)]
         if choices and not shown:
             return None
         fields["choices"] = Raw(msgspec.json.encode(shown))
@@ -137,7 +129,7 @@ class ChatReplyEncoder(PassthroughEncoder):
                 if name in choice and (name == "token_ids" or not self._prompt):
                     choice[name] = NULL
         choice.pop(PACKED, None)
-        self._hidden.hide(choice)
+        self.hide_extras(choice)
         if not self._logprobs and "logprobs" in choice:
             choice["logprobs"] = NULL
         has_content = True

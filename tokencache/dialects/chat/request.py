@@ -275,16 +275,26 @@ async def read_chat(
         call.plain = Reason.UNREADABLE_HISTORY
         return call
     call.conversation = await _chained(scope, new, known, model=model_name, secret=secret)
-    media = {index: r.media for index, r in enumerate(new, split.old) if r.media}
-    call.media = {**known.media, **media} if known is not None and known.media else media or NOTHING
-    malformed = tuple(index for index, r in enumerate(new, split.old) if r.malformed)
-    call.malformed = (*known.malformed, *malformed) if known is not None else malformed
+    call.media, call.malformed = _noted(new, split.old, known)
     shaped = not call.conversation.messages or not ALTERING_PROMPT.isdisjoint(fields)
     call.continues = shaped and _continues(call)
     call.plain = _plain_reason(call) if shaped else ""
     history = ParsedHistory(scope, call.conversation, call.media, call.malformed, split.rewritten)
     parser.remember(session, body, split, history, secret)
     return call
+
+
+def _noted(
+    new: Sequence[ReadMessage], old: int, known: ParsedHistory | None
+) -> tuple[Mapping[int, tuple[MediaPart, ...]], tuple[int, ...]]:
+    """Return `media` and `malformed` of a call (`ChatCall`) whose `new` messages begin at the index `old`, after those that are `known`."""
+    media, malformed = (dict(known.media), [*known.malformed]) if known is not None else ({}, [])
+    for index, read in enumerate(new, old):
+        if read.media:
+            media[index] = read.media
+        if read.malformed:
+            malformed.append(index)
+    return media or NOTHING, tuple(malformed)
 
 
 async def _chained(scope: bytes, new: Sequence[ReadMessage], known: ParsedHistory | None, *, model: bytes, secret: bytes) -> Conversation:

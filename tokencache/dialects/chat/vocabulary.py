@@ -267,13 +267,16 @@ def _is_json(arguments: Any) -> bool:
     return True
 
 
-def with_reasoning(raw: bytes) -> bytes:
+def with_reasoning(messages: Sequence[bytes]) -> list[bytes]:
     """Rename `reasoning_content` to `reasoning`: chat completions accept both, `/tokenize` only the latter (vLLM 0.32).
 
-    All other members keep their bytes. A message that cannot be parsed is returned unchanged.
+    All other members keep their bytes. A message that cannot be parsed stays unchanged.
     """
-    if b'"reasoning_content"' not in raw and b"\\u00" not in raw:  # the name may be written with escapes of ASCII
-        return raw
+    # the name may be written with escapes of ASCII
+    return [_renamed(raw) if b'"reasoning_content"' in raw or b"\\u00" in raw else raw for raw in messages]
+
+
+def _renamed(raw: bytes) -> bytes:
     try:
         members = FIELDS.decode(raw)
     except (msgspec.DecodeError, RecursionError):

@@ -129,7 +129,7 @@ class Dynamo(Driver):
         except EngineError:
             return None
         packed = rendered_ids(answer.body) if answer.status == OK else None
-        return ids.Fragment(packed) if packed else None
+        return ids.Fragment.of(packed) if packed else None
 
     def write(self, call: ChatCall, prompt: ExactPrompt | None) -> bytes:
         """See `Driver.write`."""

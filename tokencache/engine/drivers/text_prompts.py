@@ -127,7 +127,7 @@ class TextPrompts(DerenderedPrompts):
         return await (upstream.query(path, body, headers) if self._parser is None else self._parser.query(path, body))
 
     async def _sample(self, request: ReplacedChat, prompt: list[int]) -> tuple[EngineResponse, ParseReply]:
-        body = text_completion(request.fields, ids.Fragment(ids.pack(prompt)), Guidance())
+        body = text_completion(request.fields, ids.Fragment.of(ids.pack(prompt)), Guidance())
         return await request.upstream.post(COMPLETIONS, body), parse_completion
 
 

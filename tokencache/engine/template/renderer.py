@@ -79,7 +79,7 @@ class EngineRenderer:
         written: list[bytes] = []
         parts = parts_of(messages)
         for part in parts:
-            written += map(with_reasoning, part)
+            written += with_reasoning(part)
             if len(parts) > 1:
                 await pause()
         body: dict[str, Any] = {

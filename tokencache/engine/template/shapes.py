@@ -177,7 +177,7 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
         min(len(reply.calls), MANY),
         bool(reply.text),
         bool(reply.thought),
-        counted_twice(request),
+        bool(reply.calls) and counted_twice(request),
         runs,
         # The role before the reply: a template may write the last message differently from those before it.
         conversation.messages[at - 2].role if at > 1 else "",
@@ -198,7 +198,7 @@ def shape_of(request: TailRequest) -> tuple[object, ...]:
 
 def counted_twice(request: TailRequest) -> bool:
     """Whether a call of the reply has the id of an earlier call: a template that looks up results by id finds the earlier one."""
-    names = {call.id for call in calls if not is_unique(call.id)} if (calls := request.reply.calls) else None
+    names = {call.id for call in request.reply.calls if not is_unique(call.id)}
     if not names or request.conversation.first_places.get(FIRST_CALL, request.at) >= request.at - 1:
         return False
     return any(call.id in names for message in request.conversation.messages[: request.at - 1] for call in message.calls)

@@ -86,7 +86,7 @@ class CallsInFlight:
         """
         replayable = bool(fingerprint.digest) and _can_be_replayed(asked.response)
         join: Join = fingerprint.join if replayable else "never"
-        resamples, began = 0, time.monotonic()
+        resamples, began, loop = 0, time.monotonic(), asyncio.get_running_loop()
         metrics.IN_FLIGHT.add(1)
         if asked.chat.stream:
             asked.response.keep_alive()
@@ -94,7 +94,7 @@ class CallsInFlight:
             while True:
                 may_resample = self._services.hold > 0 and self._services.aborted != "pass" and resamples < MAX_RESAMPLES
                 call = CallAttempt(asked, self._services, budget, may_resample=may_resample)
-                task = asyncio.create_task(self._attempt(call, asked, fingerprint, join, replayable=replayable))
+                task = loop.create_task(self._attempt(call, asked, fingerprint, join, replayable=replayable))
                 try:  # in a separate task, which may continue after the client has left
                     await _until_done(task)
                     result = task.result()
@@ -116,7 +116,8 @@ class CallsInFlight:
         finally:
             metrics.IN_FLIGHT.add(-1)
             metrics.CALL_SECONDS.observe(time.monotonic() - began)
-            await asked.response.end_keep_alive()
+            if asked.chat.stream:
+                await asked.response.end_keep_alive()
 
     async def _attempt(
         self, call: CallAttempt, asked: CallRequest, fingerprint: Fingerprint, join: Join, *, replayable: bool

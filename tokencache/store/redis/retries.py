@@ -83,13 +83,15 @@ class RetryingClient:
         Raises:
             StoreError: it was refused, or there was no reply in time.
         """
-        self._check_responsive(operation)
+        if self._probe is not None:
+            self._check_responsive(operation, self._probe)
         async with self._queue:
-            self._check_responsive(operation)
+            if self._probe is not None:  # since it was queued
+                self._check_responsive(operation, self._probe)
             return await self._attempt(operation, send, repeatable)
 
-    def _check_responsive(self, operation: str) -> None:
-        if self._probe is not None and not self._probe.done():
+    def _check_responsive(self, operation: str, probe: "asyncio.Task[None]") -> None:
+        if not probe.done():
             self._fail(operation, f"not sent: the server does not respond (within {self.timeout:g} s)")
 
     async def _attempt(self, operation: str, send: Callable[[bool], Awaitable[T]], repeatable: bool) -> T:

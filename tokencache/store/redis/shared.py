@@ -7,7 +7,7 @@ for a command instead of the 172 of redis-py's pool.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import hiredis
@@ -34,17 +34,18 @@ class SharedConnection:
         self._opening = asyncio.Lock()
         self._open: Pipelined | None = None
 
-    async def run(self, *command: bytes | str | int) -> Any:
-        """Send a command and return its answer. If the caller is cancelled, its answer is dropped when it comes.
+    def run(self, *command: bytes | str | int) -> Awaitable[Any]:
+        """Send a command and return its answer to come. If the caller is cancelled, its answer is dropped when it comes.
 
-        Raises:
+        The answer raises:
             ConnectFailedError: nothing was sent.
             redis.exceptions.RedisError: the connection was lost, or the answer is an error.
         """
         opened = self._open
-        if opened is None or opened.transport.is_closing():
-            opened = await self._connect()
-        return await opened.send(command)
+        return self._connect_and_send(command) if opened is None or opened.transport.is_closing() else opened.send(command)
+
+    async def _connect_and_send(self, command: tuple[bytes | str | int, ...]) -> Any:
+        return await (await self._connect()).send(command)
 
     async def reset(self) -> None:
         """Close the connection: it may be out of step, or lead to a server that is no longer the primary. What is unanswered is lost."""

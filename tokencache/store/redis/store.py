@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
@@ -247,7 +248,7 @@ class RedisStore:
         engine: str = "",
     ) -> None:
         stored = chain.from_iterable((document_field(name), data) for name, data in documents.items())
-        figures = sum(entry.turn.completion_tokens for entry in entries), milliseconds_of(entries), text(engine) if engine else b""
+        figures = sum(map(attrgetter("turn.completion_tokens"), entries)), milliseconds_of(entries), text(engine) if engine else b""
         needed = fields.turns_referred_to(entries)
         packed = [len(needed), *needed, len(entries), *chain.from_iterable(map(fields.pack_entry, entries)), len(documents), *stored]
         await self._end("commit", session, epoch, call, [*figures, *packed, *map(pack, incidents)])
@@ -505,10 +506,10 @@ class RedisStore:
         return [check(scripts.SESSION, reply) for reply in found]
 
     async def _end(self, operation: str, session: str, epoch: str, call: str, packed: Sequence[bytes | int]) -> None:
-        keys = [self._keys.session(session)]
-        head: list[Argument] = [self._ttl, text(epoch), text(call)]
+        keys, named = [self._keys.session(session)], text(call)
+        head: list[Argument] = [self._ttl, text(epoch), named]
         tail: list[Argument] = [os.urandom(4).hex(), *packed]
-        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, call=text(call)))
+        ended = await self._client.call(operation, lambda lost: self._send(scripts.COMMIT, keys, *head, int(lost), *tail, call=named))
         if ended != scripts.ENDED:
             gone = base.SessionGoneError(session, deleted=ended == scripts.WAS_DELETED)
             raise base.TurnLostError(session) if ended == scripts.TURN_LOST else gone
