@@ -1,5 +1,6 @@
 """A call that is refused before it begins: if its harness gives up, the rollout has failed; a retry that is answered makes up for it."""
 
+import asyncio
 import contextlib
 import re
 
@@ -136,3 +137,33 @@ async def test_a_refusal_is_noted_when_the_store_answers_again(monkeypatch, stri
         rig.store.session = session
         await rig.proxy.ledger.settled()
         assert await outcome(rig) == ("engine", True, ["request-not-read"])
+
+
+async def leave_while_read(rig, monkeypatch, **more):
+    """Make a call whose client leaves while the earlier response is read."""
+    reached, ended = asyncio.Event(), asyncio.Event()
+
+    async def documents(*_):
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.store, "documents", documents)
+        call = asyncio.create_task(ask(rig, **more))
+        await reached.wait()
+        call.cancel()
+        await ended.wait()
+
+
+async def test_a_client_that_leaves_before_its_call_begins_has_given_up(monkeypatch):
+    async with proxied() as rig:
+        more = {"previous_response_id": (await ask(rig))[1]["id"]}
+        await leave_while_read(rig, monkeypatch, **more)
+        assert await outcome(rig) == ("harness", True, ["client-gone"])
+        assert (await ask(rig, **more))[0] == 200
+        assert await outcome(rig) == ("ok", True, ["client-gone"])
+        await leave_while_read(rig, monkeypatch, **more)  # the network may deliver a call after its retry
+        assert await outcome(rig) == ("ok", True, ["client-gone"])

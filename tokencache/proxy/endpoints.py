@@ -20,7 +20,7 @@ from aiohttp import web
 
 from tokencache import metrics
 from tokencache.core import agents, ids
-from tokencache.core.chain import keyed_hash
+from tokencache.core.chain import REQUEST_KEY, keyed_hash
 from tokencache.core.incidents import IncidentKind
 from tokencache.core.rules import ToolNames
 from tokencache.core.session import Budget, History, SessionSettings
@@ -169,10 +169,10 @@ class Endpoints:
                 raise
         raise HarnessError(f"the settings of session {session} change all the time", status=HTTPStatus.CONFLICT, kind="settings_conflict")
 
-    async def note_refusal(self, request: web.Request, session: str, why: Exception) -> None:
+    async def note_refusal(self, request: web.Request, session: str, why: BaseException) -> None:
         """Add an incident for a call that was refused before it began. A token count is none."""
         kind = next((kind for cause, kind in _REFUSALS.items() if isinstance(why, cause)), IncidentKind.INTERNAL_ERROR)
-        if request.method == "POST" and not request.path.endswith(_COUNTS):
+        if _makes_a_call(request):
             await self._ledger.note_refused_call(session, kind, str(why) if isinstance(why, TokencacheError) else type(why).__name__)
 
     def _session_request(self, request: web.Request, session: str, origin: Origin, settings: SessionSettings, route: str) -> SessionRequest:
@@ -227,8 +227,9 @@ class Endpoints:
             if isinstance(parsed, ParsedCall):
                 call = await self._read(asked, request, parsed, f"{asked.session}\0{dialect.name}")
                 call.replaced = self._pin(asked, call)
-        except (EngineError, StoreError) as why:
-            await self.note_refusal(asked.request, asked.session, why)
+        except (EngineError, StoreError, asyncio.CancelledError) as why:
+            gone = isinstance(why, asyncio.CancelledError)
+            await (_note_left(self._ledger, self._options.retries, asked) if gone else self.note_refusal(asked.request, asked.session, why))
             raise
         if isinstance(parsed, DirectReply):
             return web.Response(body=parsed.body, status=parsed.status, content_type="application/json")
@@ -408,6 +409,21 @@ class Endpoints:
         served = found.get(self._served(asked)(requested))
         alias = [ServedModel(requested, served.max_model_len)] if served is not None and requested not in found else []
         return [*found.values(), *alias]
+
+
+def _makes_a_call(request: web.Request) -> bool:
+    return request.method == "POST" and not request.path.endswith(_COUNTS)
+
+
+async def _note_left(ledger: Ledger, retries: Policy, asked: SessionRequest) -> None:
+    """Add an incident for a call whose client left before it began; none if an equal call is recorded: this one may be late."""
+    if (body := asked.holding.body) is None or not _makes_a_call(asked.request):
+        return
+    digest = fingerprint_of(retries, asked.path, asked.request.headers, body, asked.harness).digest
+    with contextlib.suppress(StoreError):
+        if digest and (await ledger.store.find(asked.session, [REQUEST_KEY + digest]))[0]:
+            return
+    await ledger.note_refused_call(asked.session, IncidentKind.CLIENT_GONE, "the client left before its call began", at=asked.began)
 
 
 async def _relay_noted(

@@ -445,9 +445,9 @@ class Ledger:
             with contextlib.suppress(StoreError):  # the call is refused in any case
                 await self.add_incidents(session, [IncidentKind.LATE_CALL.incident(f"{detail}: late call no. {number}", at=time.time())])
 
-    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str) -> None:
-        """Add an incident for a call that was refused before it began, so that nothing was sampled; none if it would tell nothing new."""
-        incident = kind.incident(detail, at=time.time(), hole=False)
+    async def note_refused_call(self, session: str, kind: IncidentKind, detail: str, *, at: float = 0.0) -> None:
+        """Add an incident for a call that ended before it began, so that nothing was sampled; none if it would tell nothing new."""
+        incident = kind.incident(detail, at=at or time.time(), hole=False)
         try:
             if _is_new(incident, await self.store.session(session)):
                 _count([incident])

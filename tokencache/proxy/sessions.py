@@ -84,6 +84,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
         harness: name of the harness, `""` if unknown.
         leniency: the rules that apply to the harness.
         holding: what the request holds in memory.
+        began: when it arrived, as Unix time in seconds.
     """
 
     request: web.Request
@@ -96,6 +97,7 @@ class SessionRequest(msgspec.Struct, frozen=True):
     harness: str
     leniency: Leniency
     holding: Holding
+    began: float = msgspec.field(default_factory=time.time)
 
 
 def hash_key(key: str) -> str:
