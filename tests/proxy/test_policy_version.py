@@ -11,6 +11,7 @@ from tests.support.waiting import until
 from tokencache.core.weights import MIXED
 from tokencache.proxy import dispatch
 from tokencache.store.base import StoreError
+from tokencache.testing import Fault
 
 TALK = [user("EPISODE:talk " + "One, two, three, four, five. " * 20)]
 WEIGHTS = "/tokencache/v1/weights"
@@ -343,9 +344,14 @@ async def test_what_a_policy_does_after_an_update(policy):
         assert stale == (policy != "exact")
 
 
-async def test_another_replica_keeps_to_the_version_of_the_sessions_first_call():
+@pytest.mark.parametrize("refused", [False, True])
+async def test_another_replica_keeps_to_the_version_of_the_sessions_first_call(refused):
+    """The first call that has a turn: one that the engine refuses stores nothing."""
     async with trained(kv="session") as rig:
         await announce(rig, version="v1")
+        if refused:
+            rig.engine.faults.append(Fault.answer(400, "{}"))
+            assert (await rig.post("s", messages=TALK))[0] == 400
         await rig.say("s", TALK)
         await announce(rig, version="v2")
         async with proxied(rig.engine, rig.store, upstream=rig.up, kv="session") as other:

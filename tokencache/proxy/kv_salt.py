@@ -128,5 +128,7 @@ class KvSalts:
             (document,) = await self._store.documents(request.session, [DOCUMENT])
         except StoreError:
             return now, {}
-        self._first[key] = first = now if document is None else msgspec.json.decode(document, type=_Basis)
-        return first, {} if document is not None else {DOCUMENT: msgspec.json.encode(now)}
+        if document is None:  # until a turn is stored: this call may end without one, or be planned again
+            return now, {DOCUMENT: msgspec.json.encode(now)}
+        self._first[key] = first = msgspec.json.decode(document, type=_Basis)
+        return first, {}
