@@ -55,10 +55,11 @@ async def open_call(rig, session):
             await call
 
 
+@pytest.mark.parametrize("scheme", ["http", "socks5"])
 @pytest.mark.parametrize("kind", KINDS.values())
-async def test_a_proxy_for_other_hosts_is_not_asked_for_this_machine(rig, kind, monkeypatch):
+async def test_a_proxy_for_other_hosts_is_not_asked_for_this_machine(rig, kind, scheme, monkeypatch):
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:1")
+        monkeypatch.setenv(variable, f"{scheme}://127.0.0.1:1")
     async with Wrapped(kind(rig.url)) as client:
         assert await client.conditions()
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import httpx2
 
 from tokencache.client.protocol import Item, ItemSteps, Pause, Request, ServerResponse, Steps
-from tokencache.session_url import direct, printable_url
+from tokencache.session_url import is_local, printable_url
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -51,7 +51,7 @@ class BlockingTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
+        self.http = httpx2.Client(base_url=url, limits=_CONNECTIONS, trust_env=not is_local(url))
 
     def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""
@@ -90,7 +90,7 @@ class AwaitedTransport(_Transport):
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         super().__init__(url, admin_key, timeout)
-        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS, mounts=direct(url))
+        self.http = httpx2.AsyncClient(base_url=url, limits=_CONNECTIONS, trust_env=not is_local(url))
 
     async def run(self, steps: Steps[T]) -> T:
         """Run an operation and return its result."""
